@@ -38,9 +38,19 @@ $(STAMP):
 	rm -f .venv/.setup-done-*
 	touch $@
 
-quickstart: setup  ## train a small network on handwritten digits, on 2 processes; writes a report under runs/
-	$(BIN)/python examples/quickstart/make_digits.py
-	$(BIN)/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
+# Where nothing was set up yet, what the example imports is enough: the tests need 170 packages (2.2 GB).
+QUICKSTART = $(if $(wildcard $(STAMP)),.venv,.venv-quickstart)
+QUICKSTART_STAMP = $(QUICKSTART)/.setup-done-$(SUM)
+
+.venv-quickstart/.setup-done-$(SUM):
+	test -x .venv-quickstart/bin/python || $(PYTHON) -m venv .venv-quickstart
+	.venv-quickstart/bin/python $(PIP_INSTALL) -c constraints.txt -e . pillow scikit-learn tqdm
+	rm -f .venv-quickstart/.setup-done-*
+	touch $@
+
+quickstart: $(QUICKSTART_STAMP)  ## train a small network on handwritten digits, on 2 processes; writes a report under runs/
+	$(QUICKSTART)/bin/python examples/quickstart/make_digits.py
+	$(QUICKSTART)/bin/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
 
 test: setup  ## run the whole test suite (set-up included)
 	# Files in the order of tests/conftest.py: those with few cases may take long, and would be left for the end.
@@ -108,11 +118,11 @@ huggingface: .venv-hf-real/$(HF_STAMP) .venv-hf-deepspeed/$(HF_STAMP) .venv-hf-o
 	rm -f .venv-hf-ours/.setup-done*
 	touch $@
 
-check: setup  ## format, lint, types, shape and unit tests: run it before each commit
+check: setup  ## format, lint, types, shape and unit tests, before each commit; lists the slowest tests
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(PYTEST) tests/shape tests/unit -n $(JOBS) --dist loadscope $(ARGS)
+	$(PYTEST) tests/shape tests/unit -n $(JOBS) --dist loadscope --durations=5 $(ARGS)
 
 ranks: setup  ## tests on several real processes, over gloo on this machine
 	$(PYTEST) tests/ranks $(ARGS)

@@ -188,7 +188,8 @@ def command_line() -> str:
 
     lines = ["# Command line", ""]
     with env.patched({"COLUMNS": "100", "NO_COLOR": "1"}):
-        for name in commands():
+        # `launch` is what most people look for.
+        for name in sorted(commands(), key=lambda name: name != "launch"):
             lines += [f"## paceline {name}", "", "```text", parser_for(name).format_help().rstrip(), "```", ""]
     return "\n".join(lines)
 
@@ -369,6 +370,20 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/deepspeed.md": deepspeed,
     "reference/environment.md": environment,
 }
+
+
+_INLINE_CODE = re.compile(r"(?<!</span>)<code>([^<\n]*)</code>")
+_FLAG = re.compile(r"[^\s<>]{0,24}-[^\s<>]{0,24}(?=\s|$)")
+
+
+def on_page_content(html: str, **kwargs: Any) -> str:
+    """Puts each flag into a box that a browser does not break at its hyphens; called by mkdocs."""
+
+    def with_boxes(found: re.Match[str]) -> str:
+        text = _FLAG.sub(r'<span class="flag">\g<0></span>', found[1])
+        return f"<code>{text}</code>"
+
+    return _INLINE_CODE.sub(with_boxes, html)
 
 
 def on_files(files: Any, config: Any) -> Any:

@@ -51,6 +51,7 @@ Prepared = TypeVar("Prepared")
 Several = TypeVarTuple("Several")
 Model = TypeVar("Model", bound=nn.Module)
 T = TypeVar("T")
+Gathered = TypeVar("Gathered", bound=torch.Tensor | tuple[Any, ...] | list[Any] | dict[str, Any])
 Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
@@ -107,7 +108,7 @@ class Accelerator(Participant):
 
     def __init__(
         self,
-        mixed_precision: str | None = None,
+        mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         *,
@@ -397,17 +398,17 @@ class Accelerator(Participant):
         self.run.events.gathered()
         return super().reduce(tensor, reduction, scale)
 
+    @overload
+    def gather_for_metrics(self, input_data: Gathered, use_gather_object: Literal[False] = False) -> Gathered: ...
+    @overload
+    def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any: ...
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
         """Gathers what belongs to the current batch from all ranks, in sample order and without repeated samples.
 
         Args:
-            input_data: a nested structure of tensors or of objects. Of an object that is a list with one entry a row, rows
-                are gathered; any other object is gathered as it is.
+            input_data: tensors or objects, nested; of a list with one entry a row, rows are gathered.
             use_gather_object: whether tensors are gathered as Python objects, too.
-
-        Shape: each tensor [rows of this rank's batch, ...] -> [samples of the global batch, ...]; a tensor [] gives
-            [ranks that have a sample].
-
+        Shape: each tensor [rows of this rank's batch, ...] -> [samples of the global batch, ...]; [] -> [ranks with a sample].
         Ranks: all; each gets the result. The whole structure takes one collective.
         """
         result = gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)

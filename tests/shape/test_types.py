@@ -100,10 +100,13 @@ for epoch in range(accelerator.resume().epoch, 3):
             accelerator.backward(batch.sum(), retain_graph=True)
             accelerator.backward(batch.sum(), retan_graph=True)  # call-arg
         reveal_type(accelerator.reduce(batch.sum(), "mean"))  # torch.Tensor
+        reveal_type(accelerator.gather_for_metrics((batch, batch)))  # tuple[torch.Tensor, torch.Tensor]
+        reveal_type(accelerator.gather_for_metrics(batch, use_gather_object=True))  # Any
 reveal_type(accelerator.unwrap_model(net).width())  # int
 reveal_type(accelerator.save_state("saved", background=True))  # str | None
 accelerator.save_state(totl_limit=3)  # call-arg
 Accelerator(mixed_precison="bf16")  # call-arg
+Accelerator(mixed_precision="bfloat16")  # arg-type
 paceline.nothing  # attr-defined
 reveal_type(skip_first_batches(loader, 3))  # torch.utils.data.DataLoader[torch.Tensor]
 reveal_type(run_ranks(lambda: 3, 2))  # list[int]

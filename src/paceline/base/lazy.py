@@ -6,7 +6,7 @@ import gc
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import FrameType
@@ -23,7 +23,7 @@ def lazy_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
 
     def load(name: str) -> Any:
         if name not in where:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise _unknown(package, name, list(where))
         with _interrupt_after_import(), fast_imports():
             value = getattr(import_module(where[name]), name)
         # The name is an attribute of the package from now on, so Python does not call this function for it again.
@@ -31,6 +31,22 @@ def lazy_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
         return value
 
     return load
+
+
+def _unknown(package: str, name: str, names: Sequence[str]) -> Exception:
+    """Returns the error about a name that a package does not have, with the one that was probably meant."""
+    # Imported here: a program that asks for no wrong name waits for it no longer.
+    from difflib import get_close_matches
+
+    message = f"module {package!r} has no attribute {name!r}"
+    close = get_close_matches(name, names, 1, 0.75)
+    if not close or close[0].lower() == name:  # `paceline.accelerator` is a module
+        return AttributeError(message)
+    hint = f". Did you mean: {close[0]!r}?"
+    # Python replaces an AttributeError in `from paceline import Acelerator` by an error of its own, which names nothing.
+    if sys._getframe(2).f_code.co_name == "_handle_fromlist":
+        return ImportError(f"cannot import name {name!r} from {package!r}{hint}", name=package)
+    return AttributeError(message + hint)
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import os
 import pkgutil
 import re
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -29,13 +29,23 @@ class Registry:
         entry_points: group of entry points under which other distributions offer theirs, such as `paceline.strategies`.
         libraries: a package with one package for each foreign library, such as `paceline.compat`. Its packages are
             searched too, and an implementation in one of them has the name of that package.
+        nicknames: what people also call an implementation -> its name, for the error about a name that there is not.
     """
 
-    def __init__(self, package: str, attribute: str, entry_points: str, *, libraries: str = "") -> None:
+    def __init__(
+        self,
+        package: str,
+        attribute: str,
+        entry_points: str,
+        *,
+        libraries: str = "",
+        nicknames: Mapping[str, str] | None = None,
+    ) -> None:
         self.package = package
         self.attribute = attribute
         self.entry_points = entry_points
         self.libraries = libraries
+        self.nicknames = nicknames or {}
         self._added: dict[str, Any] = {}
 
     def add(self, name: str, implementation: Any) -> None:
@@ -68,10 +78,12 @@ class Registry:
         point = _points(self.entry_points).get(name)
         if point is not None:
             return point.load()
-        close = difflib.get_close_matches(name, self.names(), n=1)
-        fix = f"use one of these names, or add a file of that name to {self.package}"
-        if close:
-            fix = f"write {close[0]}"
+        fix = "use one of these names"
+        close = difflib.get_close_matches(name.lower(), [*self.names(), *self.nicknames], n=1)
+        beginning = [known for known in self.names() if len(name) > 1 and known.startswith(name.lower())]
+        if close or beginning:
+            meant = (close or beginning)[0]
+            fix = f"write {self.nicknames.get(meant, meant)}"
         raise ConfigError(
             "unknown-name",
             f"there is no {self.attribute.lower()} called {name!r}.",

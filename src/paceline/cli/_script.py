@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 from collections.abc import Collection
-from pathlib import Path
 
 from paceline.base.errors import ConfigError
+from paceline.config import schema
 
 
 def add_script(parser: argparse.ArgumentParser, what: str = "Python file; with -m a module") -> None:
@@ -39,38 +40,55 @@ def script_words(args: argparse.Namespace) -> list[str]:
     return words[1:] if words[:1] == ["--"] else words
 
 
-def misplaced_options(args: argparse.Namespace, flags: Collection[str]) -> list[str]:
-    """Returns a notice for each of a command's own options that stands after the script, if the script does not mention it.
+def misplaced_options(args: argparse.Namespace, command: str, flags: Collection[str]) -> list[str]:
+    """Returns notices about words after the script that were meant for Paceline, and about those that nobody reads.
 
-    The script gets such a word, and a script that ignores its arguments would run without the option and say nothing.
+    The script gets such a word, and a script that ignores it would run without the option and say nothing.
 
     Args:
         args: the command line.
-        flags: the names of the options, such as "--log-dir".
+        command: the command, such as "paceline launch".
+        flags: the names of the command's options, such as "--log-dir".
     """
-    from paceline.launch.job import flag_for_script  # `--help` needs none of this
+    rest = list(args.script_args)
+    if not rest:
+        return []
+    # Imported here, because `--help` needs none of these.
+    from paceline.cli._other_words import meaning
+    from paceline.cli._script_text import reads, reads_arguments
+    from paceline.launch.job import WIDTH_FLAGS
 
+    given = schema.words(getattr(args, "given", ()))
+    stray: list[str] = []
+    moved: list[str] = []
+    nobody_reads: list[str] = []
+    for word in args.script_args:
+        flag, equals, _ = word.partition("=")
+        is_told = flag.replace("_", "-") in WIDTH_FLAGS  # by `job_of`
+        if not flag.startswith("--") or flag == "--" or is_told or reads(args.script, flag):
+            continue
+        place = rest.index(word)
+        is_ours = flag.replace("_", "-") in flags
+        switch = is_ours and schema.is_switch(flag)
+        has_value = not equals and not switch and rest[place + 1 : place + 2] and not rest[place + 1].startswith("-")
+        whole = " ".join(rest[place : place + 1 + bool(has_value)])
+        before = whole if is_ours else meaning(whole, [*given, *args.script_args])
+        if before:
+            stray.append(f"`{whole}`")
+            moved.append(before)
+            del rest[place : place + 1 + bool(has_value)]
+        elif not reads_arguments(args.script):
+            nobody_reads.append(f"`{whole}`")
     notices = []
-    for flag in flags:
-        misplaced = flag_for_script(args.script_args, [flag])
-        if misplaced and not mentions(args.script, flag):
-            notices.append(
-                f"`{misplaced}` stands after the script, so only the script gets it; options of Paceline come before."
-            )
+    if stray:
+        words = " ".join([command, *given, *moved, shlex.join([args.script, *rest])])
+        notices.append(
+            f"{' and '.join(stray)}: what stands after the script is for the script, which does not read it; write "
+            f"options of Paceline before it: `{words}`."
+        )
+    if nobody_reads:
+        notices.append(f"{' and '.join(nobody_reads)} after the script: {args.script} reads no arguments.")
     return notices
-
-
-def mentions(script: str, flag: str) -> bool:
-    """Returns whether the text of a script has the name of a flag, so that the flag may be the script's own.
-
-    Returns True for what has no text to look at, such as a module or a program.
-    """
-    try:
-        source = Path(script).read_text(encoding="utf-8", errors="replace")
-    except (OSError, ValueError):
-        return True
-    name = flag.removeprefix("--")
-    return name in source or name.replace("-", "_") in source
 
 
 class Progress:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from paceline.base.errors import ConfigError, Problem
+from paceline.cli._other_words import meaning
 from paceline.cli._parser import Parser
 
 
@@ -23,7 +24,8 @@ def error_for(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> C
         words: all words after the command's name.
         unknown: those that the parser could not take.
     """
-    problems: list[Problem] = []
+    words, unknown, replaced = _without_other_words(parser, words, unknown)
+    problems = list(replaced)
     of_script: list[str] = []
     flags = [word for word in unknown if word.startswith("-")]
     for word in flags or unknown:
@@ -38,7 +40,12 @@ def error_for(parser: Parser, words: Sequence[str], unknown: Sequence[str]) -> C
             what = f"`{parser.prog}` does not take {word.partition('=')[0]!r}."
             problems.append(Problem("command-line", what, fix=f"`{parser.prog} --help` lists what it takes"))
     if of_script:
-        problems.append(_behind_script(parser, words, of_script))
+        behind = _behind_script(parser, words, of_script)
+        if replaced:
+            # The command line of the one fix is that of the other with the script's flags moved.
+            what = f"{problems.pop(0).what} {behind.what}"
+            behind = Problem("command-line", what, behind.why, behind.fix)
+        problems.append(behind)
     return ConfigError.of(problems)  # type: ignore[return-value]
 
 
@@ -69,6 +76,38 @@ def _plan(parser: Parser, words: Sequence[str], word: str) -> Problem | None:
     flags = " ".join(words_of_flags)
     what = f"`{parser.prog}` has no flag --plan: each part of a plan has a flag of its own."
     return Problem("command-line", what, fix=f"write {flags}")
+
+
+def _without_other_words(
+    parser: Parser, words: Sequence[str], unknown: Sequence[str]
+) -> tuple[list[str], list[str], list[Problem]]:
+    """Puts our flags in the place of what other libraries call them: `--bf16`, `--nproc 2`.
+
+    Returns:
+        The words with our flags, those that are still unknown, and the problem that says so; [] if there was no such word.
+    """
+    left = list(words)
+    names: list[str] = []
+    replaced = True
+    while replaced:
+        replaced = False
+        # The value of an unknown flag was taken for the script, so what follows it is looked at only once it is known.
+        for word in unknown:
+            value = "" if "=" in word else _value_after(left, word)
+            flags = meaning(f"{word} {value}".strip(), left)
+            if word in left and flags and flags.split()[0] in parser.options:
+                place = left.index(word)
+                left[place : place + 1 + bool(value)] = flags.split()
+                names.append(word.partition("=")[0])
+                replaced = True
+        if replaced:
+            unknown = parser.parse_known_args(left)[1]
+    if not names:
+        return left, list(unknown), []
+    listed = " and ".join([*filter(None, [", ".join(names[:-1])]), names[-1]])
+    what = f"`{parser.prog}` does not take {listed}."
+    fix = f"write `{parser.prog} {shlex.join(left)}`"
+    return left, list(unknown), [Problem("command-line", what, "Paceline has other flags for the same", fix)]
 
 
 def _of_dialect(parser: Parser, word: str) -> Problem | None:

@@ -52,9 +52,8 @@ def run(args: argparse.Namespace) -> int:
         check_target(target_of(resolved.launch, args.script, args.script_args))
         job, notices = job_of(resolved, args.script, args.script_args, env)
     check_plan(resolved, job)
-    # `job_of` has a notice of its own about the number of processes.
-    flags = [setting.flag for setting in settings_of(LaunchSettings).values() if setting.name != "procs"]
-    notices += misplaced_options(args, flags)
+    flags = [setting.flag for setting in settings_of().values()]
+    notices += misplaced_options(args, "paceline launch", flags)
     for notice in (*resolved.notices, *notices):
         say(notice)
     if resolved.launch.dry_run:
@@ -110,6 +109,8 @@ def _show(job: Job, resolved: Launch) -> int:
     from paceline.launch.host import name
 
     rendered = _launcher(job, resolved).render(job)
+    for notice in rendered.notices:
+        say(notice)
     if rendered.document:
         # Standard output holds only the document, so that it can be redirected into a file and used.
         print(rendered.document)
@@ -131,7 +132,10 @@ def carry_out(job: Job, resolved: Launch) -> int:
     from paceline.launch.failure_report import describe
 
     launcher = _launcher(job, resolved)
-    handle = launcher.submit(launcher.render(job))
+    rendered = launcher.render(job)
+    for notice in rendered.notices:
+        say(notice)
+    handle = launcher.submit(rendered)
     if job.assignment is None:
         outcome = handle.wait()
     else:

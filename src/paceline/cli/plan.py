@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
 from paceline.base.terminal import say
-from paceline.cli._script import add_script, misplaced_options, need_script, script_words
+from paceline.cli._script import Progress, add_script, misplaced_options, need_script, script_words
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.kinds import least_and_most
@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     device = device_of(args.device) if args.device else None
     check_target(target)
     axes = [f"--{axis}" for axis in AXES]
-    for notice in misplaced_options(args, [*_OWN, "--procs", "--nodes", "--zero", *axes]):
+    for notice in misplaced_options(args, "paceline plan", [*_OWN, "--procs", "--nodes", "--zero", *axes]):
         say(notice)
     opened = _opened(launch, asked, args.auto)
     here = None
@@ -88,7 +88,11 @@ def run(args: argparse.Namespace) -> int:
             why="auto takes the cheapest plan that fits, and nobody said how much memory there is",
             fix="say what it will run on, such as `--device h200-141GB`; for this machine, `--measure`",
         )
-    report = _predict(target, launch, opened, device, here, lookup)
+    progress = Progress("paceline plan")
+    try:
+        report = _predict(target, launch, opened, device, here, lookup, progress)
+    finally:
+        progress.clear()
     _remember(target, report)
     if args.json:
         print(json.dumps(report.json(), indent=2, default=str))
@@ -201,6 +205,7 @@ def _predict(
     device: Device | None,
     here: Device | None,
     lookup: Lookup | None,
+    progress: Progress,
 ) -> Report:
     """Predicts the memory and the time of a run.
 
@@ -211,6 +216,7 @@ def _predict(
         device: the device whose memory the plan must fit into; None for no limit.
         here: the device of this machine; None if it is unknown.
         lookup: the calibration by which the time of a step is forecast; None for none.
+        progress: shows what is rehearsed.
     """
     from functools import partial
 
@@ -237,6 +243,7 @@ def _predict(
         decisions=launch.decisions,
         opened=opened,
         lookup=lookup,
+        progress=progress.show,
     )
 
 

@@ -76,7 +76,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     need_script(args, "paceline tune", "--procs 2")
-    for notice in misplaced_options(args, _OWN):
+    for notice in misplaced_options(args, "paceline tune", _OWN):
         say(notice)
     search = _search_flags(args)
     tune(resolve_launch(schema.given(args)), args.script, args.script_args, search, args.device)

@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
 from paceline.base.terminal import say
-from paceline.cli._script import Progress, add_script, mentions, need_script, script_words
+from paceline.cli._script import Progress, add_script, need_script, script_words
+from paceline.cli._script_text import reads
 from paceline.config import schema
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import Launch, resolve_launch
@@ -90,11 +91,11 @@ def _take_own_options_after_script(args: argparse.Namespace) -> None:
     """Moves this command's own options from the arguments of the script to `args`.
 
     `paceline verify train.py --plans zero=2` would otherwise compare no plan and end with 0. An option that the script
-    mentions stays the script's.
+    reads stays the script's.
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     for flag, options in _OWN.items():
-        if not mentions(args.script, flag):
+        if not reads(args.script, flag):
             parser.add_argument(flag, **{**options, "default": argparse.SUPPRESS})
     try:
         moved, script_args = parser.parse_known_args(args.script_args)

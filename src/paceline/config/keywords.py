@@ -12,7 +12,7 @@ refused the call.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
 from typing import Any, TypeVar, cast
 
@@ -21,6 +21,20 @@ from paceline.config.given import nearest
 
 Checked = TypeVar("Checked", bound=Callable[..., Any])
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+# What other launchers call the number of processes.
+_PROCESSES = (
+    "nproc",
+    "nprocs",
+    "nproc_per_node",
+    "procs",
+    "num_procs",
+    "n_procs",
+    "np",
+    "gpus",
+    "num_gpus",
+    "devices",
+    "world_size",
+)
 
 
 def checked_keywords(target: Checked) -> Checked:
@@ -44,7 +58,7 @@ def refuse_unknown(
 
     Args:
         function: what the user called, such as "Accelerator".
-        given: names of the keywords of the call.
+        given: names of the keywords of the call; a mapping has their values, too.
         accepted: names of the keywords that the function takes.
         takes_any_number: whether it takes any number of values without a name, as `prepare` does.
 
@@ -57,13 +71,17 @@ def refuse_unknown(
         return
     # A function has few arguments, so the end of a name is enough to suggest it: `level` means `log_level`.
     same_end = [name for name in names if name.endswith(f"_{unknown[0]}")]
+    value: object = ""
     if len(same_end) == 1:
         close = same_end[0]
+    elif unknown[0] in _PROCESSES and "num_processes" in names:
+        value = given[unknown[0]] if isinstance(given, Mapping) else ""
+        close = "num_processes"
     else:
         close = nearest(unknown[0], names)
     fix = f"leave {unknown[0]} out"
     if close:
-        fix = f"write {close}="
+        fix = f"write {close}={value}"
     elif takes_any_number:
         fix = f"pass the values without names: {function}({', '.join(unknown)})"
     raise ArgumentError(

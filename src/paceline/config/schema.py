@@ -136,6 +136,12 @@ def given(args: argparse.Namespace) -> tuple[Given, ...]:
     return launchers.translate(getattr(args, "given", ()))
 
 
+def is_switch(flag: str) -> bool:
+    """Returns whether no value follows a flag of Paceline, such as "--debug"."""
+    name = flag.lstrip("-").replace("-", "_")
+    return any(setting.flag == flag and setting.kind is YES_NO for setting in settings_of().values()) or name == "auto"
+
+
 def words(given: Iterable[Given]) -> list[str]:
     """Returns the words of a command line that gives the same values again."""
     repeated: list[str] = []

@@ -26,6 +26,7 @@ _HINTS = {
 
 # What torch says where a script moves something to a GPU that it cannot use.
 _NO_CUDA = ("Torch not compiled with CUDA enabled", "Found no NVIDIA driver", "No CUDA GPUs are available")
+_FIX = re.compile(r"^\s+fix: (.+)$", re.MULTILINE)
 _IMPORT = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.MULTILINE)
 
 
@@ -73,7 +74,12 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
         fix = "look into the file of stacks that is named above: which rank is elsewhere than the others, and why"
         return Problem("run-stuck", failure.what, why, fix)
     # `report` is the traceback, or that of a crash in compiled code. A process that was killed has written none.
-    fix = "correct the error that is shown above" if failure.report else "its own output above tells more"
+    fix = _own_fix(failure.report) or "correct the error that is shown above"
+    if job.target.kind == "function" and failure.report and not _own_fix(failure.report):
+        # In a notebook a long traceback of the launcher stands between the error and this line.
+        fix = f"correct the error of the function: {failure.report.splitlines()[-1].strip()}"
+    if not failure.report:
+        fix = "its own output above tells more"
     fix = _misplaced_flag(failure.report, job.target) or fix
     # `waiting` names ranks that failed because this one ended without an error, and closed its connections to them.
     if failure.waiting:
@@ -95,6 +101,15 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
     if job.nodes * job.procs == 1:
         why = [f"pid {failure.pid}"]  # a single process is neither the first to fail, nor are others stopped
     return Problem("rank-failed", failure.what, why, fix)
+
+
+def _own_fix(report: str) -> str:
+    """Returns the fix that an error of Paceline itself names, as the last line is what people read; "" if it names none."""
+    _, _, last_error = report.rpartition("\nTraceback ")
+    fixes = list(dict.fromkeys(_FIX.findall(last_error)))
+    if len(fixes) > 1:
+        return f"each of the {len(fixes)} problems above has one"
+    return "".join(fixes)
 
 
 def _served_names(report: str, job: Job) -> str:

@@ -22,7 +22,7 @@ _SEVERAL_NODES_PORT = 29500
 _MOST_CORES = 65_536
 _CROWDED = 8  # processes for each core
 # Only names that hardly any script uses itself: a notice about a flag of the script would be wrong each time.
-_WIDTH_FLAGS = ("--procs", "--nproc-per-node", "--num-processes")
+WIDTH_FLAGS = ("--procs", "--nproc-per-node", "--num-processes")
 _VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
@@ -106,7 +106,7 @@ def _procs(settings: Launch, accelerators: host.Accelerators, target: Target, no
     procs = launch.procs
     if isinstance(procs, str):  # "auto"
         procs = launch.gpus_per_node or max(accelerators.count, 1)
-    misplaced = flag_for_script(target.args, _WIDTH_FLAGS)
+    misplaced = flag_for_script(target.args, WIDTH_FLAGS)
     if misplaced and "procs" not in settings.given:
         corrected = shlex.join(["paceline", "launch", *misplaced.split(), target.name])
         notices.append(

@@ -21,7 +21,19 @@ if TYPE_CHECKING:
     from paceline.launch.launchers.slurm.allocation import Allocation
     from paceline.launch.remote.assignment import Assignment
 
-LAUNCHERS = Registry("paceline.launch.launchers", "LAUNCHER", "paceline.launchers")
+LAUNCHERS = Registry(
+    "paceline.launch.launchers",
+    "LAUNCHER",
+    "paceline.launchers",
+    nicknames={
+        "k8s": "kubernetes",
+        "kube": "kubernetes",
+        "sbatch": "slurm",
+        "srun": "slurm",
+        "mpi": "openmpi",
+        "mpirun": "openmpi",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -172,6 +184,7 @@ class Rendered:
         processes: the processes of this node.
         steps: for a job on other hosts: the commands that this host runs to start it.
         document: what a cluster is given, such as a batch script or a manifest; "" for none. `--dry-run` prints it.
+        notices: what the user should know of it before it is submitted.
     """
 
     job: Job
@@ -179,6 +192,7 @@ class Rendered:
     processes: tuple[Process, ...] = ()
     steps: tuple[tuple[str, ...], ...] = ()
     document: str = ""
+    notices: tuple[str, ...] = ()
 
     def text(self, host: str = "this host") -> str:
         """What `--dry-run` prints: the command, the environment, and the world table."""

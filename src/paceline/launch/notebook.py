@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
@@ -40,7 +40,7 @@ def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
     num_processes: int | None = None,
-    mixed_precision: str = "no",
+    mixed_precision: Literal["no", "fp16", "bf16"] = "no",
     use_port: str | int = _USUAL_PORT,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
@@ -80,7 +80,8 @@ def notebook_launcher(
             `launch-accelerator`, those of `host.check` and, on several nodes, those of `Nodes.open_for`.
         ConfigError: `config-value`, `launch-arguments`.
     """
-    del rdzv_id
+    # Not deleted: IPython shows the arguments of each call in a traceback, and could not show those of this one then.
+    _ = rdzv_id
     _check_not_launched()
     _check_arguments(function, args)
     settings_env = _settings_env(mixed_precision=mixed_precision) if mixed_precision != "no" else {}

@@ -240,10 +240,13 @@ def _count(number: int) -> str:
     return str(number)
 
 
-def shown(settings: Mapping[str, Any]) -> str:
-    """Returns settings as command-line flags, without those that have their usual value."""
+def shown(settings: Mapping[str, Any], named: Sequence[str] = ()) -> str:
+    """Returns settings as command-line flags, without those that have their usual value and are not among `named`."""
     plain = {"zero": (0, 3), "recompute": ("no",)}
-    flags = [f"--{name} {value}" for name, value in settings.items() if value not in plain.get(name, (1,))]
+    flags = []
+    for name, value in settings.items():
+        if name in named or value not in plain.get(name, (1,)):
+            flags.append(f"--{name} {value}")
     return " ".join(flags) or "one process, as it is"
 
 

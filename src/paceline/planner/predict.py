@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import inf, prod
 from typing import Any
 
+from paceline.base.errors import PlanError
 from paceline.config.given import Choice
+from paceline.config.settings import searched_settings
 from paceline.config.sources import HANDED, hand_over
 from paceline.planner.calibration import Lookup
 from paceline.planner.device import Device
-from paceline.planner.estimate import Chosen, Need, Rejected, choose, estimate, gib
+from paceline.planner.estimate import Chosen, Need, Rejected, choose, estimate, gib, settings_of, shown
 from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, rehearse
 from paceline.planner.report import Report
 from paceline.world.layout import model_axes
@@ -27,6 +29,7 @@ def predict(
     decisions: Sequence[Choice] = (),
     opened: Sequence[str] = (),
     lookup: Lookup | None = None,
+    progress: Callable[[str], None] = lambda step: None,
 ) -> Report:
     """What a run will take.
 
@@ -38,44 +41,105 @@ def predict(
         opened: settings that are to be chosen: the cheapest that fit, or where there is a calibration the fastest of the
             cheapest.
         lookup: the calibration of the machine, for the time of a step.
+        progress: is told what is rehearsed next, as a rehearsal of a large model takes a minute.
 
     Raises:
         PlanError: those of `rehearse`.
     """
-    if not opened or device is None:
-        rehearsal = rehearse(work, _with_settings(simulated, decisions, {}))
-        return _report(rehearsal, simulated, device, None, (), lookup)
-    fixed: dict[str, Any] = {}
-    for decision in decisions:
-        if decision.field not in opened and decision.value != "auto":
-            fixed[decision.field] = decision.value
-    undivided = _undivided(simulated.world_size, fixed, opened)
-    first = rehearse(work, _with_settings(simulated, decisions, undivided))
-    need = _need(first)
-    skip: list[Mapping[str, Any]] = []
-    rejected: list[Rejected] = []
-    fitting: list[tuple[Chosen, Rehearsal]] = []
-    for _ in range(_TRIES):
-        chosen = choose(need, simulated.world_size, simulated.local_size, device.usable, fixed, opened, skip)
-        rejected += [plan for plan in chosen.rejected if plan not in rejected]
-        if chosen.settings is None:
-            break
-        skip.append(chosen.settings)
-        rehearsal = rehearse(work, _with_settings(simulated, decisions, chosen.settings))
-        if rehearsal.memory is not None and rehearsal.memory.total > device.usable:
-            # The formulas said that it fits, and the rehearsal says that it does not: on to the next one.
-            needed = gib(rehearsal.memory.total)
-            reason = f"needs {needed} a rank when rehearsed, {gib(device.usable)} can be used"
-            rejected.append(Rejected(chosen.settings, reason))
-            continue
-        fitting.append((chosen, rehearsal))
-        if lookup is None or lookup.calibration is None or rehearsal.memory is None:
-            break
-    if not fitting:
-        last = first if chosen.settings is None else rehearsal
-        return _report(last, simulated, device, Chosen(None, None, chosen.rejected), rejected, lookup)
-    reports = [_report(rehearsal, simulated, device, chosen, rejected, lookup) for chosen, rehearsal in fitting]
-    return _fastest(reports)
+    search = _Search(work, simulated, decisions, lookup, progress)
+    if opened and device is not None:
+        return search.run(device, opened)
+    rehearsal = search.rehearse({}, "the plan")
+    report = _report(rehearsal, simulated, device, None, (), lookup)
+    if device is None or report.fits:
+        return report
+    # What the script itself says of its plan is stronger than any flag that could be proposed.
+    by_code = [decision.field for decision in rehearsal.plan.decisions if decision.source == "code"]
+    free = [name for name in searched_settings() if name not in by_code]
+    sizes = {"zero": 0, **settings_of(rehearsal.plan)}
+    asked = {name: sizes[name] for name in free}
+    reason = f"needs {gib(report.peak)} a rank when rehearsed, {gib(device.usable)} can be used"
+    search.fixed = {name: sizes[name] for name in by_code if name in searched_settings()}
+    try:
+        instead = search.run(device, free, [Rejected(asked, reason)])
+    except PlanError as error:
+        # The plan that was asked for is reported all the same.
+        nothing = Chosen(None, None, (Rejected(asked, reason),))
+        instead = replace(report, chosen=nothing, rejected=(Rejected({}, error.problems[0].what),))
+    return replace(report, instead=instead)
+
+
+@dataclass
+class _Search:
+    """Looks for the cheapest plan that fits: formulas sort most plans out, and what they let through is rehearsed.
+
+    Attributes:
+        work, simulated, decisions, lookup, progress: see `predict`.
+        fixed: settings that the script's own code fixes, beside those of `decisions`.
+    """
+
+    work: Callable[[], object]
+    simulated: SimulatedWorld
+    decisions: Sequence[Choice]
+    lookup: Lookup | None
+    progress: Callable[[str], None]
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+
+    def rehearse(self, settings: Mapping[str, Any], name: str) -> Rehearsal:
+        """Rehearses the script under settings that take the place of those that were open."""
+        self.progress(f"rehearsing {name} on rank 0 of {self.simulated.world_size}")
+        return rehearse(self.work, _with_settings(self.simulated, self.decisions, settings))
+
+    def run(self, device: Device, opened: Sequence[str], known: Sequence[Rejected] = ()) -> Report:
+        """Returns the report of the plan that is chosen, or of the last one that was rehearsed if none fits.
+
+        Args:
+            device: what the plan must fit into.
+            opened: the names of settings to choose.
+            known: plans that were rehearsed before, and do not fit.
+
+        Raises:
+            PlanError: those of `rehearse`, for the model undivided.
+        """
+        simulated, lookup = self.simulated, self.lookup
+        fixed = dict(self.fixed)
+        for decision in self.decisions:
+            if decision.field not in opened and decision.value != "auto":
+                fixed.setdefault(decision.field, decision.value)
+        undivided = _undivided(simulated.world_size, fixed, opened)
+        first = self.rehearse(undivided, "the model undivided")
+        need = _need(first)
+        rejected = list(known)
+        skip = [plan.settings for plan in known]
+        fitting: list[tuple[Chosen, Rehearsal]] = []
+        last = first
+        for _ in range(_TRIES):
+            chosen = choose(need, simulated.world_size, simulated.local_size, device.usable, fixed, opened, skip)
+            rejected += [plan for plan in chosen.rejected if plan not in rejected]
+            if chosen.settings is None:
+                break
+            skip.append(chosen.settings)
+            try:
+                rehearsal = self.rehearse(chosen.settings, shown(chosen.settings))
+            except PlanError as error:
+                rejected.append(Rejected(chosen.settings, error.problems[0].what))
+                continue
+            last = rehearsal
+            if rehearsal.memory is not None and rehearsal.memory.total > device.usable:
+                # The formulas said that it fits, and the rehearsal says that it does not: on to the next one.
+                needed = gib(rehearsal.memory.total)
+                reason = f"needs {needed} a rank when rehearsed, {gib(device.usable)} can be used"
+                rejected.append(Rejected(chosen.settings, reason))
+                continue
+            fitting.append((chosen, rehearsal))
+            if lookup is None or lookup.calibration is None or rehearsal.memory is None:
+                break
+        if not fitting:
+            if chosen.settings is None:
+                last = first
+            return _report(last, simulated, device, Chosen(None, None, chosen.rejected), rejected, lookup)
+        reports = [_report(rehearsal, simulated, device, chosen, rejected, lookup) for chosen, rehearsal in fitting]
+        return _fastest(reports)
 
 
 def _fastest(reports: Sequence[Report]) -> Report:
@@ -136,12 +200,6 @@ def _report(
 ) -> Report:
     need = _need(rehearsal)
     by_formula = estimate(rehearsal.plan, need) if rehearsal.memory is None else None
-    report = Report(
+    return Report(
         rehearsal.plan, simulated.world_size, rehearsal, by_formula, device, chosen, tuple(rejected), lookup=lookup
     )
-    if device is None or report.fits or chosen is not None:
-        return report
-    # Activations were seen under this plan, which may divide them: an upper bound of what others need is not known.
-    need = replace(need, states=rehearsal.whole_states)
-    instead = choose(need, simulated.world_size, simulated.local_size, device.usable)
-    return replace(report, instead=instead)

@@ -20,6 +20,7 @@ _WORDS = {
     "other": "other (the optimizer's temporaries)",
     "buffers": "communication (and gathered parts)",
 }
+_NOTHING = "nothing that was tried fits: use more processes, a smaller batch, or a larger device"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,8 @@ class Report:
         device: what the run is for; None where nobody said.
         chosen: what a search chose; None where nothing was left open.
         rejected: plans that the search left aside, in its order.
-        instead: the cheapest plan that would fit, where this one does not.
+        instead: the report of the cheapest plan that fits, where this one does not. Its `chosen.settings` are None if no plan
+            fits.
         lookup: the calibration of this machine or why there is none; None where the plan is for another machine.
     """
 
@@ -45,7 +47,7 @@ class Report:
     device: Device | None = None
     chosen: Chosen | None = None
     rejected: tuple[Rejected, ...] = ()
-    instead: Chosen | None = None
+    instead: Report | None = None
     lookup: Lookup | None = None
 
     @property
@@ -81,14 +83,17 @@ class Report:
         for plan in self.rejected:
             yield f"  no   {plan}"
         if self.chosen.settings is None:
-            yield "  nothing fits: use more ranks, a smaller batch, or a larger device"
+            yield f"  {_NOTHING}"
         else:
             yield f"  yes  {shown(self.chosen.settings)}"
         yield ""
 
     def _bytes(self) -> Iterator[str]:
         memory = self.rehearsal.memory
-        yield f"memory of rank 0 of {self.world_size}" + ("" if memory is not None else ", by formulas alone")
+        heading = f"memory of rank 0, the first of {self.world_size} processes"
+        if memory is None:
+            heading += ", by formulas alone"
+        yield heading
         if memory is not None:
             yield f"  {'':36}{'at the peak':>12}{'at most':>12}"
             for kind in KINDS:
@@ -102,8 +107,18 @@ class Report:
                     yield self._line(kind, count)
         yield f"  {'peak':36}{gib(self.peak):>12}" + self._verdict()
         if not self.fits and self.instead is not None:
-            settings = self.instead.settings
-            yield f"  {'fits instead: ' + shown(settings) if settings is not None else 'no plan fits on these ranks'}"
+            yield from self._proposal(self.instead)
+
+    def _proposal(self, other: Report) -> Iterator[str]:
+        settings = other.chosen.settings if other.chosen is not None else None
+        if settings is not None:
+            how = "rehearsed" if other.rehearsal.memory is not None else "by formulas alone"
+            # A value of a file or a variable would stay, unless a flag says otherwise.
+            named = [decision.field for decision in self.plan.decisions if decision.source in ("file", "environment")]
+            yield f"  fits instead: {shown(settings, named)}  ({gib(other.peak)}, {how})"
+            return
+        yield f"  {_NOTHING}; what was tried last:"
+        yield from (f"    {plan}" for plan in other.rejected[-3:])
 
     def _line(self, kind: str, *counts: int) -> str:
         return f"  {_WORDS.get(kind, kind):36}" + "".join(f"{gib(count):>12}" for count in counts)
@@ -121,6 +136,8 @@ class Report:
         yield f"one step of rank 0: {traffic.flops / 1e12:.3g} TFLOP, {gib(traffic.total())} sent"
         for (operation, ranks, wide), count in sorted(traffic.sent.items(), key=lambda item: -item[1]):
             place = "across nodes" if wide else "on one node"
+            # torch's own names of calls on one tensor, such as `reduce_scatter_base`, say no more to a reader.
+            operation = operation.removesuffix("_base")
             yield f"  {operation:22} {ranks:5} ranks {place:14} {gib(count):>12}"
         if self.device is not None:
             compute, near, far = self.seconds()
@@ -185,7 +202,7 @@ class Report:
                 {"settings": dict(decision.settings), "reason": decision.reason} for decision in self.rejected
             ]
         if self.instead is not None:
-            content["instead"] = self.instead.settings
+            content["instead"] = None if self.instead.chosen is None else self.instead.chosen.settings
         if self.lookup is not None:
             time = self.time
             content["calibration"] = self.lookup.reason

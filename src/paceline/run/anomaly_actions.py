@@ -13,7 +13,6 @@ left out, under every plan and at every width.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -374,7 +373,10 @@ class Anomalies:
             # It is logged and not raised: the exit code must say that the run stopped because of an anomaly.
             if self._run.world.is_main:
                 logger("anomalies").error("the last save in the background failed: %s", error)
-        sys.exit(STOPPED)
+        stop = SystemExit(STOPPED)
+        # The launcher's last lines are about this exit, and repeat what can be done.
+        stop.add_note(f"fix: {problem.fix}")
+        raise stop
 
     # -- in a checkpoint -----------------------------------------------------------------------------------------
 

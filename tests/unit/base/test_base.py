@@ -67,6 +67,11 @@ def test_an_unknown_implementation_lists_those_that_exist():
     registry.add("toy", object())
     assert registry.get("toy") in list(registry)
     registry.remove("toy")
+    from paceline.launch.launcher import LAUNCHERS
+
+    for written, name in {"k8s": "kubernetes", "kube": "kubernetes", "Slurm": "slurm"}.items():
+        with pytest.raises(ConfigError, match=f"fix: write {name}"):
+            LAUNCHERS.get(written)
     with pytest.raises(ConfigError, match=r"\[unknown-name\]"):
         registry.get("toy")
 
@@ -110,6 +115,11 @@ def test_ctrl_c_during_an_import_is_not_lost(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "swallows_interrupts.py").write_text(swallows)
     monkeypatch.syspath_prepend(tmp_path)
     load = lazy_names("paceline.base", {"name": "swallows_interrupts"})
+    with pytest.raises(AttributeError, match="Did you mean: 'name'"):
+        load("nam")
+    with pytest.raises(ImportError, match="Did you mean: 'Accelerator'"):
+        from paceline import Acelerator  # noqa: F401
+    assert not hasattr(__import__("paceline"), "Acelerator")
     with pytest.raises(KeyboardInterrupt):
         load("name")
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -141,10 +141,15 @@ def test_a_flag_before_the_script_is_a_slip_or_belongs_to_the_script(words, mess
     ("text", "words", "count"),
     [
         ("import torch", ["--watch"], 1),
-        ("import torch", ["--watch", "--tee=2"], 2),
+        ("import torch", ["--watch", "--tee=2"], 1),
+        ("import torch", ["--zero", "2"], 1),
+        ("import torch; torch.zero_", ["--zero=2"], 1),  # the word is no argument there
+        ("import torch", ["--bf16"], 1),
+        ("import argparse\nparser.add_argument('--zero-stage')", ["--zero", "2"], 0),  # argparse takes it for that
+        ("import fire\ndef train(zero=1): ...", ["--zero", "2"], 0),
         ("import torch", ["--log_dir", "a"], 1),
-        ("parser.add_argument('--watch')", ["--watch"], 0),
-        ("parser.add_argument('--log_dir')", ["--log-dir", "a"], 0),
+        ("import argparse\nparser.add_argument('--watch')", ["--watch"], 0),
+        ("import argparse\nparser.add_argument('--log_dir')", ["--log-dir", "a"], 0),
         ("import torch", ["--lr", "0.1", "watch"], 0),
     ],
 )
@@ -152,7 +157,37 @@ def test_an_option_behind_a_script_that_does_not_know_it_is_told(tmp_path, capsy
     script = tmp_path / "train.py"
     script.write_text(text)
     assert cli.main(["launch", "--procs", "1", "--dry-run", str(script), *words]) == 0
-    assert capsys.readouterr().err.count("stands after the script, so only the script gets it") == count
+    assert capsys.readouterr().err.count("what stands after the script is for the script") == count
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        ("--nproc 2 train.py", "--procs 2 train.py"),
+        ("--bf16 train.py --lr 1", "--mixed-precision bf16 train.py --lr 1"),
+        ("--fsdp train.py", "--zero 3 train.py"),
+        ("--zero3 train.py", "--zero 3 train.py"),
+        ("--nproc=2 --bf16 --fsdp train.py", "--procs 2 --mixed-precision bf16 --shard 2 train.py"),
+        ("--nproc 2 --lr 1 train.py", "--procs 2 train.py --lr 1"),
+    ],
+)
+def test_what_other_libraries_call_a_flag_is_told_with_the_command_line_that_works(tmp_path, capsys, words, command):
+    (tmp_path / "train.py").write_text("")
+    assert cli.main(["launch", *words.replace("train.py", str(tmp_path / "train.py")).split()]) == 2
+    error = capsys.readouterr().err
+    (written,) = [line for line in error.splitlines() if "`paceline launch " in line and "fix" in line]
+    typed = written.rpartition("`paceline launch ")[2].rstrip("`")
+    assert typed.replace(str(tmp_path / "train.py"), "train.py") == command
+    assert cli.main(["launch", "--dry-run", *typed.split()]) == 0
+
+
+def test_an_argument_that_no_line_of_the_script_reads_is_told(tmp_path, capsys):
+    (tmp_path / "options.py").write_text("import argparse\nargparse.ArgumentParser().add_argument('--lr')")
+    (tmp_path / "reads.py").write_text("import options")
+    (tmp_path / "silent.py").write_text("import torch")
+    for name, count in (("reads.py", 0), ("silent.py", 1)):
+        assert cli.main(["launch", "--dry-run", str(tmp_path / name), "--lr", "1"]) == 0
+        assert capsys.readouterr().err.count("reads no arguments") == count
 
 
 def test_an_option_of_tune_behind_the_script_is_told(tmp_path, capsys):
@@ -160,7 +195,7 @@ def test_an_option_of_tune_behind_the_script_is_told(tmp_path, capsys):
     script.write_text("import torch")
     assert cli.main(["tune", "--trials", "0", str(script), "--micro_sizes", "4"]) == 2
     error = capsys.readouterr().err
-    assert "`--micro_sizes 4` stands after the script, so only the script gets it" in error and "[tune-value]" in error
+    assert "`--micro_sizes 4`: what stands after the script is for the script" in error and "[tune-value]" in error
 
 
 @pytest.mark.parametrize("command", ["plan", "tune", "verify"])

@@ -195,6 +195,29 @@ def test_a_misplaced_flag_of_the_launcher_is_told_with_the_command_line() -> Non
     assert "fix: correct the error that is shown above" in text  # the script made these words itself
 
 
+@pytest.mark.parametrize(
+    ("report", "fix"),
+    [
+        ("Traceback ...\npaceline.ConfigError: what.  [config-value]\n  why: a\n  fix: write bf16", "write bf16"),
+        ("SystemExit: 65 (anomalies.py:377)\n  fix: lower the learning rate", "lower the learning rate"),
+        ("paceline.PlanError: 2 problems:\n1. a\n  fix: x\n2. b\n  fix: y", "each of the 2 problems above has one"),
+        (
+            "ValueError: x\n  fix: old\n\nTraceback (most recent call last):\nKeyError: 1",
+            "correct the error that is shown above",
+        ),
+    ],
+)
+def test_the_last_line_is_the_fix_that_the_error_itself_names(report, fix) -> None:
+    text = describe(Outcome(1, Failure(0, 0, 0, 77, 1, report=report)), Job(Target("script", "x")))
+    assert text.splitlines()[-1] == f"  fix: {fix}"
+
+
+def test_the_last_line_in_a_notebook_repeats_the_error_of_the_function() -> None:
+    report = "Traceback (most recent call last):\n  File ...\nValueError: my own mistake"
+    text = describe(Outcome(1, Failure(0, 0, 0, 77, 1, report=report)), Job(Target("function", "train")))
+    assert text.splitlines()[-1] == "  fix: correct the error of the function: ValueError: my own mistake"
+
+
 def test_report_names_rank_and_signal() -> None:
     job = Job(Target("script", "x"), procs=4, nodes=2)
     failure = Failure(3, 1, 1, 77, -9, later=("failed after it: rank 0: RuntimeError: gone",))

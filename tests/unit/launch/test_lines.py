@@ -52,6 +52,26 @@ def test_no_line_is_broken(num_lines: int, length: int, unbuffered: bool, tmp_pa
     assert not broken and len(lines) == 2 * (2 * num_lines + 1)
 
 
+def test_on_a_terminal_lines_of_other_ranks_begin_with_the_rank(tmp_path: Path) -> None:
+    """Marked on a terminal alone, and never a bar or what `flush` divides."""
+    script = (
+        "import sys; from pathlib import Path; from paceline.launch.worker.lines import write_whole_lines; "
+        "write_whole_lines(Path(sys.argv[1]) / 'report'); print('epoch', 1, flush=True); "
+        "print('a', end='', flush=True); print('b'); print('50%', end='\\r'); print('two\\nlines')"
+    )
+    plain = b"epoch 1\nab\n50%\rtwo\nlines\n"
+    marked = b"[rank3]: epoch 1\n[rank3]: ab\n50%\r[rank3]: two\n[rank3]: lines\n"
+    for local_rank, expected in (("0", plain), ("1", marked)):
+        master, terminal = os.openpty()
+        environ = {**os.environ, "LOCAL_RANK": local_rank, "RANK": "3"}
+        words = [sys.executable, "-c", script, str(tmp_path)]
+        subprocess.run(words, env=environ, stdout=terminal, check=True)
+        os.close(terminal)
+        assert os.read(master, 4096).replace(b"\r\n", b"\n") == expected
+        os.close(master)
+        assert subprocess.run(words, env=environ, stdout=subprocess.PIPE, check=True).stdout == plain
+
+
 @pytest.mark.parametrize("end", ["", "\r"])
 def test_a_last_line_without_a_newline_stays_alone(end: str, tmp_path: Path) -> None:
     lines = written(tmp_path, 50, 40, end, True).splitlines()

@@ -5,6 +5,9 @@ The system lets other writers in between the pieces of a write of more than 4096
 call, which holds a lock that the processes of a host share.
 
 A text without a newline appears when it is flushed. What another process writes then begins a new line.
+
+On a terminal, lines of standard output begin with the rank, except those of the first process of a host. In a pipe or a file
+they stay as the script wrote them, for the programs that read them.
 """
 
 from __future__ import annotations
@@ -16,6 +19,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from paceline.base import env as environment
+
 _LINE_ENDS = b"\n\r"
 
 
@@ -25,10 +30,13 @@ class SharedStream(io.RawIOBase):
     Args:
         descriptor: of the terminal, pipe or file; it stays open.
         folder: where the processes of this host keep the lock. Its file has the id of the process whose line is unfinished.
+        mark: what each line begins with; b"" for nothing.
     """
 
-    def __init__(self, descriptor: int, folder: Path) -> None:
+    def __init__(self, descriptor: int, folder: Path, mark: bytes = b"") -> None:
         super().__init__()
+        self._mark = mark
+        self._is_at_line_start = True
         self._descriptor = descriptor
         self._waiting = bytearray()
         # Standard output and error are often one file, which then has one lock.
@@ -60,7 +68,8 @@ class SharedStream(io.RawIOBase):
             # A bar returns to the begin of the line by itself.
             if unfinished_by not in (b"", own_id) and text[:1] not in (b"\n", b"\r"):
                 _write_all(self._descriptor, b"\n")
-            _write_all(self._descriptor, text)
+                self._is_at_line_start = True
+            _write_all(self._descriptor, self._marked(text))
             is_finished = text[-1] in _LINE_ENDS
             if unfinished_by or not is_finished:
                 os.ftruncate(self._lock, 0)
@@ -68,6 +77,16 @@ class SharedStream(io.RawIOBase):
                 os.pwrite(self._lock, own_id, 0)
         finally:
             fcntl.lockf(self._lock, fcntl.LOCK_UN)
+
+    def _marked(self, text: bytes) -> bytes:
+        """Returns the text with the mark before each of its lines; a bar, which returns to the begin of its line, has none."""
+        if not self._mark or b"\r" in text:
+            return text
+        lines = [self._mark + line for line in text.splitlines(keepends=True)]
+        if not self._is_at_line_start:
+            lines[0] = lines[0].removeprefix(self._mark)
+        self._is_at_line_start = text.endswith(b"\n")
+        return b"".join(lines)
 
     def writable(self) -> bool:
         return True
@@ -95,7 +114,10 @@ def write_whole_lines(report: Path) -> None:
         if not isinstance(stream, io.TextIOWrapper):
             continue
         stream.flush()
-        raw = SharedStream(stream.fileno(), report.parent)
+        mark = ""
+        if name == "stdout" and stream.isatty() and (environment.get("LOCAL_RANK") or 0) > 0:
+            mark = f"[rank{environment.get('RANK')}]: "
+        raw = SharedStream(stream.fileno(), report.parent, mark.encode())
         # Without a buffer of bytes, as under PYTHONUNBUFFERED: only an unfinished line waits.
         lines = io.TextIOWrapper(raw, stream.encoding, stream.errors, line_buffering=True)  # type: ignore[type-var]
         setattr(sys, name, lines)

@@ -127,9 +127,11 @@ class Shard(Strategy):
         kinds = dict(facts.modules)
         classes = dict.fromkeys(kinds.get(name, "?") for name in wrapping.units)
         listed = ", ".join(classes) or "none"
-        reason = f"{len(wrapping.units)} units ({listed}) and the root, which holds the rest"
+        reason = (
+            f"{len(wrapping.units)} modules ({listed}) are gathered one at a time, and the rest with the model itself"
+        )
         if wrapping.tied:
-            reason += f"; {', '.join(wrapping.tied[:3])} share parameters with modules outside and stay in the root"
+            reason += f"; {', '.join(wrapping.tied[:3])} share parameters with others and stay with the rest"
         wrap = options.wrap
         if not isinstance(wrap, str):
             wrap = ", ".join(wrap)
@@ -312,7 +314,7 @@ def _resolved_reshard(plan: Plan, options: ShardOptions) -> tuple[bool | int, st
         return False, f"zero={plan.zero} divides no parameters, so they stay whole until the backward pass is over"
     if plan.layout.pp > 1:
         return False, f"pp={plan.layout.pp}: each micro-batch would gather the stage's parameters anew"
-    return True, "zero=3: parameters are divided, so whole ones are given up as soon as a unit has computed"
+    return True, "zero=3: parameters are divided, so a module's whole ones are freed as soon as it has computed"
 
 
 def _param_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:

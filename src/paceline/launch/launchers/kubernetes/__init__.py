@@ -39,7 +39,13 @@ class KubernetesLauncher:
 
         run = pod_run(job)
         kind = KINDS.get(job.cluster.kind, KINDS["jobset"])
-        return Rendered(job, job.target.command, document=document(run, kind))
+        notices: tuple[str, ...] = ()
+        if not run.gpus and not job.assigned.settings.run.cpu:
+            notices = (
+                f"no GPU is requested; `--gpus {job.procs}` requests {job.procs} for each pod, `--cpu` says that none "
+                "is needed.",
+            )
+        return Rendered(job, job.target.command, document=document(run, kind), notices=notices)
 
     def submit(self, rendered: Rendered) -> Submission:
         """Checks the run against the cluster, then creates its objects.

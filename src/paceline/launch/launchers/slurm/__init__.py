@@ -22,7 +22,7 @@ from paceline.launch.launcher import Handle, Hosts, Job, Outcome, Rendered
 from paceline.launch.launchers.batch import PYTHON
 from paceline.launch.launchers.slurm import queue
 from paceline.launch.launchers.slurm.allocation import Allocation, allocation_of
-from paceline.launch.launchers.slurm.batch_script import batch_script, settings_of_job, wanted
+from paceline.launch.launchers.slurm.batch_script import batch_script, notices, settings_of_job, wanted
 from paceline.launch.launchers.slurm.srun import Step
 from paceline.launch.processes.output import say_error
 
@@ -64,7 +64,10 @@ class SlurmLauncher:
             ConfigError: `slurm-time`.
         """
         if job.allocation is None and job.assigned.settings.launch.hostfile is None:
-            return Rendered(job, job.target.command, document=batch_script(job, settings_of_job(job)))
+            settings = settings_of_job(job)
+            return Rendered(
+                job, job.target.command, document=batch_script(job, settings), notices=notices(job, settings)
+            )
         return Rendered(job, job.target.command, steps=(step_command(job),))
 
     def submit(self, rendered: Rendered) -> Handle:

@@ -76,6 +76,16 @@ def batch_script(job: Job, settings: SlurmSettings) -> str:
     return "\n".join(["#!/bin/bash", *directives, about, f"exec {command}"]) + "\n"
 
 
+def notices(job: Job, settings: SlurmSettings) -> tuple[str, ...]:
+    """Returns what is easily forgotten: without a request for GPUs a job waits for its nodes, and then runs on their CPUs."""
+    asks_for_gpus = job.assigned.settings.launch.gpus_per_node or "gpu" in settings.sbatch_args
+    if asks_for_gpus or job.assigned.settings.run.cpu:
+        return ()
+    return (
+        f"no GPU is requested; `--gpus {job.procs}` requests {job.procs} on each node, `--cpu` says that none is needed.",
+    )
+
+
 def settings_of_job(job: Job) -> SlurmSettings:
     """Returns the settings of SLURM of a job."""
     assert isinstance(job.cluster, SlurmSettings), "a job of SLURM's has its settings"

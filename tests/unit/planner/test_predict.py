@@ -1,0 +1,96 @@
+"""What a plan that does not fit is told: only plans that were rehearsed, by the search that `--auto` makes."""
+
+from __future__ import annotations
+
+import json
+
+from paceline.base.errors import PlanError
+from paceline.config.given import Choice
+from paceline.config.sources import HANDED
+from paceline.parallel.strategy import STRATEGIES
+from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Decision
+from paceline.plan.resolve import draft, resolve
+from paceline.planner import predict as module
+from paceline.planner.allocation_trace import KINDS, Peak
+from paceline.planner.device import device_of
+from paceline.planner.estimate import shown
+from paceline.planner.operation_trace import Traffic
+from paceline.planner.rehearsal import Rehearsal, SimulatedWorld
+
+GIB = 2**30
+WORLD = SimulatedWorld(world_size=8, local_size=8)
+FACTS = ModelFacts("Model", 10**9, 10**9, 4 * 10**9, blocks=tuple(f"blocks.{number}" for number in range(12)))
+ACTIVATIONS = 20 * GIB
+
+
+def peak_of(plan) -> int:
+    """Bytes that a rehearsal sees: temporaries of the loss, which no formula knows, are 6 GiB under every plan."""
+    activations = 3 * GIB if plan.recompute == "blocks" else ACTIVATIONS
+    states = {0: 16, 1: 16 * 0.3, 2: 16 * 0.2, 3: 16 / 8}[plan.zero or 0] * 1e9
+    return int(activations + states + 6 * GIB)
+
+
+def rehearse(code, seen):
+    def perform(work, simulated):
+        said = {name: row[0] for name, row in json.loads(simulated.settings[HANDED]).items()}
+        seen.append(said)
+        values = {**said, **code}
+        decisions = [
+            Decision(name, value, "code" if name in code else "command line") for name, value in values.items()
+        ]
+        plan = resolve(draft(values, decisions, simulated.world_size), (FACTS,), STRATEGIES)
+        largest = {**dict.fromkeys(KINDS, 0), "activations": ACTIVATIONS}
+        return Rehearsal(plan, (FACTS,), Peak(peak_of(plan), largest, largest), Traffic(), optimizer=8 * 10**9)
+
+    return perform
+
+
+def predicted(monkeypatch, device, code=None, opened=(), **flags):
+    seen = []
+    monkeypatch.setattr(module, "rehearse", rehearse(code or {}, seen))
+    decisions = [Choice(name, value, "command line", f"--{name}") for name, value in flags.items()]
+    return module.predict(lambda: None, WORLD, device=device_of(device), decisions=decisions, opened=opened), seen
+
+
+def test_it_is_what_auto_takes_and_was_rehearsed(monkeypatch):
+    asked, seen = predicted(monkeypatch, "a100-14GB", shard=8)
+    chosen, _ = predicted(monkeypatch, "a100-14GB", opened=module.searched_settings())
+    assert not asked.fits and asked.instead is not None and asked.instead.fits
+    settings = asked.instead.chosen.settings
+    assert settings == chosen.chosen.settings and settings in [{**said} for said in seen]
+    again, _ = predicted(monkeypatch, "a100-14GB", **settings)
+    assert again.fits
+
+
+def test_what_the_code_says_is_not_proposed_anew(monkeypatch):
+    asked, _ = predicted(monkeypatch, "a100-14GB", code={"shard": 8, "zero": 3})
+    assert asked.instead.fits and asked.instead.chosen.settings["recompute"] == "blocks"
+    assert not {"shard", "zero"} & asked.instead.chosen.settings.keys()
+
+
+def test_nothing_is_proposed_if_nothing_fits_and_no_plan_is_rehearsed_twice(monkeypatch):
+    asked, seen = predicted(monkeypatch, "a100-9GB", shard=8, recompute="blocks")
+    assert not asked.fits and asked.instead.chosen.settings is None and "fits instead" not in asked.text()
+    texts = [json.dumps(said, sort_keys=True, default=str) for said in seen]
+    assert len(texts) == len(set(texts))
+
+
+def test_an_error_of_the_search_does_not_hide_the_plan_that_was_asked_for(monkeypatch):
+    seen = []
+    perform = rehearse({}, seen)
+
+    def refuse(work, simulated):
+        if seen:
+            raise PlanError("plan-rehearsal", "the script refuses.", fix="none")
+        return perform(work, simulated)
+
+    monkeypatch.setattr(module, "rehearse", refuse)
+    decisions = [Choice("shard", 8, "command line", "--shard")]
+    report = module.predict(lambda: None, WORLD, device=device_of("a100-14GB"), decisions=decisions)
+    assert not report.fits and "the script refuses." in report.text()
+
+
+def test_a_value_of_a_file_is_overruled_by_a_flag():
+    assert shown({"shard": 8, "zero": 3}) == "--shard 8"
+    assert shown({"shard": 8, "zero": 3}, ["zero"]) == "--shard 8 --zero 3"
