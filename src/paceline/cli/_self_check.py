@@ -110,7 +110,7 @@ def _training(accelerator: Accelerator) -> list[tuple[bool, str]]:
 
 def _difference(expected: Tensor, actual: Tensor) -> float:
     """Returns the largest difference between two tensors, of which the second may be on a device."""
-    difference = (expected - actual.cpu()).abs()
+    difference = (expected.detach() - actual.detach().cpu()).abs()
     return float(difference.max())
 
 
