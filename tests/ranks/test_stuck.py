@@ -129,7 +129,7 @@ def test_sigusr1_reports_once_and_the_run_goes_on(whom: str, tmp_path: Path, lau
     os.kill(launcher, signal.SIGINT)
     _, errors = run.communicate(timeout=60)
     assert errors.count("stacks of 2 ranks, as SIGUSR1 asked for:") == 1, errors
-    assert "all stacks: logs/stacks-1.txt" in errors and not (tmp_path / "logs" / "stacks-2.txt").exists()
+    assert f"all stacks: {tmp_path}/logs/stacks-1.txt" in errors and not (tmp_path / "logs" / "stacks-2.txt").exists()
 
 
 def test_two_hosts_have_one_report(tmp_path: Path, launch, port: int) -> None:

@@ -183,7 +183,7 @@ def report_of_stacks(
     if folder is not None:
         try:
             file = _write(folder, full_report(f"paceline: {headline}", groups, notes))
-            footer.append(f"all stacks: {file}")
+            footer.append(f"all stacks: {file.absolute()}")
         except OSError as error:
             footer.append(f"the stacks could not be written to {folder.absolute()}: {error.strerror}")
     # A group that is stopped by a signal, else the smallest one.
