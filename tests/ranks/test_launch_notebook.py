@@ -78,7 +78,7 @@ def test_in_a_real_notebook(tmp_path: Path) -> None:
     assert "hello from rank 1" in shown
     assert "tensor([6.])" in value
     assert "bf16" in value
-    assert failed.count("ValueError: the cause") == 1
+    assert failed.count("ValueError: the cause") == 2  # with its traceback, and in the last line, which notebooks show
     assert 'raise ValueError("the cause")' in failed  # the line of the cell
     assert "rank 1 failed with exit code 1.  [rank-failed]" in failed
     assert "[launch-accelerator]" in refused

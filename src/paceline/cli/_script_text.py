@@ -9,7 +9,8 @@ from pathlib import Path
 
 # A script whose own files have none of these words reads no arguments.
 _READERS = re.compile(
-    r"\b(?:argv|orig_argv|argparse|ArgumentParser|optparse|getopt|click|typer|tyro|fire|hydra|absl|docopt|OmegaConf|"
+    r"\b(?:argv|orig_argv|parse_args|parse_known_args|add_argument|argparse|ArgumentParser|optparse|getopt|click|typer|tyro|"
+    r"fire|hydra|absl|docopt|OmegaConf|"
     r"from_cli|draccus|jsonargparse|simple_parsing|chz|cyclopts|tap|\w*ArgumentParser|LightningCLI|\w*_cli)\b"
 )
 # With these the names of arguments stand in other files, or in text that no rule could read.

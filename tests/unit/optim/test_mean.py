@@ -41,14 +41,11 @@ def test_what_was_cleared_is_forgotten_once_nothing_is_left() -> None:
     first, second = parameter(), parameter()
     mean = Mean(ITEMS, 0)
     mean.take_part({first, second})
-    for one in (first, second):
-        mean.keep_older(one, one, one.clone())
     mean.count(5, 3)
     mean.forget({first})
     assert mean.parameters == {second} and (mean.counted, mean.micro_batch) == (5, 3)
-    assert [entry[0] is second for entry in mean.older] == [True]
     mean.forget({second})
-    assert (mean.parameters, mean.counted, mean.micro_batch, mean.older) == (set(), 0.0, 0, [])
+    assert (mean.parameters, mean.counted, mean.micro_batch) == (set(), 0.0, 0)
 
 
 def test_without_gradients_there_is_nothing_to_forget() -> None:
