@@ -103,6 +103,23 @@ DETACHED_BEFORE_CLIP = Program(
     ),
 )
 
+# Unfrozen between forward and backward, where FSDP2 has whole parameters in the model: the next step trains the head.
+UNFROZEN_BETWEEN = Program(
+    seed=9,
+    models=(Model("Mlp"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)),),
+    loaders=(Loader(rows=60, batch=12),),
+    body=(
+        When("at", 1, 0, (Freeze(0, "head", True),)),
+        Forward(0, 0, 0),
+        Freeze(0, "all", False),
+        Backward((0,)),
+        Clip("model", 0, 100.0),
+        Step(0),
+        Zero("optimizer", 0),
+    ),
+)
+
 # A layer that is unfrozen in mid-window has a gradient of the last pass only, in another dtype than the others.
 UNFROZEN_IN_BF16 = Program(
     seed=5,
@@ -186,7 +203,14 @@ def test_programs_that_were_wrong_once() -> None:
             (2, "zero2", (2, "shard")),
         ):
             cases.append(Case(program, world, plan, then))
-    for program in (FROZEN_WITH_ZEROS, CLEARED_BETWEEN, DETACHED_BEFORE_CLIP, UNFROZEN_IN_BF16, THROUGH_DETACHED):
+    for program in (
+        FROZEN_WITH_ZEROS,
+        UNFROZEN_BETWEEN,
+        CLEARED_BETWEEN,
+        DETACHED_BEFORE_CLIP,
+        UNFROZEN_IN_BF16,
+        THROUGH_DETACHED,
+    ):
         cases += [Case(program, 2, plan) for plan in ("replicate", "zero2", "shard")]
     cases.append(Case(STEPPED_BY_A_HOOK, 2, "pp", (1, "one")))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
