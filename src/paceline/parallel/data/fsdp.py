@@ -118,7 +118,11 @@ class Units(AppliedStrategy):
                 name for name, version in after.items() if version != self._versions.get(name, version)
             ]
         if self._ungathered:
-            self._ungathered = [each for each in self._ungathered if not internals.stand_for_shard(*each)]
+            self._ungathered = [
+                (parameter, group)
+                for parameter, group in self._ungathered
+                if not internals.stand_for_shard(parameter, group)
+            ]
         if self._notes:
             self._note_computed()
         trained = [tensor for tensor in tensors(output) if tensor.requires_grad]
@@ -258,8 +262,8 @@ class Units(AppliedStrategy):
         """Returns whether some gradient was not reduced yet."""
         return any(internals.pending_gradient(parameter) is not None for parameter in self._parameters)
 
-    def refuse_step(self, optimizer: Optimizer) -> None:
-        """Called before each optimizer step: refuses a step on gradients that were not reduced.
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Refuses an optimizer step on gradients that were not reduced.
 
         Frees whole parameters that a forward pass without a backward pass has left: they are out of date after the step.
 

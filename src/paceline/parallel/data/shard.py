@@ -278,7 +278,7 @@ class DividedUnits(Units):
             PlanError: `shard-optimizer`, if it needs whole parameters; in a step: TrainError `step-held`.
         """
         _refuse_optimizer(adapter.optimizer)
-        adapter.refuse(self.refuse_step)
+        adapter.refuse(self.before_step)
         decisions = self._divide_by_owners(adapter)
         if not decisions:
             take_whole_states(adapter.optimizer)
