@@ -2,9 +2,11 @@
 PYTHON ?= python3
 BIN := .venv/bin
 # The stamp carries a checksum of what was installed and where: unchanged pins mean no install and no network.
-SUM := $(shell cat constraints.txt pyproject.toml | (cat; pwd) | cksum | cut -d' ' -f1)
+SUM := $(shell cat constraints.txt dev/requirements.txt packages/*/pyproject.toml | (cat; pwd) | cksum | cut -d' ' -f1)
 STAMP := .venv/.setup-done-$(SUM)
-EXTRAS := dev,docs,examples,notebook,ray,s3,tensorboard
+# All parts, from this checkout, for one pip command.
+PARTS := -e "packages/paceline[completion,notebook,s3,tensorboard]" -e "packages/paceline-hosts[kubernetes,ray]" -e "packages/paceline-lens[watch]" \
+	-e packages/paceline-accelerate -e packages/paceline-deepspeed
 # A file is read by one worker (loadscope), so that what its fixtures make is made once; groups are not honoured by
 # pytest-xdist 3.8 under pytest 9.2, which keeps names elsewhere. Test processes spend much of their time waiting
 # for each other, so four on 2 cores. `make test JOBS=8` on a larger machine.
@@ -34,7 +36,7 @@ setup: $(STAMP)  ## make .venv with the pinned dependencies and the `paceline` c
 $(STAMP):
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	grep -v '^#' constraints.txt | sort --reverse | xargs -n 22 -P 2 $(BIN)/python $(PIP_INSTALL) --no-deps --no-warn-conflicts
-	$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-build-isolation -e ".[$(EXTRAS)]"
+	$(BIN)/python $(PIP_INSTALL) -c constraints.txt --no-build-isolation -r dev/requirements.txt $(PARTS)
 	rm -f .venv/.setup-done-*
 	touch $@
 
@@ -44,7 +46,7 @@ QUICKSTART_STAMP = $(QUICKSTART)/.setup-done-$(SUM)
 
 .venv-quickstart/.setup-done-$(SUM):
 	test -x .venv-quickstart/bin/python || $(PYTHON) -m venv .venv-quickstart
-	.venv-quickstart/bin/python $(PIP_INSTALL) -c constraints.txt -e . pillow scikit-learn tqdm
+	.venv-quickstart/bin/python $(PIP_INSTALL) -c constraints.txt -e packages/paceline -e packages/paceline-lens pillow scikit-learn tqdm
 	rm -f .venv-quickstart/.setup-done-*
 	touch $@
 
@@ -76,7 +78,7 @@ test-torch:  ## unit, parity, checkpoint and door tests under another torch: mak
 	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $(TORCH_ENV)/constraints.txt
 	$(TORCH_PIP) torch
 	$(TORCH_PIP) hatchling editables
-	$(TORCH_PIP) --no-build-isolation -e ".[$(EXTRAS)]"
+	$(TORCH_PIP) --no-build-isolation -r dev/requirements.txt $(PARTS)
 	$(TORCH_PIP) --no-deps peft
 	rm -f $(TORCH_ENV)/.setup-done-*
 	touch $@
@@ -113,7 +115,7 @@ huggingface: .venv-hf-real/$(HF_STAMP) .venv-hf-deepspeed/$(HF_STAMP) .venv-hf-o
 	test -x .venv-hf-ours/bin/python || $(PYTHON) -m venv .venv-hf-ours
 	.venv-hf-ours/bin/python $(HF_PIP) torch
 	.venv-hf-ours/bin/python $(HF_PIP) hatchling editables
-	.venv-hf-ours/bin/python $(HF_PIP) --no-build-isolation -e . $(HF_LIBRARIES) jinja2 psutil
+	.venv-hf-ours/bin/python $(HF_PIP) --no-build-isolation $(PARTS) $(HF_LIBRARIES) jinja2 psutil
 	.venv-hf-ours/bin/python $(HF_PIP) --no-deps $(HF_WITHOUT_ACCELERATE)
 	rm -f .venv-hf-ours/.setup-done*
 	touch $@
@@ -154,7 +156,7 @@ $(TRACKER_STAMP):
 	test -x .venv-trackers/bin/python || $(PYTHON) -m venv .venv-trackers
 	.venv-trackers/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
 	# Their dependencies are others than ours: no constraints.
-	.venv-trackers/bin/python -m pip install --quiet -e . tensorboard pexpect pytest pytest-timeout $(TRACKER_CLIENTS)
+	.venv-trackers/bin/python -m pip install --quiet -e packages/paceline -e packages/paceline-lens tensorboard pexpect pytest pytest-timeout $(TRACKER_CLIENTS)
 	rm -f .venv-trackers/.setup-done-*
 	touch $@
 
@@ -200,7 +202,7 @@ release: setup  ## make a release in dist/VERSION and a tag, and upload nothing:
 bench:  ## measure against plain PyTorch and peers; writes benchmarks/reports/DATE.md
 	test -x .venv-bench/bin/python || $(PYTHON) -m venv .venv-bench
 	.venv-bench/bin/python -m pip install --quiet "$$(grep '^torch==' constraints.txt)" -c constraints.txt
-	.venv-bench/bin/python -m pip install --quiet -r benchmarks/peers.txt -e . -c constraints.txt
+	.venv-bench/bin/python -m pip install --quiet -r benchmarks/peers.txt $(PARTS) -c constraints.txt
 	.venv-bench/bin/python benchmarks/run.py $(ARGS)
 
 # The peer compiles its operators at its first start (minutes, a C++ compiler); a build that is killed leaves a `lock` in

@@ -10,7 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-PACKAGE = "src/paceline/"
+PACKAGE = "packages/paceline/src/paceline/"
 
 
 def rows(figures: dict[str, dict[str, dict[str, int]]]) -> list[str]:

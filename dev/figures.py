@@ -153,4 +153,4 @@ def main(folders: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:] or ["src/paceline"])
+    main(sys.argv[1:] or ["packages/paceline/src/paceline"])

@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 TOOLS = ROOT / ".venv-mutants" / "bin"
 
-# Module below src/paceline -> the tests that are about it.
+# Module below packages/paceline/src/paceline -> the tests that are about it.
 MODULES = {
     "world/layout.py": "tests/unit/world/test_layout.py",
     "optim/mean.py": "tests/unit/optim/test_mean.py tests/unit/optim/test_accumulate.py",
@@ -29,7 +29,7 @@ MODULES = {
 
 CONFIG = """
 [cosmic-ray]
-module-path = "src/paceline/{module}"
+module-path = "packages/paceline/src/paceline/{module}"
 timeout = 120.0
 excluded-modules = []
 test-command = "{python} -m pytest -q -x -p no:cacheprovider {tests}"

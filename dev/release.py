@@ -11,8 +11,8 @@ dist/VERSION/
 
 and a tag vVERSION, whose message is the notes.
 
-Before: the version stands in `src/paceline/base/version.py`, CHANGELOG.md has a section `## VERSION (date)`, and everything is
-committed. Afterwards a person looks at the folder, pushes the tag and uploads what is in the folder.
+Before: the version stands in `packages/paceline/src/paceline/base/version.py`, CHANGELOG.md has a section `## VERSION (date)`,
+and everything is committed. Afterwards a person looks at the folder, pushes the tag and uploads what is in the folder.
 """
 
 from __future__ import annotations
@@ -48,11 +48,13 @@ def notes_of(changes: str, version: str) -> str:
 
 def check_tree(version: str) -> None:
     """Ends the program where what would be released is not what is committed."""
-    sys.path.insert(0, str(ROOT / "src"))
+    sys.path.insert(0, str(ROOT / "packages" / "paceline" / "src"))
     from paceline.base.version import VERSION
 
     if version != VERSION:
-        sys.exit(f"src/paceline/base/version.py says {VERSION}, and not {version}: change it, and commit it")
+        sys.exit(
+            f"packages/paceline/src/paceline/base/version.py says {VERSION}, and not {version}: change it, and commit it"
+        )
     changed = run(["git", "status", "--porcelain"])
     if changed:
         sys.exit(f"these are not committed:\n{changed}")

@@ -4,8 +4,8 @@ reference/api.md            docstrings and signatures of the public names
 reference/command-line.md   `paceline COMMAND --help` of every command
 reference/settings.md       paceline.config.schema
 reference/strategies.md     options of each file of paceline.parallel
-reference/accelerate.md     paceline.compat.accelerate.engine_fields
-reference/deepspeed.md      paceline.compat.deepspeed.config.keys, parts
+reference/accelerate.md     paceline_accelerate.engine_fields
+reference/deepspeed.md      paceline_deepspeed.config.keys, parts
 reference/environment.md    paceline.base.env.TABLE
 reports/*.md                benchmarks/reports and dev/reports, as they are
 """
@@ -275,7 +275,7 @@ def _default(value: Any) -> str:
 
 def accelerate() -> str:
     """What becomes of every field of accelerate's engines."""
-    from paceline.compat.accelerate.engine_fields import ROWS
+    from paceline_accelerate.engine_fields import ROWS
 
     head = """# Fields of accelerate's engines
 
@@ -302,8 +302,8 @@ Paceline. *The same* stands for the value that was given. For a field without an
 
 def deepspeed() -> str:
     """What becomes of every key of a DeepSpeed config."""
-    from paceline.compat.deepspeed.config.keys import rows
-    from paceline.compat.deepspeed.config.parts import PARTS
+    from paceline_deepspeed.config.keys import rows
+    from paceline_deepspeed.config.parts import PARTS
 
     head = """# Keys of a DeepSpeed config
 

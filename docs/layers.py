@@ -15,7 +15,7 @@ MARK = "<!-- layers -->\n\n"
 
 
 class Layer(NamedTuple):
-    """Packages and files of `src/paceline` that may import from all layers below.
+    """Packages and files of `packages/paceline/src/paceline`, and other parts, that may import from all layers below.
 
     Attributes:
         packages: name -> what it contains.
@@ -44,10 +44,9 @@ LAYERS = (
     Layer(
         {
             "plan": "`Plan`, `Decision`, facts about a model, and the rules that resolve a plan",
-            "launch": "`launchers`: one file or package for each launcher; `processes`: the workers of a host; `worker`: what "
-            "runs in each of them; `remote`: runs on other hosts; `network`: connections between launchers; `membership`: "
-            "which nodes take part",
-            "watch": "the journal of a run, and the page and the lists that show it",
+            "launch": "the launcher of this host; `processes`: the workers of a host; `worker`: what runs in each of them; "
+            "`network`: connections between launchers; `membership`: which nodes take part",
+            "watch": "the journal of a run, how it travels between hosts, and the registry of runs",
         }
     ),
     Layer(
@@ -58,13 +57,13 @@ LAYERS = (
             "optim": "accumulation, clipping, the rebinding of optimizers to divided parameters, Paceline's own optimizers",
             "data": "order, division and position of samples; prepared loaders",
             "checkpoint": "the checkpoint format, saving and loading, stores, exports of weights",
-            "observe": "trackers, profiles, the report of a run",
+            "observe": "basic trackers, profiles",
         },
         siblings=False,
     ),
     Layer(
         {
-            "planner": "prediction of memory and time, the search for a plan, tuning",
+            "planner": "prediction of memory and time",
             "inference": "placements of models that are larger than a device, and the loading of their weights",
         },
         siblings=False,
@@ -78,24 +77,39 @@ LAYERS = (
     ),
     Layer(
         {
-            "cli": "one module for each command",
-            "compat": "everything that concerns another library, in one package for each library",
-            "doctor": "the facts that `paceline doctor` collects about hosts, and the checks that judge them; only the command "
-            "imports it",
+            "cli": "one module for each command of the core, and what commands of all parts have in common",
+            "compat": "how the names of another library are served: the table's reader, doors in an environment",
             "testing": "tools for users' tests",
-            "verify": "the comparison of a run with one process, for `paceline verify`",
             "__main__": "`python -m paceline`",
+        }
+    ),
+    Layer(
+        {
+            "paceline_hosts": "a part: launchers for ssh, SLURM, Kubernetes, Ray and MPI, and `paceline doctor`",
+            "paceline_lens": "a part: the live page, `verify`, `tune`, trackers of products",
+        },
+        siblings=False,
+    ),
+    Layer(
+        {
+            "paceline_deepspeed": "a part: scripts written for DeepSpeed; `--autotuning` uses `paceline_lens`, if installed"
+        }
+    ),
+    Layer(
+        {
+            "paceline_accelerate": "a part: scripts written for accelerate; `DeepSpeedPlugin` uses `paceline_deepspeed`, if "
+            "installed",
         }
     ),
 )
 
 # Packages that do not import torch at the top of a file, so that commands start fast.
-WITHOUT_TORCH = ("base", "config", "launch", "cli", "doctor", "watch")
+WITHOUT_TORCH = ("base", "config", "launch", "cli", "watch", "paceline_hosts")
 
 
 def table() -> str:
     """One row for each package, the lowest layer first."""
-    rows = ["| layer | in `src/paceline/` | what it contains |", "|---|---|---|"]
+    rows = ["| layer | in `packages/paceline/src/paceline/` | what it contains |", "|---|---|---|"]
     for number, layer in enumerate(LAYERS):
         for name, content in layer.packages.items():
             rows.append(f"| {number} | `{name}` | {content} |")

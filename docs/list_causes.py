@@ -10,7 +10,7 @@ import re
 import sys
 from pathlib import Path
 
-from paceline.verify.diagnose import CAUSES
+from paceline_lens.verify.diagnose import CAUSES
 
 PAGE = Path(__file__).parent / "how-to" / "verify.md"
 _SHOWN = {

@@ -102,10 +102,10 @@ def leaves_nothing_behind() -> Iterator[None]:
 
 def _forget_served_states() -> None:
     """Resets what the doors keep for the whole process: accelerate's states, and the words of DeepSpeed's scripts."""
-    state = sys.modules.get("paceline.compat.accelerate.state")
+    state = sys.modules.get("paceline_accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
-    window = sys.modules.get("paceline.compat.accelerate.gradient_state")
+    window = sys.modules.get("paceline_accelerate.gradient_state")
     if window is not None:
         window.GradientState._reset_state()
     wording = sys.modules.get("paceline.base.wording")

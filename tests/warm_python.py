@@ -58,7 +58,7 @@ MODULES = (
     "paceline.checkpoint.checkpointer",
     "warm_strategies",
     "paceline.cli.launch",
-    "paceline.compat.accelerate.engines",
+    "paceline_accelerate.engines",
     "paceline.launch.job",
     "paceline.watch.registry",
 )

@@ -2,5 +2,5 @@
 
 from paceline.parallel.strategy import STRATEGIES
 
-for name in STRATEGIES.own_names():
+for name in STRATEGIES.names():
     STRATEGIES.get(name)

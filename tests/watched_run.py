@@ -8,7 +8,7 @@ from typing import Any
 
 from paceline.watch.journal import Line, RunHeader
 from paceline.watch.records import Hello, Record, Tick
-from paceline.watch.view import RunView
+from paceline_lens.watch.view import RunView
 
 STARTED = 1_800_000_000.0
 EVEN = {"data": 4.0, "forward": 60.0, "backward": 120.0, "reduce": 30.0, "clip": 4.0, "step": 20.0, "rest": 12.0}

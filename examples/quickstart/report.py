@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from paceline.observe.charts import Points, line_chart, page_style, plot_script
+from paceline_lens.tune.charts import Points, line_chart, page_style, plot_script
 
 _GAP = 2  # between cells of a matrix
 _CELL = 38

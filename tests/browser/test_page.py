@@ -19,9 +19,9 @@ from typing import Any
 import pytest
 from synthetic_journal import write_synthetic
 
-from paceline.watch.following import FollowedRun
-from paceline.watch.frozen import freeze_run, write_frozen
-from paceline.watch.server import PageServer
+from paceline_lens.watch.following import FollowedRun
+from paceline_lens.watch.frozen import freeze_run, write_frozen
+from paceline_lens.watch.server import PageServer
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
 

@@ -17,8 +17,8 @@ from paceline.compat.served import Server
 def fresh_states() -> Iterator[None]:
     """Views of accelerators do not outlive a test, and each test sees the warnings that are said once a process."""
     yield
-    from paceline.compat.accelerate.gradient_state import GradientState
-    from paceline.compat.accelerate.state import AcceleratorState
+    from paceline_accelerate.gradient_state import GradientState
+    from paceline_accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()

@@ -14,19 +14,19 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.compat.accelerate import errors, nested
-from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.arguments import DataLoaderConfiguration, ProfileKwargs
-from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.accelerate.host import CPUInformation, get_cpu_distributed_information
-from paceline.compat.accelerate.kinds import BaseEnum, CustomDtype, DynamoBackend, LoggerType, PrecisionType, RNGType
-from paceline.compat.accelerate.launch_environment import _filter_args
-from paceline.compat.accelerate.module_sizes import dtype_byte_size
-from paceline.compat.accelerate.parallelism_config import ParallelismConfig
-from paceline.compat.accelerate.tracking import GeneralTracker, MLflowTracker
-from paceline.compat.accelerate.wrapping import extract_model_from_parallel
 from paceline.launch.notebook import notebook_launcher
 from paceline.testing import run_ranks
+from paceline_accelerate import errors, nested
+from paceline_accelerate.accelerator import Accelerator
+from paceline_accelerate.arguments import DataLoaderConfiguration, ProfileKwargs
+from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+from paceline_accelerate.host import CPUInformation, get_cpu_distributed_information
+from paceline_accelerate.kinds import BaseEnum, CustomDtype, DynamoBackend, LoggerType, PrecisionType, RNGType
+from paceline_accelerate.launch_environment import _filter_args
+from paceline_accelerate.module_sizes import dtype_byte_size
+from paceline_accelerate.parallelism_config import ParallelismConfig
+from paceline_accelerate.tracking import GeneralTracker, MLflowTracker
+from paceline_accelerate.wrapping import extract_model_from_parallel
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
 
@@ -380,9 +380,9 @@ def test_a_loader_and_an_optimizer_say_what_they_belong_to() -> None:
 
 
 def test_words_of_errors_that_scripts_look_for(tmp_path: Path) -> None:
-    from paceline.compat.accelerate.data_loader import prepare_data_loader
-    from paceline.compat.accelerate.memory import find_executable_batch_size
-    from paceline.compat.accelerate.module_tensors import find_tied_parameters, set_module_tensor_to_device
+    from paceline_accelerate.data_loader import prepare_data_loader
+    from paceline_accelerate.memory import find_executable_batch_size
+    from paceline_accelerate.module_tensors import find_tied_parameters, set_module_tensor_to_device
 
     accelerator = Accelerator(cpu=True)
     meta = nn.Linear(2, 2, device="meta")

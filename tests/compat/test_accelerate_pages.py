@@ -12,18 +12,18 @@ from safetensors.torch import save_file
 from torch import nn
 from torch.distributed.fsdp import CPUOffload, MixedPrecision
 
-from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.big_modeling import disk_offload
-from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
-from paceline.compat.accelerate.device_map import infer_auto_device_map
-from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.accelerate.loading import load_checkpoint_in_model, load_state_dict
-from paceline.compat.accelerate.local_sgd import LocalSGD
-from paceline.compat.accelerate.parallelism_config import DeepSpeedSequenceParallelConfig, TorchTensorParallelConfig
-from paceline.compat.accelerate.plugins import TorchDynamoPlugin
-from paceline.compat.accelerate.state import AcceleratorState
-from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers
 from paceline.testing import run_ranks
+from paceline_accelerate.accelerator import Accelerator
+from paceline_accelerate.big_modeling import disk_offload
+from paceline_accelerate.deepspeed_plugin import DeepSpeedPlugin
+from paceline_accelerate.device_map import infer_auto_device_map
+from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+from paceline_accelerate.loading import load_checkpoint_in_model, load_state_dict
+from paceline_accelerate.local_sgd import LocalSGD
+from paceline_accelerate.parallelism_config import DeepSpeedSequenceParallelConfig, TorchTensorParallelConfig
+from paceline_accelerate.plugins import TorchDynamoPlugin
+from paceline_accelerate.state import AcceleratorState
+from paceline_accelerate.tracking import GeneralTracker, filter_trackers
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
 

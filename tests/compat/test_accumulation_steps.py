@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from paceline.compat.accelerate.accelerator import Accelerator
+from paceline_accelerate.accelerator import Accelerator
 
 
 class Loop:

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from paceline.compat import accelerate, deepspeed
+import paceline_accelerate as accelerate
+import paceline_deepspeed as deepspeed
 
 FOLDERS = Path(accelerate.__file__).parents[1] / "for_children"
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.compat.accelerate.accelerator import Accelerator
+from paceline_accelerate.accelerator import Accelerator
 
 
 def layer_in_a_window() -> tuple[Accelerator, nn.Module]:

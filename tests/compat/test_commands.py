@@ -14,12 +14,12 @@ from paceline import CompatError
 from paceline.cli.main import main as command_line
 from paceline.cli.main import parser_for
 from paceline.compat import install
-from paceline.compat.accelerate.commands import estimate, launch, launch_validation, to_fsdp2
-from paceline.compat.accelerate.commands.launch_validation import _convert_nargs_to_dict, _validate_launch_command
-from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.fsdp import said_by
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch, resolve_run
+from paceline_accelerate.commands import estimate, launch, launch_validation, to_fsdp2
+from paceline_accelerate.commands.launch_validation import _convert_nargs_to_dict, _validate_launch_command
+from paceline_accelerate.fsdp import said_by
+from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
 REFERENCE = Path(__file__).parent / "reference"
 RECORDED = json.loads((REFERENCE / "recorded_commands.json").read_text(encoding="utf-8"))
@@ -46,10 +46,10 @@ def served():
 def test_as_recorded(function: str, monkeypatch) -> None:
     import commands_program
 
-    from paceline.compat.accelerate.commands.config import config_args
+    from paceline_accelerate.commands.config import config_args
 
     # Another process of this machine may listen on the usual port, of which a warning tells.
-    monkeypatch.setattr("paceline.compat.accelerate.launch_environment.is_port_in_use", lambda port: False)
+    monkeypatch.setattr("paceline_accelerate.launch_environment.is_port_in_use", lambda port: False)
     answer = json.dumps(getattr(commands_program, function)())
     # torch's own policy has this field from 2.15 on; the answers were recorded under 2.13.
     answer = answer.replace(", param_dtype_override_fn=None", "")
@@ -126,7 +126,7 @@ def test_a_plugin_says_what_was_said_alone() -> None:
 
 
 def test_a_list_of_classes_is_said_in_the_words_of_fsdp2() -> None:
-    from paceline.compat.accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
+    from paceline_accelerate.commands.to_fsdp2 import convert_config_to_fsdp2
 
     block = {"fsdp_sharding_strategy": "SHARD_GRAD_OP", "fsdp_transformer_layer_cls_to_wrap": ["Block"]}
     converted = convert_config_to_fsdp2({"fsdp_config": block})["fsdp_config"]
@@ -253,7 +253,7 @@ def test_flags_of_tpus_are_refused(capsys) -> None:
     ],
 )
 def test_commands_for_a_tpu_pod(words: str, gcloud: str, tmp_path: Path, capsys) -> None:
-    from paceline.compat.accelerate.commands import tpu
+    from paceline_accelerate.commands import tpu
 
     (tmp_path / "commands").write_text("date\nls\n")
     config = (

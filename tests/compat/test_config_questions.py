@@ -12,15 +12,15 @@ import pytest
 import yaml
 
 from paceline import ConfigError
-from paceline.compat.accelerate.commands import accelerate_cli
-from paceline.compat.accelerate.commands.config import menu, questions
-from paceline.compat.accelerate.commands.config.ask import ask
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
+from paceline_accelerate.commands import accelerate_cli
+from paceline_accelerate.commands.config import menu, questions
+from paceline_accelerate.commands.config.ask import ask
 
 REFERENCE = Path(__file__).parent / "reference"
 RECORDED = json.loads((REFERENCE / "recorded_questions.json").read_text(encoding="utf-8"))
-PROGRAM = "from paceline.compat.accelerate.commands.accelerate_cli import main; raise SystemExit(main())"
+PROGRAM = "from paceline_accelerate.commands.accelerate_cli import main; raise SystemExit(main())"
 
 
 @pytest.mark.parametrize("name", [name for name, (_, text) in RECORDED.items() if text])
@@ -106,7 +106,7 @@ def test_a_backend_without_accelerates_misprint(monkeypatch, capsys) -> None:
 
 
 def test_the_default_file_is_yaml_also_beside_one_in_json() -> None:
-    from paceline.compat.accelerate.commands.config import config_args
+    from paceline_accelerate.commands.config import config_args
 
     assert config_args.default_yaml_config_file == f"{config_args.cache_dir}/default_config.yaml"
 

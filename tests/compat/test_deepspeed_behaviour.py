@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.compat.deepspeed.config import read
-from paceline.compat.deepspeed.initialize import initialize
 from paceline.testing import run_ranks
+from paceline_deepspeed.config import read
+from paceline_deepspeed.initialize import initialize
 
 ADAM = {"optimizer": {"type": "Adam", "params": {"lr": 0.01, "torch_adam": True}}}
 WARMUP = {

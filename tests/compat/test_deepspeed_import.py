@@ -22,14 +22,14 @@ from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.model import load_model
-from paceline.compat.deepspeed import schedules
-from paceline.compat.deepspeed.checkpoint_format_files import DeepSpeedFolder
-from paceline.compat.deepspeed.consolidation import (
+from paceline.testing import run_ranks
+from paceline_deepspeed import schedules
+from paceline_deepspeed.checkpoint_format_files import DeepSpeedFolder
+from paceline_deepspeed.consolidation import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
 )
-from paceline.compat.deepspeed.initialize import initialize
-from paceline.testing import run_ranks
+from paceline_deepspeed.initialize import initialize
 
 _HERE = Path(__file__).parent / "deepspeed_reference" / "checkpoints"
 _LOSSES = json.loads((_HERE / "losses.json").read_text())

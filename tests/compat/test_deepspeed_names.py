@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+import paceline_deepspeed as table
 from paceline import CompatError
-from paceline.compat import deepspeed as table
 from paceline.compat import install
 
 

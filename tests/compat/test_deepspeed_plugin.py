@@ -60,8 +60,8 @@ def _weights(state) -> dict[str, list[float]]:
 
 def loop(deepspeed, folder: str = "", resume: bool = False, precision: str = "no", clip: bool = True):
     """Steps with accumulation; with a folder the state is saved after the first epoch, and loaded where it resumes."""
-    from paceline.compat.accelerate.accelerator import Accelerator
-    from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
+    from paceline_accelerate.accelerator import Accelerator
+    from paceline_accelerate.deepspeed_plugin import DeepSpeedPlugin
 
     plugin = DeepSpeedPlugin(**deepspeed) if deepspeed else None
     accelerator = Accelerator(
@@ -136,14 +136,14 @@ def test_bf16_reaches_the_engine() -> None:
 
 def cases() -> dict[str, object]:
     """What a script can do with plugins, one after another in one process."""
-    from paceline.compat.accelerate.accelerator import Accelerator
-    from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
-    from paceline.compat.accelerate.deepspeed_wrappers import (
+    from paceline_accelerate.accelerator import Accelerator
+    from paceline_accelerate.deepspeed_plugin import DeepSpeedPlugin, get_active_deepspeed_plugin
+    from paceline_accelerate.deepspeed_wrappers import (
         DummyOptim,
         DummyScheduler,
         map_pytorch_optim_to_deepspeed,
     )
-    from paceline.compat.accelerate.state import AcceleratorState
+    from paceline_accelerate.state import AcceleratorState
 
     found: dict[str, object] = {}
 

@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.compat.deepspeed import flops_profiler, profiling
-from paceline.compat.deepspeed.initialize import initialize
-from paceline.compat.deepspeed.pipe import PipelineModule
-from paceline.compat.deepspeed.timers import SynchronizedWallClockTimer, timed
 from paceline.observe.operations import Part, Profile
 from paceline.testing import run_ranks
+from paceline_deepspeed import flops_profiler, profiling
+from paceline_deepspeed.initialize import initialize
+from paceline_deepspeed.pipe import PipelineModule
+from paceline_deepspeed.timers import SynchronizedWallClockTimer, timed
 
 
 def simple():

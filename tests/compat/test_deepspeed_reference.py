@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from paceline import ConfigError
-from paceline.compat.deepspeed import partition
-from paceline.compat.deepspeed.config import read
-from paceline.compat.deepspeed.initialize import scaler_options
-from paceline.compat.deepspeed.schedules import build
 from paceline.precision.scale import Growth
 from paceline.testing import run_ranks
+from paceline_deepspeed import partition
+from paceline_deepspeed.config import read
+from paceline_deepspeed.initialize import scaler_options
+from paceline_deepspeed.schedules import build
 
 REFERENCE = Path(__file__).parent / "deepspeed_reference"
 sys.path.insert(0, str(REFERENCE))

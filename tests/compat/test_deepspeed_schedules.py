@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from paceline import Accelerator, ConfigError, PrepareError
-from paceline.compat.deepspeed.config import read
-from paceline.compat.deepspeed.schedules import (
+from paceline_deepspeed.config import read
+from paceline_deepspeed.schedules import (
     LRRangeTest,
     OneCycle,
     WarmupCosineLR,

@@ -15,9 +15,9 @@ from torch import nn
 import paceline
 from paceline.base import wording
 from paceline.base.errors import PacelineError
-from paceline.compat.deepspeed.initialize import initialize
-from paceline.compat.deepspeed.phrases import PHRASES
 from paceline.testing import run_ranks
+from paceline_deepspeed.initialize import initialize
+from paceline_deepspeed.phrases import PHRASES
 
 SOURCE = Path(paceline.__file__).parent
 # Names of Paceline's own that no script for DeepSpeed has.

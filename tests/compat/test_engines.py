@@ -14,20 +14,20 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from paceline.base import env
 from paceline.base.errors import CompatError, ConfigError
-from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.engine_fields import FIELDS, PLUGIN
-from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline.compat.accelerate.parallelism_config import (
+from paceline.compat.cases import fits
+from paceline.config import resolve_run
+from paceline.plan.options import read
+from paceline_accelerate.accelerator import Accelerator
+from paceline_accelerate.engine_fields import FIELDS, PLUGIN
+from paceline_accelerate.fsdp import plan_from, said_by
+from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+from paceline_accelerate.parallelism_config import (
     DeepSpeedSequenceParallelConfig,
     ParallelismConfig,
     TorchContextParallelConfig,
     TorchTensorParallelConfig,
 )
-from paceline.compat.accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
-from paceline.compat.cases import fits
-from paceline.compat.fsdp import plan_from, said_by
-from paceline.config import resolve_run
-from paceline.plan.options import read
+from paceline_accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
 
 KNOWN = json.loads((Path(__file__).parent / "reference" / "engines.json").read_text(encoding="utf-8"))
 SWITCH = {"use_fsdp"}

@@ -20,8 +20,8 @@ from safetensors.torch import load_file
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.cli.main import main
-from paceline.compat.accelerate.sharded import merge_fsdp_weights
 from paceline.testing import run_ranks
+from paceline_accelerate.sharded import merge_fsdp_weights
 
 REFERENCE = Path(__file__).parent / "reference"
 sys.path.insert(0, str(REFERENCE))

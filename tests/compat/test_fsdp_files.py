@@ -11,17 +11,17 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paceline.base.errors import CheckpointError, CompatError
-from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.sharded import (
+from paceline.optim.lamb import Lamb
+from paceline.optim.lion import Lion
+from paceline.testing import run_ranks
+from paceline_accelerate.accelerator import Accelerator
+from paceline_accelerate.sharded import (
     load_fsdp_model,
     load_fsdp_optimizer,
     merge_fsdp_weights,
     save_fsdp_model,
     save_fsdp_optimizer,
 )
-from paceline.optim.lamb import Lamb
-from paceline.optim.lion import Lion
-from paceline.testing import run_ranks
 
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "Lion": Lion, "Lamb": Lamb}  # Lamb's states are whole, each on one rank
 
@@ -100,7 +100,7 @@ def test_a_divided_model_goes_on_from_the_files_of_one_process(tmp_path: Path) -
 
 def divided_steps(folder: str, resume: bool) -> dict[str, list[float]]:
     """Two steps, with each rank's part saved after the first; or the second one alone, from what the first one left."""
-    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+    from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
     plugin = FullyShardedDataParallelPlugin(state_dict_type="SHARDED_STATE_DICT")
     accelerator = Accelerator(cpu=True)
@@ -145,7 +145,7 @@ def test_each_rank_writes_its_part_and_any_number_reads_them(tmp_path: Path, zer
 
 
 def test_what_cannot_be_saved_or_is_not_there(tmp_path: Path) -> None:
-    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+    from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(nn.Linear(2, 2))
@@ -168,7 +168,7 @@ def adapter_alone(folder: str, version: int) -> tuple[list[str], list[float]]:
     install(["accelerate"])  # which peft imports
     from peft import LoraConfig, get_peft_model
 
-    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+    from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
     accelerator = Accelerator(cpu=True)
     base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -193,8 +193,8 @@ def test_the_adapter_alone(tmp_path: Path, version: int, middle: str) -> None:
 
 
 def test_units_compute_again(tmp_path: Path) -> None:
-    from paceline.compat.accelerate.fsdp_modules import fsdp2_apply_ac
-    from paceline.compat.accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+    from paceline_accelerate.fsdp_modules import fsdp2_apply_ac
+    from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
     calls = []
     plugin = FullyShardedDataParallelPlugin(
@@ -218,8 +218,8 @@ def test_units_compute_again(tmp_path: Path) -> None:
 def test_functions_about_modules(tmp_path: Path) -> None:
     from types import SimpleNamespace
 
-    from paceline.compat.accelerate import fsdp_modules
-    from paceline.compat.accelerate.parallelism_config import ParallelismConfig
+    from paceline_accelerate import fsdp_modules
+    from paceline_accelerate.parallelism_config import ParallelismConfig
 
     class Tied(nn.Module):
         def __init__(self) -> None:
@@ -272,7 +272,7 @@ def test_a_whole_state_of_rank_0_reaches_all(tmp_path: Path) -> None:
 
 def whole_state() -> list[list[float]]:
     """Loads a state that rank 0 alone has."""
-    from paceline.compat.accelerate.fsdp_modules import fsdp2_load_full_state_dict, fsdp2_prepare_model
+    from paceline_accelerate.fsdp_modules import fsdp2_load_full_state_dict, fsdp2_prepare_model
 
     accelerator = Accelerator(cpu=True)
     model = fsdp2_prepare_model(accelerator, nn.Linear(2, 2, bias=False))

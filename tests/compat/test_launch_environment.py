@@ -7,11 +7,11 @@ import socket
 
 import pytest
 
-from paceline.compat.accelerate import launch_environment as builders
-from paceline.compat.accelerate import launcher_variables
-from paceline.compat.accelerate.commands.launch import launch_command_parser
-from paceline.compat.accelerate.commands.launch_validation import _validate_launch_command
-from paceline.compat.accelerate.commands.to_fsdp2 import to_fsdp2_command
+from paceline_accelerate import launch_environment as builders
+from paceline_accelerate import launcher_variables
+from paceline_accelerate.commands.launch import launch_command_parser
+from paceline_accelerate.commands.launch_validation import _validate_launch_command
+from paceline_accelerate.commands.to_fsdp2 import to_fsdp2_command
 
 TWO_MACHINES = ("--num_machines", "2", "--num_processes", "4", "--machine_rank", "1")
 THERE = ("--main_process_ip", "10.0.0.1", "--main_process_port", "1234")

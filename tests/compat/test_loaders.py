@@ -91,8 +91,8 @@ def served_uneven():
     import torch
     from torch.utils.data import DataLoader
 
-    from paceline.compat.accelerate.accelerator import Accelerator
-    from paceline.compat.accelerate.arguments import DataLoaderConfiguration
+    from paceline_accelerate.accelerator import Accelerator
+    from paceline_accelerate.arguments import DataLoaderConfiguration
 
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
     model = torch.nn.Linear(1, 1, bias=False)

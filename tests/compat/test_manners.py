@@ -18,7 +18,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import CheckpointError, CompatError, ConfigError
 from paceline.base import env
-from paceline.compat.accelerate import (
+from paceline.config import Given, resolve_launch
+from paceline.testing import run_ranks
+from paceline_accelerate import (
     checkpoint,
     errors,
     host,
@@ -28,8 +30,8 @@ from paceline.compat.accelerate import (
     random_streams,
     surroundings,
 )
-from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.arguments import (
+from paceline_accelerate.accelerator import Accelerator
+from paceline_accelerate.arguments import (
     DataLoaderConfiguration,
     DistributedDataParallelKwargs,
     GradientAccumulationPlugin,
@@ -38,17 +40,15 @@ from paceline.compat.accelerate.arguments import (
     ProfileKwargs,
     ProjectConfiguration,
 )
-from paceline.compat.accelerate.commands.config.default import write_basic_config
-from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
-from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
-from paceline.compat.accelerate.gradient_state import GradientState
-from paceline.compat.accelerate.kinds import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType
-from paceline.compat.accelerate.loader_classes import DataLoaderShard, DataLoaderStateMixin
-from paceline.compat.accelerate.plugins import TorchDynamoPlugin
-from paceline.compat.accelerate.state import AcceleratorState, PartialState
-from paceline.compat.accelerate.tracking import GeneralTracker, filter_trackers
-from paceline.config import Given, resolve_launch
-from paceline.testing import run_ranks
+from paceline_accelerate.commands.config.default import write_basic_config
+from paceline_accelerate.data_loader import prepare_data_loader, skip_first_batches
+from paceline_accelerate.deepspeed_plugin import DeepSpeedPlugin
+from paceline_accelerate.gradient_state import GradientState
+from paceline_accelerate.kinds import DDPCommunicationHookType, DistributedType, DynamoBackend, PrecisionType
+from paceline_accelerate.loader_classes import DataLoaderShard, DataLoaderStateMixin
+from paceline_accelerate.plugins import TorchDynamoPlugin
+from paceline_accelerate.state import AcceleratorState, PartialState
+from paceline_accelerate.tracking import GeneralTracker, filter_trackers
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
 
@@ -737,6 +737,6 @@ def test_errors_of_the_door_travel_between_processes() -> None:
 def test_a_loader_takes_its_state_by_keyword() -> None:
     import inspect
 
-    from paceline.compat.accelerate.loader_classes import DataLoaderAdapter
+    from paceline_accelerate.loader_classes import DataLoaderAdapter
 
     assert "state_dict" in inspect.signature(DataLoaderAdapter.load_state_dict).parameters

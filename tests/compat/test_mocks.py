@@ -14,18 +14,18 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.arguments import DataLoaderConfiguration, GradScalerKwargs, KwargsHandler
-from paceline.compat.accelerate.available import is_npu_available, is_wandb_available
-from paceline.compat.accelerate.deepspeed_wrappers import DeepSpeedOptimizerWrapper
-from paceline.compat.accelerate.gradient_state import GradientState
-from paceline.compat.accelerate.loader_classes import DataLoaderDispatcher, DataLoaderShard
-from paceline.compat.accelerate.loading import load_checkpoint_in_model
-from paceline.compat.accelerate.optimizer import AcceleratedOptimizer
-from paceline.compat.accelerate.recipes import FP8RecipeKwargs, TERecipeKwargs
-from paceline.compat.accelerate.split import split_part
-from paceline.compat.accelerate.state import AcceleratorState, PartialState
-from paceline.compat.accelerate.tracking import GeneralTracker
+from paceline_accelerate.accelerator import Accelerator
+from paceline_accelerate.arguments import DataLoaderConfiguration, GradScalerKwargs, KwargsHandler
+from paceline_accelerate.available import is_npu_available, is_wandb_available
+from paceline_accelerate.deepspeed_wrappers import DeepSpeedOptimizerWrapper
+from paceline_accelerate.gradient_state import GradientState
+from paceline_accelerate.loader_classes import DataLoaderDispatcher, DataLoaderShard
+from paceline_accelerate.loading import load_checkpoint_in_model
+from paceline_accelerate.optimizer import AcceleratedOptimizer
+from paceline_accelerate.recipes import FP8RecipeKwargs, TERecipeKwargs
+from paceline_accelerate.split import split_part
+from paceline_accelerate.state import AcceleratorState, PartialState
+from paceline_accelerate.tracking import GeneralTracker
 
 pytestmark = pytest.mark.usefixtures("fresh_states")
 
@@ -188,7 +188,7 @@ def test_recipes_check_their_fields(monkeypatch) -> None:
         FP8RecipeKwargs(backend="AO")
     with pytest.raises(ImportError, match="TransformerEngine is not available"):
         TERecipeKwargs()
-    monkeypatch.setattr("paceline.compat.accelerate.recipes.is_transformer_engine_available", lambda: True)
+    monkeypatch.setattr("paceline_accelerate.recipes.is_transformer_engine_available", lambda: True)
     monkeypatch.setenv("ACCELERATE_FP8_MARGIN", "3")
     recipe = TERecipeKwargs(fp8_format="e4m3")
     assert (recipe.margin, recipe.fp8_format, recipe.amax_history_len) == (3, "E4M3", 1024)

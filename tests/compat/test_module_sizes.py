@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.compat.accelerate.device_map import infer_auto_device_map
-from paceline.compat.accelerate.module_sizes import dtype_byte_size, get_balanced_memory
-from paceline.compat.accelerate.module_tensors import set_module_tensor_to_device
+from paceline_accelerate.device_map import infer_auto_device_map
+from paceline_accelerate.module_sizes import dtype_byte_size, get_balanced_memory
+from paceline_accelerate.module_tensors import set_module_tensor_to_device
 
 
 def linear(width: int) -> nn.Linear:

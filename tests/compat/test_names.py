@@ -14,12 +14,12 @@ from types import ModuleType
 
 import pytest
 
+import paceline_accelerate as table
 from paceline import CompatError
-from paceline.compat import accelerate as table
 from paceline.compat import install
 from paceline.compat.absent import absent
-from paceline.compat.neighbours import Mender
 from paceline.compat.served import Server
+from paceline_accelerate.neighbours import Mender
 
 REFERENCE = Path(__file__).parent / "reference"
 
@@ -255,7 +255,7 @@ def test_a_stand_in_can_be_inherited_from_and_asked_for() -> None:
 
 
 def test_a_library_that_is_too_old_is_told_of_with_its_version(monkeypatch) -> None:
-    from paceline.compat import neighbours
+    from paceline_accelerate import neighbours
 
     versions = {"transformers": "4.31.0", "peft": "999.1"}
     monkeypatch.setattr(importlib.metadata, "version", versions.__getitem__)
@@ -299,7 +299,7 @@ def test_a_module_that_is_still_being_imported_is_changed_at_a_later_import(monk
     from importlib.machinery import ModuleSpec
     from types import ModuleType
 
-    from paceline.compat.neighbours import Mender
+    from paceline_accelerate.neighbours import Mender
 
     changed: list[ModuleType] = []
     module = ModuleType("half_imported")

@@ -81,8 +81,8 @@ def test_what_is_answered_in_another_way_is_asked() -> None:
 def test_a_model_that_transformers_has_divided_is_refused() -> None:
     import torch
 
-    from paceline.compat.accelerate.accelerator import Accelerator
-    from paceline.compat.accelerate.state import AcceleratorState
+    from paceline_accelerate.accelerator import Accelerator
+    from paceline_accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = Accelerator(cpu=True)
@@ -96,9 +96,9 @@ def test_a_model_that_transformers_has_divided_is_refused() -> None:
 
 
 def test_buffers_that_are_not_broadcast_under_ddp_are_not_under_zero_2_either() -> None:
-    from paceline.compat.accelerate.accelerator import Accelerator
-    from paceline.compat.accelerate.arguments import DistributedDataParallelKwargs
-    from paceline.compat.accelerate.state import AcceleratorState
+    from paceline_accelerate.accelerator import Accelerator
+    from paceline_accelerate.arguments import DistributedDataParallelKwargs
+    from paceline_accelerate.state import AcceleratorState
 
     AcceleratorState._reset_state(reset_partial_state=True)
     # sentence-transformers asks for it, because its models run several times before a backward pass.
@@ -108,7 +108,7 @@ def test_buffers_that_are_not_broadcast_under_ddp_are_not_under_zero_2_either() 
 
 
 def test_power_sgd_begins_where_accelerate_begins() -> None:
-    from paceline.compat.accelerate.arguments import DistributedDataParallelKwargs
+    from paceline_accelerate.arguments import DistributedDataParallelKwargs
 
     options = DistributedDataParallelKwargs(comm_hook="batched_power_sgd").options()
     assert options == {"comm_hook": "batched_power_sgd", "comm_state": {"start_powerSGD_iter": 1000}}

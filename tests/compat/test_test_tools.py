@@ -14,10 +14,10 @@ from unittest import mock
 
 import pytest
 
-from paceline.compat import accelerate as table
+import paceline_accelerate as table
 from paceline.compat import install
-from paceline.compat.accelerate.test_utils import testing
 from paceline.testing import run_ranks
+from paceline_accelerate.test_utils import testing
 
 SCRIPTS = ("test_ops", "test_script", "test_sync")
 
@@ -62,8 +62,8 @@ def test_decorators_ask_for_the_library_the_device_and_the_release() -> None:
 
 
 def test_test_cases_begin_afresh() -> None:
-    from paceline.compat.accelerate.accelerator import Accelerator
-    from paceline.compat.accelerate.state import AcceleratorState, PartialState
+    from paceline_accelerate.accelerator import Accelerator
+    from paceline_accelerate.state import AcceleratorState, PartialState
 
     class States(testing.AccelerateTestCase):
         def test_state(self) -> None:
@@ -152,7 +152,7 @@ def test_a_script_is_found_in_the_package_and_runs_by_its_path_and_name() -> Non
     )
     assert by_name.stdout.startswith("Successfully ran on"), by_name.stderr
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        importlib.import_module("paceline.compat.accelerate.test_utils.scripts.test_cli").main()
+        importlib.import_module("paceline_accelerate.test_utils.scripts.test_cli").main()
     assert printed.getvalue() == by_name.stdout
 
 

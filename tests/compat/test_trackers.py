@@ -41,9 +41,9 @@ def choices(folder: str) -> dict[str, object]:
     import os
     from pathlib import Path
 
-    from paceline.compat.accelerate.accelerator import Accelerator
-    from paceline.compat.accelerate.arguments import ProjectConfiguration
-    from paceline.compat.accelerate.tracking import (
+    from paceline_accelerate.accelerator import Accelerator
+    from paceline_accelerate.arguments import ProjectConfiguration
+    from paceline_accelerate.tracking import (
         LOGGER_TYPE_TO_CLASS,
         GeneralTracker,
         TensorBoardTracker,
@@ -127,9 +127,9 @@ def test_what_a_run_can_have(tmp_path: Path) -> None:
 
 
 def test_members_of_the_enumeration_are_names() -> None:
-    from paceline.compat.accelerate.errors import TrackerChoiceError
-    from paceline.compat.accelerate.kinds import LoggerType
-    from paceline.compat.accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
+    from paceline_accelerate.errors import TrackerChoiceError
+    from paceline_accelerate.kinds import LoggerType
+    from paceline_accelerate.tracking import LOGGER_TYPE_TO_CLASS, filter_trackers
 
     assert filter_trackers(LoggerType.ALL, "logs") == filter_trackers("all", "logs")
     every_member = [LoggerType(name) for name in LOGGER_TYPE_TO_CLASS if name in LoggerType]

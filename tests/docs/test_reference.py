@@ -56,8 +56,8 @@ def test_every_option_is_described(reference: ModuleType) -> None:
 
 
 def test_every_key_of_deepspeeds_is_described(reference: ModuleType) -> None:
-    from paceline.compat.deepspeed.config.keys import blocks, rows
-    from paceline.compat.deepspeed.config.parts import PARTS
+    from paceline_deepspeed.config.keys import blocks, rows
+    from paceline_deepspeed.config.parts import PARTS
 
     page = reference.deepspeed()
     for row in rows():
@@ -69,7 +69,7 @@ def test_every_key_of_deepspeeds_is_described(reference: ModuleType) -> None:
 
 
 def test_every_field_of_accelerates_is_described(reference: ModuleType) -> None:
-    from paceline.compat.accelerate.engine_fields import ROWS
+    from paceline_accelerate.engine_fields import ROWS
 
     page = reference.accelerate()
     assert all(f"| `{row.attribute or row.name}` |" in page for row in ROWS)

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import nn
 
-from paceline.compat.deepspeed.initialize import initialize
-from paceline.compat.deepspeed.offload_states import OffloadStateTypeEnum, get_state_devices
 from paceline.testing import run_ranks
 from paceline.world.sharded import local
+from paceline_deepspeed.initialize import initialize
+from paceline_deepspeed.offload_states import OffloadStateTypeEnum, get_state_devices
 
 KINDS = ("optim_states", "lp_params")
 

@@ -1,4 +1,4 @@
-"""`paceline launch --on ray` and `paceline.launch.ray.run` on a real cluster of several nodes."""
+"""`paceline launch --on ray` and `paceline_hosts.ray.run` on a real cluster of several nodes."""
 
 from __future__ import annotations
 
@@ -211,7 +211,7 @@ def test_a_command_that_is_killed_leaves_nothing(launch: Launch) -> None:
 FUNCTION = """
     import os, ray
     from paceline import LaunchError
-    from paceline.launch.ray import run
+    from paceline_hosts.ray import run
 
     def rank_of(names):
         return {name: os.environ.get(name) for name in names}

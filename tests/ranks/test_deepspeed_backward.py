@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from paceline import TrainError
-from paceline.compat.deepspeed.initialize import initialize
 from paceline.testing import run_ranks
+from paceline_deepspeed.initialize import initialize
 
 STAGES = (0, 1, 2, 3)
 

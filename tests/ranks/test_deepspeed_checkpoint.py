@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from paceline.base.errors import CheckpointError, ConfigError
-from paceline.compat.deepspeed.initialize import initialize
 from paceline.testing import RankFailed, run_ranks
+from paceline_deepspeed.initialize import initialize
 
 STEPS = 3
 

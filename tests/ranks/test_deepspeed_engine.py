@@ -15,10 +15,10 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from paceline import ConfigError, TrainError
-from paceline.compat.deepspeed.arguments import checked
-from paceline.compat.deepspeed.initialize import initialize
-from paceline.compat.deepspeed.processes import init_distributed
 from paceline.testing import RankFailed, run_ranks
+from paceline_deepspeed.arguments import checked
+from paceline_deepspeed.initialize import initialize
+from paceline_deepspeed.processes import init_distributed
 
 ROWS = 12
 ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}

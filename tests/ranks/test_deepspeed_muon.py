@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from paceline.compat.deepspeed.initialize import initialize
 from paceline.testing import run_ranks
+from paceline_deepspeed.initialize import initialize
 
 
 class Model(nn.Module):

@@ -12,20 +12,20 @@ import torch
 from torch import nn
 
 from paceline import ConfigError, TrackerError
-from paceline.compat.deepspeed.config import read
-from paceline.compat.deepspeed.initialize import initialize
-from paceline.compat.deepspeed.monitors import Monitors
-from paceline.compat.deepspeed.muon import MuonWithAdam, set_optimizer_flags
-from paceline.compat.deepspeed.optimizers import (
+from paceline.optim.lamb import Lamb
+from paceline.optim.lion import Lion
+from paceline.testing import run_ranks
+from paceline_deepspeed.config import read
+from paceline_deepspeed.initialize import initialize
+from paceline_deepspeed.monitors import Monitors
+from paceline_deepspeed.muon import MuonWithAdam, set_optimizer_flags
+from paceline_deepspeed.optimizers import (
     DeepSpeedCPUAdagrad,
     DeepSpeedCPUAdam,
     FusedAdam,
     FusedLamb,
     build,
 )
-from paceline.optim.lamb import Lamb
-from paceline.optim.lion import Lion
-from paceline.testing import run_ranks
 
 
 def parameters() -> list[nn.Parameter]:

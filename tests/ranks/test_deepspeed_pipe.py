@@ -13,12 +13,12 @@ import torch.distributed.pipelining
 from torch import nn
 
 from paceline.base.errors import DataError, PlanError, TrainError
-from paceline.compat.deepspeed.initialize import initialize
-from paceline.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from paceline.compat.deepspeed.topology import PipeDataParallelTopology
 from paceline.parallel.strategy import STRATEGIES
 from paceline.testing import RankFailed, run_ranks
 from paceline.world.sharded import local, whole
+from paceline_deepspeed.initialize import initialize
+from paceline_deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from paceline_deepspeed.topology import PipeDataParallelTopology
 
 list(STRATEGIES)  # imported here, not by each rank of each test
 

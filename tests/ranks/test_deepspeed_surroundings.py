@@ -14,16 +14,16 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from paceline.base.errors import ConfigError, DataError
 from paceline.base.log import forget_warnings
-from paceline.compat.deepspeed import checkpointing, comm, surroundings, values, zero
-from paceline.compat.deepspeed.consolidation import (
+from paceline.testing import run_ranks
+from paceline_deepspeed import checkpointing, comm, surroundings, values, zero
+from paceline_deepspeed.consolidation import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
     load_state_dict_from_zero_checkpoint,
 )
-from paceline.compat.deepspeed.device import get_accelerator
-from paceline.compat.deepspeed.initialize import initialize
-from paceline.compat.deepspeed.processes import init_distributed
-from paceline.testing import run_ranks
+from paceline_deepspeed.device import get_accelerator
+from paceline_deepspeed.initialize import initialize
+from paceline_deepspeed.processes import init_distributed
 
 
 def _config(stage: int, optimizer: str = "AdamW") -> dict:

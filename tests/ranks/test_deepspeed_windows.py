@@ -10,9 +10,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from paceline import ConfigError
-from paceline.compat.deepspeed.initialize import initialize
-from paceline.compat.deepspeed.pipe import PipelineModule
 from paceline.testing import run_ranks
+from paceline_deepspeed.initialize import initialize
+from paceline_deepspeed.pipe import PipelineModule
 
 ROWS, STAGES = 12, (0, 1, 2, 3)
 ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}

@@ -8,7 +8,8 @@ import torch
 
 from paceline import Accelerator, CollectiveError
 from paceline.base.errors import PrepareError
-from paceline.compat.divided_models import (
+from paceline.testing import run_ranks
+from paceline_accelerate.divided_models import (
     encode_with_whole_models,
     generate_with_whole_models,
     resume_undivided_models,
@@ -16,7 +17,6 @@ from paceline.compat.divided_models import (
     sync_whole_models,
     train_divided_encoders,
 )
-from paceline.testing import run_ranks
 
 
 def _trained(plan):
@@ -216,7 +216,7 @@ def test_an_undivided_run_takes_the_checkpoint_of_a_divided_one(tmp_path: Path):
 
 def _wrapped_already(plan):
     from paceline.base import env as environment
-    from paceline.compat.accelerate.accelerator import Accelerator as ForAccelerate
+    from paceline_accelerate.accelerator import Accelerator as ForAccelerate
 
     with environment.patched(plan):
         accelerator = ForAccelerate(cpu=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import sys
 from collections.abc import Iterator
@@ -18,7 +17,7 @@ TOY = """
 import socket
 import subprocess
 
-from paceline.launch.launchers.batch import PYTHON, environment_with
+from paceline_hosts.launchers.batch import PYTHON, environment_with
 from paceline.launch.launcher import Outcome, Rendered
 
 
@@ -63,18 +62,18 @@ TRAIN = """
 
 @pytest.fixture(autouse=True)
 def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The one file, in the package of the launchers."""
-    (tmp_path / "launchers").mkdir()
-    (tmp_path / "launchers" / "toy.py").write_text(TOY)
-    package = importlib.import_module("paceline.launch.launchers")
-    monkeypatch.setattr(package, "__path__", [*package.__path__, str(tmp_path / "launchers")])
-    registry._modules.cache_clear()
+    """A distribution with one file, and an entry point that names its launcher."""
+    metadata = tmp_path / "packages" / "toy-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    (metadata / "entry_points.txt").write_text("[paceline.launchers]\ntoy = toy:LAUNCHER\n")
+    (tmp_path / "packages" / "toy.py").write_text(TOY)
+    monkeypatch.syspath_prepend(tmp_path / "packages")
+    registry._all_points.cache_clear()
     (tmp_path / "train.py").write_text(dedent(TRAIN))
     monkeypatch.chdir(tmp_path)
     yield
-    registry._modules.cache_clear()
-    sys.modules.pop("paceline.launch.launchers.toy", None)
-    vars(package).pop("toy", None)
+    registry._all_points.cache_clear()
+    sys.modules.pop("toy", None)
 
 
 def test_it_starts_the_processes_of_all_its_hosts(
@@ -91,7 +90,7 @@ def test_it_starts_the_processes_of_all_its_hosts(
 def test_a_dry_run_shows_what_it_would_start(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["launch", "--launcher", "toy", "--nodes", "2", "--procs", "2", "--dry-run", "train.py"]) == 0
     text = capsys.readouterr().out
-    assert text.count(f"{sys.executable} -u -m paceline.launch.remote run") == 2
+    assert text.count(f"{sys.executable} -u -m paceline_hosts.remote run") == 2
     assert "   3           1     1  node1" in text
 
 

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from paceline.base.errors import CompatError
-from paceline.compat.accelerate.inference import prepare_pippy
-from paceline.compat.accelerate.state import PartialState
 from paceline.testing import run_ranks
+from paceline_accelerate.inference import prepare_pippy
+from paceline_accelerate.state import PartialState
 
 # torch's tracing, of itself.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")

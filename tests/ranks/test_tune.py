@@ -8,8 +8,8 @@ import torch  # noqa: F401  (trials are forks of this process)
 import yaml
 
 from paceline.cli import main as command_line
-from paceline.compat.deepspeed import config as deepspeed
 from paceline.config import files
+from paceline_deepspeed import config as deepspeed
 
 SCRIPT = """
 import argparse, os, sys, time

@@ -25,15 +25,15 @@ from verify_scripts import (
 
 from paceline.base import env as environment
 from paceline.cli import main as command_line
-from paceline.cli.verify import _take_own_options_after_script
 from paceline.launch.launcher import Target
 from paceline.testing import RankFailed, run_ranks
-from paceline.verify.case import Case, RunFailed
-from paceline.verify.diagnose import CAUSES
-from paceline.verify.plain import PlainRecorder
-from paceline.verify.recorder import Recorder
-from paceline.verify.recording import read_all
-from paceline.verify.verifier import Verification, Verifier
+from paceline_lens.cli.verify import _take_own_options_after_script
+from paceline_lens.verify.case import Case, RunFailed
+from paceline_lens.verify.diagnose import CAUSES
+from paceline_lens.verify.plain import PlainRecorder
+from paceline_lens.verify.recorder import Recorder
+from paceline_lens.verify.recording import read_all
+from paceline_lens.verify.verifier import Verification, Verifier
 
 # Those that `make test` runs: one of each way of telling; the others take minutes together.
 SHORT = {

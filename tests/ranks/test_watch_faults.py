@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from warm_python import executable
 
-from paceline.watch.following import FollowedRun
 from paceline.watch.journal import rank_file
+from paceline_lens.watch.following import FollowedRun
 
 SCRIPT = """
 import sys, time

@@ -61,9 +61,11 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The package directly under `paceline`, or the file's own name where it lies beside them."""
-        parts = self.name.split(".")
-        return parts[1] if len(parts) > 1 else "__init__"
+        """The package directly under `paceline`, or the file's own name where it lies beside them; of a part, its package."""
+        package, _, rest = self.name.partition(".")
+        if package != "paceline":
+            return package
+        return rest.partition(".")[0] or "__init__"
 
     def imported(self, *, into_functions: bool = True) -> list[tuple[int, str]]:
         """Line and dotted name of each import."""
@@ -77,11 +79,12 @@ class Module:
 
 
 def _modules() -> list[Module]:
-    source = ROOT / "src"
     found = []
-    for path in sorted((source / "paceline").rglob("*.py")):
-        parts = path.relative_to(source).with_suffix("").parts
-        found.append(Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+    for source in sorted(ROOT.glob("packages/*/src")):
+        for path in sorted(source.rglob("*.py")):
+            parts = path.relative_to(source).with_suffix("").parts
+            if "for_children" not in parts:  # it has another library's name
+                found.append(Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
     return found
 
 
@@ -93,7 +96,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def modules() -> dict[str, Module]:
-    """All modules of the package by name."""
+    """All modules of all parts by name."""
     found = {module.name: module for module in _modules()}
     assert "paceline.base.errors" in found, "the package was not found"
     return found

@@ -1,4 +1,4 @@
-"""The core knows no other library: what concerns one lies in `compat/`, and is found there by registries."""
+"""The core knows no other library: what concerns one is a part of its own, which the core finds by entry points."""
 
 from __future__ import annotations
 
@@ -7,37 +7,39 @@ import re
 
 NAMED = re.compile(r"deepspeed|accelerate(?![rd])", re.IGNORECASE)  # not `accelerator`, not `accelerated`
 
-# The command that serves a library, under its name.
-COMMANDS = {"src/paceline/cli/deepspeed.py"}
+# The parts that serve a library, under its name.
+DOORS = ("paceline_accelerate", "paceline_deepspeed")
 
-# Lines outside `compat/` that name a library: a part of each, and why it stays.
+# Lines of other parts that name a library: a part of each, and why it stays.
 TEXTS = {
-    "src/paceline/base/env.py": {
+    "packages/paceline/src/paceline/base/env.py": {
         "`accelerate`, `deepspeed`, joined by commas": "documentation of a variable: users have to know what it may hold",
     },
-    "src/paceline/cli/env.py": {
+    "packages/paceline/src/paceline/cli/env.py": {
         '"ACCELERATE_"': "a prefix of variables that a report shows, since they change a run",
     },
-    "src/paceline/cli/checkpoint/export.py": {
+    "packages/paceline/src/paceline/cli/checkpoint/export.py": {
         "that accelerate's FSDP divided": "help of the command: users have to know what it reads",
         "a checkpoint of Paceline, accelerate": "the same",
     },
-    "src/paceline/config/settings.py": {
+    "packages/paceline/src/paceline/config/settings.py": {
         "as accelerate does": "help of a setting: whose habit it is",
     },
-    "src/paceline/launch/remote/hosts.py": {
-        ".deepspeed_env": "name of a file that users have, with variables for their hosts",
+    "packages/paceline/src/paceline/base/parts.py": {
+        '"accelerate": {': "the table of extras, for errors about a part that is not installed",
+        '"deepspeed": {': "the same",
+        "PACKAGES = (": "the same",
     },
-    "src/paceline/parallel/context/ulysses.py": {
+    "packages/paceline/src/paceline/parallel/context/ulysses.py": {
         '"DeepSpeed Ulysses", 2023': "title of the paper that the algorithm is from",
     },
-    "src/paceline/precision/scaler.py": {
+    "packages/paceline/src/paceline/precision/scaler.py": {
         "min_scale (DeepSpeed: ": "an error: the name that the value has in the user's config",
     },
 }
 
 
-# Private attributes of the core that `compat` still uses. An entry may be removed; none is added.
+# Private attributes of the core that doors still use. An entry may be removed; none is added.
 PRIVATE: set[str] = set()
 
 # Names of torch's own modules, which some class of ours has too.
@@ -45,10 +47,10 @@ OF_TORCH = {"_buffers", "_modules", "_parameters", "_version"}
 
 
 def lines_with_a_name(modules) -> dict[str, list[tuple[int, str]]]:
-    """Path -> the lines outside `compat/` that name a library."""
+    """Path -> the lines outside the doors that name a library; `compat` serves doors, and its examples need names."""
     found: dict[str, list[tuple[int, str]]] = {}
     for module in modules.values():
-        if module.room == "compat" or module.where in COMMANDS:
+        if module.room in (*DOORS, "compat"):
             continue
         for number, line in enumerate(module.text.splitlines(), start=1):
             if NAMED.search(line):
@@ -61,7 +63,9 @@ def test_the_core_names_no_other_library(modules) -> None:
     for path, lines in lines_with_a_name(modules).items():
         texts = TEXTS.get(path, {})
         wrong += [f"{path}:{number} {line}" for number, line in lines if not any(text in line for text in texts)]
-    assert not wrong, "move it to `compat/LIBRARY/`, or give a text for users its reason here:\n" + "\n".join(wrong)
+    assert not wrong, "move it to the part of that library, or give a text for users its reason here:\n" + "\n".join(
+        wrong
+    )
 
 
 def test_the_lists_only_shrink(modules) -> None:
@@ -84,21 +88,21 @@ def private_names(tree: ast.AST) -> set[str]:
 
 
 def library_of(module) -> str:
-    """The folder of a module in `compat/`."""
-    return module.where.rpartition("/")[0]
+    """The part that serves a library."""
+    return str(module.room)
 
 
 def test_doors_use_public_names_of_the_core(modules) -> None:
     of_core: set[str] = set()
     of_library: dict[str, set[str]] = {}
     for module in modules.values():
-        if module.room != "compat":
+        if module.room not in DOORS:
             of_core |= private_names(module.tree)
         else:
             of_library.setdefault(library_of(module), set()).update(private_names(module.tree))
     wrong = []
     for module in modules.values():
-        if module.room != "compat":
+        if module.room not in DOORS:
             continue
         for node in ast.walk(module.tree):
             if isinstance(node, ast.Attribute) and node.attr in of_core - PRIVATE - OF_TORCH:

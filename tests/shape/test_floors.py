@@ -55,11 +55,22 @@ def test_the_doctor_serves_its_command_alone(modules) -> None:
     wrong = [
         f"{module.where}:{line} imports {name}"
         for module in modules.values()
-        if module.room != "doctor" and module.name != "paceline.cli.doctor"
+        if not module.name.startswith(("paceline_hosts.doctor", "paceline_hosts.cli.doctor"))
         for line, name in module.imported()
-        if name.startswith("paceline.doctor")
+        if name.startswith("paceline_hosts.doctor")
     ]
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_core_knows_no_part(modules) -> None:
+    wrong = [
+        f"{module.where}:{line} imports {name}"
+        for module in modules.values()
+        if module.name.partition(".")[0] == "paceline"
+        for line, name in module.imported()
+        if name.startswith("paceline_")
+    ]
+    assert not wrong, "extension points are entry points:\n" + "\n".join(wrong)
 
 
 def test_base_needs_the_standard_library_alone(modules) -> None:
@@ -109,7 +120,7 @@ def test_peers_are_never_imported(modules) -> None:
 
 @pytest.mark.parametrize("what", ["paceline", "paceline.cli.main", *WITHOUT_TORCH])
 def test_torch_stays_unloaded(what: str, modules) -> None:
-    names = [what] if what.startswith("paceline") else [name for name, module in modules.items() if module.room == what]
+    names = [what] if what in modules else [name for name, module in modules.items() if module.room == what]
     program = f"import importlib, sys\nfor name in {names!r}:\n    importlib.import_module(name)\n"
     program += "    assert 'torch' not in sys.modules, name"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)

@@ -10,10 +10,16 @@ from pathlib import Path
 
 
 def dependencies(root: Path) -> dict[str, set[str]]:
-    """Names of the packages that pyproject.toml asks for: its own under "", those of extras under their names."""
-    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    groups = {"": project["dependencies"], **project["optional-dependencies"]}
-    return {name: {re.split(r"[^\w.-]", each)[0] for each in group} for name, group in groups.items()}
+    """Names of the packages of others that each part asks for, and those that tests, docs and examples need."""
+    needed: dict[str, set[str]] = {}
+    for file in root.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        for group in (project["dependencies"], *project.get("optional-dependencies", {}).values()):
+            needed.setdefault(project["name"], set()).update(re.split(r"[^\w.-]", each)[0] for each in group)
+    lines = (root / "dev" / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    needed["dev"] = {re.split(r"[^\w.-]", line)[0] for line in lines if line and not line.startswith("#")}
+    parts = needed.keys()
+    return {part: {name for name in names if name not in parts} for part, names in needed.items()}
 
 
 def test_every_dependency_is_pinned(root: Path) -> None:

@@ -59,7 +59,7 @@ def installed(text: str) -> list[str]:
 
 def hints(root: Path) -> dict[str, list[str]]:
     places = [root / "README.md", root / "CONTRIBUTING.md"]
-    for folder in ("src", "docs", "examples", "benchmarks", "tests/compat"):
+    for folder in ("packages", "docs", "examples", "benchmarks", "tests/compat"):
         places += [path for path in (root / folder).rglob("*") if path.suffix in (".py", ".md", ".txt")]
     found = {str(path.relative_to(root)): installed(path.read_text(encoding="utf-8")) for path in places}
     return {place: names for place, names in found.items() if names}
@@ -69,12 +69,15 @@ def test_every_package_that_is_named_can_be_installed(root) -> None:
     found = hints(root)
     wrong = {place: sorted(set(names) - ON_PYPI) for place, names in found.items() if set(names) - ON_PYPI}
     assert not wrong, f"not on PYPI in this form, or missing in this test's list: {wrong}"
-    assert "src/paceline/checkpoint/store/objects.py" in found and "docs/how-to/checkpoint-to-s3.md" in found
+    assert (
+        "packages/paceline/src/paceline/checkpoint/store/objects.py" in found
+        and "docs/how-to/checkpoint-to-s3.md" in found
+    )
 
 
 def test_the_name_of_each_package_that_a_tracker_needs_is_known() -> None:
-    from paceline.compat.deepspeed import monitors
     from paceline.observe.trackers.tracker import TRACKERS
+    from paceline_deepspeed import monitors
 
     named = {tracker.package for tracker in TRACKERS if getattr(tracker, "requires", ())}
     for cls in vars(monitors).values():

@@ -6,8 +6,8 @@ import ast
 
 VAGUE_MODULES = {"util", "utils", "helper", "helpers", "common", "misc", "tools"}
 VAGUE_CLASSES = ("Manager", "Handler", "Helper", "Helpers", "Utils", "Util")
-# `compat` carries the names of other libraries (`accelerate.utils`), not ours.
-EXEMPT = ("paceline.compat.",)
+# They carry the names of other libraries (`accelerate.utils`), not ours.
+EXEMPT = ("paceline_accelerate", "paceline_deepspeed")
 ENVIRONMENT = {"environ", "environb", "getenv", "putenv", "unsetenv"}
 
 

@@ -6,6 +6,8 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.base.ours import is_our_module
+
 
 def dotted_names(tree: ast.AST) -> Iterator[str]:
     """Texts handed to calls that could be looked up as a name of ours, such as "paceline.run.states.States.load"."""
@@ -35,7 +37,7 @@ def modules_of_ours(tree: ast.Module, src: Path) -> set[str]:
     """Names in a file that stand for modules of ours."""
     names: set[str] = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "paceline":
+        if isinstance(node, ast.ImportFrom) and is_our_module(node.module or ""):
             package = src.joinpath(*(node.module or "").split("."))
             for alias in node.names:
                 if (package / f"{alias.name}.py").is_file() or (package / alias.name).is_dir():
@@ -44,9 +46,9 @@ def modules_of_ours(tree: ast.Module, src: Path) -> set[str]:
 
 
 def test_no_name_of_ours_is_replaced_as_a_text(root: Path) -> None:
-    src = root / "src"
     patched: list[str] = []
-    for path in sorted(src.rglob("*.py")):
+    for path in sorted(root.glob("packages/*/src/**/*.py")):
+        src = root.joinpath(*path.relative_to(root).parts[:3])
         for text in dotted_names(ast.parse(path.read_text(encoding="utf-8"))):
             if names_something(text, src):
                 patched.append(f"{path.relative_to(root)}: {text}")
@@ -54,9 +56,9 @@ def test_no_name_of_ours_is_replaced_as_a_text(root: Path) -> None:
 
 
 def test_no_module_of_ours_gets_another_function(root: Path) -> None:
-    src = root / "src"
     assigned: list[str] = []
-    for path in sorted(src.rglob("*.py")):
+    for path in sorted(root.glob("packages/*/src/**/*.py")):
+        src = root.joinpath(*path.relative_to(root).parts[:3])
         tree = ast.parse(path.read_text(encoding="utf-8"))
         ours = modules_of_ours(tree, src)
         stores = [

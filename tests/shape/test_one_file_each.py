@@ -1,13 +1,12 @@
-"""A strategy, launcher, tracker, store, checkpoint format, config dialect or precision is one new file; a registry finds it."""
+"""A strategy, launcher, tracker, store, format, dialect or precision is one new file, which an entry point names."""
 
 from __future__ import annotations
 
-import importlib
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -233,21 +232,21 @@ Add = Callable[[str, str], None]
 
 @pytest.fixture
 def add(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Add]:
-    """Puts a file `toy.py` into a package for the length of a test."""
+    """Installs a distribution for the length of a test: a file `toy.py`, and an entry point that names what it defines."""
+    folder = tmp_path / "packages"
+    metadata = folder / "toy-1.0.dist-info"
+    metadata.mkdir(parents=True)
+    monkeypatch.syspath_prepend(folder)
 
-    def put(package: str, source: str) -> None:
-        (tmp_path / "toy.py").write_text(source, encoding="utf-8")
-        module = importlib.import_module(package)
-        monkeypatch.setattr(module, "__path__", [*module.__path__, str(tmp_path)])
-        registry._modules.cache_clear()
-        added.append((module, f"{package}.toy"))
+    def put(group: str, source: str) -> None:
+        (folder / "toy.py").write_text(source, encoding="utf-8")
+        (attribute,) = re.findall(r"^([A-Z_]+) = ", source, re.MULTILINE)[-1:]
+        (metadata / "entry_points.txt").write_text(f"[{group}]\ntoy = toy:{attribute}\n", encoding="utf-8")
+        registry._all_points.cache_clear()
 
-    added: list[tuple[Any, str]] = []
     yield put
-    registry._modules.cache_clear()
-    for module, name in added:
-        sys.modules.pop(name, None)
-        vars(module).pop("toy", None)
+    registry._all_points.cache_clear()
+    sys.modules.pop("toy", None)
 
 
 def test_a_strategy(add: Add) -> None:
@@ -256,7 +255,7 @@ def test_a_strategy(add: Add) -> None:
     from paceline.plan.resolve import resolve
 
     assert "toy" not in resolve(Plan(), [], STRATEGIES).strategies
-    add("paceline.parallel", STRATEGY)
+    add("paceline.strategies", STRATEGY)
     assert "toy" in STRATEGIES.names()
     assert "toy" in resolve(Plan(), [], STRATEGIES).strategies
 
@@ -268,7 +267,7 @@ def test_a_strategy_in_a_loop(add: Add) -> None:
 
     from paceline import Accelerator, PlanError
 
-    add("paceline.parallel", STRATEGY)
+    add("paceline.strategies", STRATEGY)
     accelerator, module = Accelerator(cpu=True), nn.Linear(2, 1)
     model, optimizer = accelerator.prepare(module, torch.optim.SGD(module.parameters(), lr=1.0))
     assert isinstance(model, nn.Sequential) and accelerator.unwrap_model(model) is module
@@ -322,7 +321,7 @@ def test_an_axis(add: Add, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
     with pytest.raises(RankFailed, match="no strategy serves the axis `halves`"):
         run_ranks(run, 2)
-    add("paceline.parallel", AXIS_STRATEGY)
+    add("paceline.strategies", AXIS_STRATEGY)
     assert run_ranks(run, 2) == [("halves 2", 4.0, ["toy"], 0.0)] * 2
 
     facts = model_facts(nn.Linear(1000, 1000))
@@ -338,7 +337,7 @@ def test_a_tracker(add: Add, tmp_path: Path) -> None:
     """Named as users name one of ours: `log_with="toy"`."""
     from paceline import Accelerator
 
-    add("paceline.observe.trackers", TRACKER)
+    add("paceline.trackers", TRACKER)
     accelerator = Accelerator(cpu=True, log_with="toy", project_dir=str(tmp_path / "logs"))
     accelerator.init_trackers("run", config={"lr": 0.1})
     accelerator.log({"loss": 1.0}, step=3)
@@ -354,7 +353,7 @@ def test_a_store(add: Add) -> None:
 
     with pytest.raises(CheckpointError):
         store_for("toy://bucket/run")
-    add("paceline.checkpoint.store", STORE)
+    add("paceline.stores", STORE)
     assert type(store_for("toy://bucket/run")).__name__ == "Toy"
     assert type(store_for("/tmp/run")).__name__ != "Toy"
 
@@ -382,7 +381,7 @@ def test_a_checkpoint_format(
 
     with pytest.raises(CheckpointError, match="checkpoint-none"):
         loaded(lambda accelerator: accelerator.load_state(folder))
-    add("paceline.checkpoint.format", CHECKPOINT_FORMAT)
+    add("paceline.checkpoint_formats", CHECKPOINT_FORMAT)
     assert loaded(lambda accelerator: accelerator.load_state(folder)) == [3.0, 3.0, 4.0]
     monkeypatch.setenv("PACELINE_RESUME", str(folder))
     steps = []
@@ -403,14 +402,14 @@ def test_a_launcher(add: Add) -> None:
     from paceline.launch.launcher import LAUNCHERS
 
     assert "toy" not in LAUNCHERS.names()
-    add("paceline.launch.launchers", LAUNCHER)
+    add("paceline.launchers", LAUNCHER)
     assert LAUNCHERS.get("toy").render("job") == ("toy", "job")
 
 
 def test_a_config_dialect(add: Add, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch) -> None:
     from paceline.cli.main import main
 
-    add("paceline.config", DIALECT)
+    add("paceline.config_dialects", DIALECT)
     monkeypatch.setenv("TOY_PRECISION", "bf16")
     file = tmp_path / "toy.yaml"
     file.write_text("toy_stage: 2\n")
@@ -435,7 +434,7 @@ def test_a_precision(add: Add) -> None:
     assert kind.metavar == "no|fp16|bf16"
     with pytest.raises(ConfigError, match="no, fp16 or bf16"):
         Accelerator(mixed_precision="toy", cpu=True)
-    add("paceline.precision", PRECISION)
+    add("paceline.precisions", PRECISION)
     assert (kind.metavar, kind.expected) == ("toy|no|fp16|bf16", "toy, no, fp16 or bf16")
     assert resolve_run({}, {"PACELINE_MIXED_PRECISION": "Toy"}).settings.mixed_precision == "toy"
 

@@ -55,7 +55,7 @@ def test_each_job_calls_one_entry_of_the_makefile(root: Path) -> None:
 def test_the_matrix_is_what_the_package_says_of_itself(root: Path) -> None:
     from paceline.base.version import TORCH_NEWEST, TORCH_OLDEST
 
-    project = (root / "pyproject.toml").read_text(encoding="utf-8")
+    project = (root / "packages" / "paceline" / "pyproject.toml").read_text(encoding="utf-8")
     matrix = jobs(root)["torch"]["strategy"]["matrix"]
     assert matrix["python"] == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     minors = [int(release.split(".")[1]) for release in matrix["torch"]]

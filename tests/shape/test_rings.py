@@ -21,11 +21,11 @@ RINGS = {
         paceline.launch.membership: errors following leadership membership search store
     """,
     "the engine of DeepSpeed's names and its collaborators": """
-        paceline.compat.deepspeed: checkpoint consolidation engine flops_profiler getters loader module_state monitors
+        paceline_deepspeed: checkpoint consolidation engine flops_profiler getters loader module_state monitors
         profiling scheduler
     """,
     "the accelerator of accelerate's names, which its states know": """
-        paceline.compat.accelerate: accelerator accelerator_arguments checkpoint checkpoint_functions data_loader
+        paceline_accelerate: accelerator accelerator_arguments checkpoint checkpoint_functions data_loader
         deepspeed_preparation deepspeed_wrappers dispatch_reader gradient_state loader_classes loader_feed metrics
         offloaded_state operations optimizer parallelism_config participation preparation random_streams rank_logger scheduler
         state surroundings tracking wrapping

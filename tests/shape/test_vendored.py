@@ -31,5 +31,7 @@ def test_a_script_names_the_same_version(root: Path, vendored: dict[str, dict]) 
 
 def test_none_is_unlisted(root: Path, vendored: dict[str, dict]) -> None:
     listed = {path for entry in vendored.values() for path in entry["sha256"]}
-    published = [*root.glob("src/**/*.min.*"), *root.glob("docs/**/*.min.*"), *root.glob("src/**/*.LICENSE")]
+    published = [
+        *root.glob("packages/**/*.min.*"), *root.glob("docs/**/*.min.*"), *root.glob("packages/**/*.LICENSE"),
+    ]  # fmt: skip
     assert {str(path.relative_to(root)) for path in published} == listed

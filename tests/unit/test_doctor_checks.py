@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.doctor.checks import (
+from paceline_hosts.doctor.checks import (
     all_reduce,
     clocks,
     devices,
@@ -23,7 +23,7 @@ from paceline.doctor.checks import (
     shared_memory,
     versions,
 )
-from paceline.doctor.facts import (
+from paceline_hosts.doctor.facts import (
     AllReduce,
     AllReduces,
     Clock,
@@ -41,7 +41,7 @@ from paceline.doctor.facts import (
     Processors,
     Versions,
 )
-from paceline.doctor.finding import CHECKS, Finding
+from paceline_hosts.doctor.finding import CHECKS, Finding
 
 GIB = 1 << 30
 HEALTHY_FOLDER = FolderUse("", "nfs4", 0.02, None, True, True, 0.003, 200e6, 300e6)
@@ -509,7 +509,8 @@ def test_all_reduces() -> None:
 def test_each_code_is_on_the_page() -> None:
     """The table of docs/how-to/doctor.md has a row for each code, and no row for a code that is gone."""
     root = Path(__file__).parents[2]
-    sources = "".join(path.read_text() for path in (root / "src/paceline/doctor/checks").glob("*.py"))
+    checks = root / "packages/paceline-hosts/src/paceline_hosts/doctor/checks"
+    sources = "".join(path.read_text() for path in checks.glob("*.py"))
     used = set(re.findall(r'Finding\(\s*(?:"problem"|"warning"|level|"problem" if [^,]*),\s*"([a-z-]+)"', sources))
     assert len(used) >= 25
     table = (root / "docs/how-to/doctor.md").read_text().partition("## What is checked")[2]

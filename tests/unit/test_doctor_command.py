@@ -16,8 +16,8 @@ from paceline.base.errors import ConfigError
 from paceline.cli.main import main
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
-from paceline.doctor import units
-from paceline.doctor.facts import (
+from paceline_hosts.doctor import units
+from paceline_hosts.doctor.facts import (
     AllReduce,
     AllReduces,
     Clock,
@@ -29,10 +29,10 @@ from paceline.doctor.facts import (
     Processors,
     Versions,
 )
-from paceline.doctor.finding import Finding
-from paceline.doctor.hosts import AGENT, reach
-from paceline.doctor.report import Report, matrix
-from paceline.doctor.rounds import SECONDS, rounds, sizes, slow_rounds
+from paceline_hosts.doctor.finding import Finding
+from paceline_hosts.doctor.hosts import AGENT, reach
+from paceline_hosts.doctor.report import Report, matrix
+from paceline_hosts.doctor.rounds import SECONDS, rounds, sizes, slow_rounds
 
 
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 16])
@@ -162,7 +162,9 @@ def test_a_matrix() -> None:
 
 def test_help_does_not_import_torch() -> None:
     program = "import sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); "
-    program += "from paceline.cli.main import main; import paceline.doctor.examine, paceline.doctor.host.agent; "
+    program += (
+        "from paceline.cli.main import main; import paceline_hosts.doctor.examine, paceline_hosts.doctor.host.agent; "
+    )
     program += "main(['doctor', '--help'])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr

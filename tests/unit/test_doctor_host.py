@@ -11,9 +11,9 @@ from xml.etree import ElementTree
 import pytest
 from free_ports import free_port
 
-from paceline.doctor.facts import Link
-from paceline.doctor.host import links, network, nvidia, system
-from paceline.doctor.host.folder import NUM_BYTES, FolderProbe, file_system
+from paceline_hosts.doctor.facts import Link
+from paceline_hosts.doctor.host import links, network, nvidia, system
+from paceline_hosts.doctor.host.folder import NUM_BYTES, FolderProbe, file_system
 
 TOKEN = "0123456789abcdef" * 2
 
@@ -231,7 +231,7 @@ def test_a_folder_of_one_host(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     probe = FolderProbe(str(tmp_path / "missing"), TOKEN, 0)
     assert probe.make().startswith("no such file or directory: ")
-    monkeypatch.setattr("paceline.doctor.host.folder.SEEN_S", 0.05)
+    monkeypatch.setattr("paceline_hosts.doctor.host.folder.SEEN_S", 0.05)
     assert probe.use().seen_after_s is None
     assert probe.clean() == ""
 

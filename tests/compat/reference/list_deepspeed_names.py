@@ -1,7 +1,8 @@
 """Lists the public names of an installed DeepSpeed, module by module: `python list_deepspeed_names.py > names.txt`.
 
 Run with the real library (0.19.8) in an environment of its own, with DS_ACCELERATOR=cpu. The list is what tells a name
-that Paceline does not carry from one that never existed; it goes to `src/paceline/compat/deepspeed/names.txt`.
+that Paceline does not carry from one that never existed; it goes to `names.txt` of
+`paceline_deepspeed`.
 """
 
 import contextlib

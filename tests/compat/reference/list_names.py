@@ -4,7 +4,7 @@
 of scripts replace: `patch("accelerate.state.os.environ")`.
 
 Run with the real library (1.15.0) in an environment of its own. The list is what tells a name that Paceline does not
-carry from one that never existed; it goes to `src/paceline/compat/accelerate/names.txt`. Where deepspeed is installed too,
+carry from one that never existed; it goes to `names.txt` of `paceline_accelerate`. Where deepspeed is installed too,
 `accelerate.utils` has the names of `accelerate.utils.deepspeed` as well: served together, they are listed.
 """
 

@@ -8,7 +8,7 @@ import inspect
 import json
 from pathlib import Path
 
-NAMES = Path(__file__).parents[3] / "src/paceline/compat/accelerate/names.txt"
+NAMES = Path(__file__).parents[3] / "packages/paceline-accelerate/src/paceline_accelerate/names.txt"
 CLASSES = {"accelerate": ["Accelerator"], "accelerate.state": ["PartialState", "AcceleratorState", "GradientState"]}
 
 

@@ -252,7 +252,7 @@ def test_the_environment_says_it_too(monkeypatch):
 
 
 def test_a_script_of_accelerate_gets_them_from_the_command_line_but_no_rollback(monkeypatch, tmp_path):
-    from paceline.compat.accelerate.accelerator import Accelerator as Served
+    from paceline_accelerate.accelerator import Accelerator as Served
 
     monkeypatch.setenv("PACELINE_OPTIONS", "{anomalies: {nan: skip}}")
     accelerator = Served(cpu=True)

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from paceline.base.errors import PacelineError
-from paceline.cli import deepspeed, launch
+from paceline.cli import launch
 from paceline.cli.main import parsed, parser_for
 from paceline.launch import host
 from paceline.launch.launcher import Job
+from paceline_deepspeed import cli as deepspeed
 
 SCRIPT = """
     import json, os, sys

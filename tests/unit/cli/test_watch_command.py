@@ -16,7 +16,7 @@ from synthetic_journal import write_synthetic
 from paceline.base.process_name import process_name
 from paceline.cli.main import main
 from paceline.watch.registry import RegisteredRun, mark_ended, register
-from paceline.watch.remote import arguments
+from paceline_lens.watch.remote import arguments
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ def test_a_folder_that_may_not_be_read(
     state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_in(state / "runs" / "one")
-    monkeypatch.setattr("paceline.watch.runs.os.access", lambda path, mode: False)  # root may read everything
+    monkeypatch.setattr("paceline_lens.watch.runs.os.access", lambda path, mode: False)  # root may read everything
     assert main(["watch", "runs/one", "--text"]) == 2
     error = capsys.readouterr().err
     assert "[watch-permission]" in error and "chmod -R a+rX" in error

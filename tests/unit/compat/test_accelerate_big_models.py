@@ -16,21 +16,21 @@ from torch import nn
 
 from paceline import CheckpointError, ConfigError, PlanError
 from paceline.base import env
-from paceline.compat.accelerate import offload
-from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.big_modeling import (
+from paceline_accelerate import offload
+from paceline_accelerate.accelerator import Accelerator
+from paceline_accelerate.big_modeling import (
     cpu_offload,
     disk_offload,
     dispatch_model,
     init_empty_weights,
     load_checkpoint_and_dispatch,
 )
-from paceline.compat.accelerate.device_map import check_alone, check_device_map, infer_auto_device_map
-from paceline.compat.accelerate.loading import load_checkpoint_in_model
-from paceline.compat.accelerate.module_sizes import get_balanced_memory, get_max_memory
-from paceline.compat.accelerate.module_tensors import id_tensor_storage, set_module_tensor_to_device
-from paceline.compat.accelerate.offloaded_state import align_module_device, get_state_dict_offloaded_model
-from paceline.compat.accelerate.state import AcceleratorState
+from paceline_accelerate.device_map import check_alone, check_device_map, infer_auto_device_map
+from paceline_accelerate.loading import load_checkpoint_in_model
+from paceline_accelerate.module_sizes import get_balanced_memory, get_max_memory
+from paceline_accelerate.module_tensors import id_tensor_storage, set_module_tensor_to_device
+from paceline_accelerate.offloaded_state import align_module_device, get_state_dict_offloaded_model
+from paceline_accelerate.state import AcceleratorState
 
 
 def network() -> nn.Sequential:

@@ -3,8 +3,8 @@
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.compat.accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline.config import Given, resolve_launch
+from paceline_accelerate.deepspeed_plugin import DeepSpeedPlugin
 
 FILE = """\
 compute_environment: LOCAL_MACHINE

@@ -3,8 +3,8 @@
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.compat.accelerate.kinds import DistributedType
 from paceline.config import Given, resolve_launch
+from paceline_accelerate.kinds import DistributedType
 
 FSDP = """\
 compute_environment: LOCAL_MACHINE

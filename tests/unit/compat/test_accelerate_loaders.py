@@ -6,22 +6,22 @@ import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
-from paceline.compat.accelerate.accelerator import Accelerator
-from paceline.compat.accelerate.arguments import DataLoaderConfiguration
-from paceline.compat.accelerate.data_loader import prepare_data_loader, skip_first_batches
-from paceline.compat.accelerate.dispatch_reader import DispatchReader
-from paceline.compat.accelerate.errors import CompatRuntimeError
-from paceline.compat.accelerate.loader_classes import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
-from paceline.compat.accelerate.loader_feed import OwnShardsFeed, SamplerFeed
-from paceline.compat.accelerate.sample_order import steps_of_split_batches, steps_of_whole_batches
-from paceline.compat.accelerate.samplers import (
+from paceline.plan.data import DataPlan, Position
+from paceline_accelerate.accelerator import Accelerator
+from paceline_accelerate.arguments import DataLoaderConfiguration
+from paceline_accelerate.data_loader import prepare_data_loader, skip_first_batches
+from paceline_accelerate.dispatch_reader import DispatchReader
+from paceline_accelerate.errors import CompatRuntimeError
+from paceline_accelerate.loader_classes import DataLoaderDispatcher, DataLoaderShard, SkipDataLoader
+from paceline_accelerate.loader_feed import OwnShardsFeed, SamplerFeed
+from paceline_accelerate.sample_order import steps_of_split_batches, steps_of_whole_batches
+from paceline_accelerate.samplers import (
     BatchSamplerShard,
     IterableDatasetShard,
     SeedableRandomSampler,
     SkipBatchSampler,
     get_sampler,
 )
-from paceline.plan.data import DataPlan, Position
 
 NUMBERS = list(range(8))
 

@@ -9,14 +9,14 @@ import pytest
 from torch import nn
 
 from paceline.base.errors import ConfigError
-from paceline.compat.deepspeed.arguments import sizes_for_auto
-from paceline.compat.deepspeed.config import read
-from paceline.compat.deepspeed.config.keys import blocks, by_name, rows
-from paceline.compat.deepspeed.config.parts import PARTS
-from paceline.compat.deepspeed.config.row import Staged
 from paceline.config.options import NAME as OPTIONS
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import resolve_run
+from paceline_deepspeed.arguments import sizes_for_auto
+from paceline_deepspeed.config import read
+from paceline_deepspeed.config.keys import blocks, by_name, rows
+from paceline_deepspeed.config.parts import PARTS
+from paceline_deepspeed.config.row import Staged
 
 
 def nested(**keys):

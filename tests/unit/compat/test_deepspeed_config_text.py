@@ -6,7 +6,7 @@ import json
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.compat.deepspeed.config import read
+from paceline_deepspeed.config import read
 
 # The configuration blocks of the document, as they stand there; those that are parts of a block too.
 WHOLE = """{

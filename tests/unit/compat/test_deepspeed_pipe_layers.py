@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from paceline.base.errors import PacelineError
-from paceline.compat.deepspeed import partition
-from paceline.compat.deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from paceline.compat.deepspeed.topology import (
+from paceline.world.layout import Layout
+from paceline_deepspeed import partition
+from paceline_deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from paceline_deepspeed.topology import (
     PipeDataParallelTopology,
     PipelineParallelGrid,
     PipeModelDataParallelTopology,
     ProcessTopology,
 )
-from paceline.world.layout import Layout
 
 
 class Embedding(nn.Module):

@@ -3,8 +3,8 @@
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.compat.deepspeed.partition import balanced, uniform
-from paceline.compat.deepspeed.runner import (
+from paceline_deepspeed.partition import balanced, uniform
+from paceline_deepspeed.runner import (
     encode_world_info,
     fetch_hostfile,
     parse_args,

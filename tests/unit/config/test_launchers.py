@@ -8,9 +8,9 @@ import os
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.compat.accelerate import deepspeed_words
 from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
+from paceline_accelerate import deepspeed_words
 
 
 def told(text: str) -> Launch:

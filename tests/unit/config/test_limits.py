@@ -7,9 +7,9 @@ import pytest
 
 from paceline import ConfigError
 from paceline.base.errors import Problem, short_repr
-from paceline.compat.deepspeed.config import read as read_deepspeed
 from paceline.config import files, limits, options
 from paceline.config.given import Given
+from paceline_deepspeed.config import read as read_deepspeed
 
 LONGEST_MESSAGE = 10_000
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from paceline.base.errors import ConfigError, LaunchError
-from paceline.launch.remote.hostfile import Slots, choose, read
-from paceline.launch.remote.hosts import forwarded
+from paceline.launch.hostfile import Slots, choose, read
+from paceline.launch.hosts import forwarded
 
 TEXT = """
 # two racks

@@ -14,10 +14,10 @@ from paceline.cli import main as cli
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
+from paceline.launch.assignment import Assignment
+from paceline.launch.hosts import job_on_hosts, without_hostfile
 from paceline.launch.job import job_of
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Rendered
-from paceline.launch.remote.assignment import Assignment
-from paceline.launch.remote.hosts import job_on_hosts, without_hostfile
 
 ENV = {"HOME": "/nonexistent", "NCCL_DEBUG": "s3cret", "PYTHONPATH": "/a b"}
 
@@ -73,7 +73,7 @@ def test_what_each_launcher_runs(name: str, hostfile: str) -> None:
     for step, expected in zip(rendered.steps, COMMANDS[name], strict=True):
         words = " ".join(step)
         assert words.startswith(expected)
-        assert f"{sys.executable} -u -m paceline.launch.remote" in words
+        assert f"{sys.executable} -u -m paceline_hosts.remote" in words
         assert "s3cret" not in words  # no value of a variable stands where `ps` shows it
     text = rendered.text()
     assert "   3           1     1  node1" in text
@@ -101,7 +101,7 @@ def test_an_environment_that_a_script_sets_up(hostfile: str) -> None:
     line = LAUNCHERS.get("ssh").render(made).steps[0][-1]
     assert line.startswith("exec bash -c")
     assert "/opt/my env/activate" in line
-    assert "python -u -m paceline.launch.remote" in line
+    assert "python -u -m paceline_hosts.remote" in line
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,8 @@ pytest.importorskip("aiohttp", reason="needs aiohttp: `make setup`")
 from kubernetes_api import ApiServer, until
 from kubernetes_pods import Controllers, Pod
 
-from paceline.launch.launchers.kubernetes import follow
-from paceline.launch.launchers.kubernetes.shown_lines import ShownLines
+from paceline_hosts.launchers.kubernetes import follow
+from paceline_hosts.launchers.kubernetes.shown_lines import ShownLines
 
 ALL_GROUPS = ("jobset.x-k8s.io/v1alpha2", "trainer.kubeflow.org/v1alpha1", "kubeflow.org/v1", "kueue.x-k8s.io/v1beta1")
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -301,7 +301,7 @@ def test_verbs_that_the_user_lacks_are_named_before_anything_is_made(api: ApiSer
 
 
 def test_a_refusal_half_way_leaves_nothing(api: ApiServer, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.launch.launchers.kubernetes.client import Cluster
+    from paceline_hosts.launchers.kubernetes.client import Cluster
 
     monkeypatch.setattr(Cluster, "may", lambda *_: True)  # an admission rule that no review knows of
     api.denied = {("create", "secrets")}
@@ -310,8 +310,8 @@ def test_a_refusal_half_way_leaves_nothing(api: ApiServer, capfd, monkeypatch: p
 
 
 def test_an_answer_that_does_not_arrive_leaves_nothing(api: ApiServer, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.launch.launchers.kubernetes.client import Cluster
-    from paceline.launch.launchers.kubernetes.refusals import unreachable
+    from paceline_hosts.launchers.kubernetes.client import Cluster
+    from paceline_hosts.launchers.kubernetes.refusals import unreachable
 
     create = Cluster.create
 
@@ -326,7 +326,7 @@ def test_an_answer_that_does_not_arrive_leaves_nothing(api: ApiServer, capfd, mo
 
 
 def test_what_cannot_be_deleted_is_told(api: ApiServer, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.launch.launchers.kubernetes.client import Cluster
+    from paceline_hosts.launchers.kubernetes.client import Cluster
 
     monkeypatch.setattr(Cluster, "may", lambda *_: True)
     api.denied = {("delete", "configmaps")}
@@ -378,7 +378,7 @@ def test_a_field_that_the_cluster_lacks(api: ApiServer, capfd) -> None:
 
 
 def test_an_object_that_is_there_already(api: ApiServer, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launch.launchers.kubernetes.run.name_of", lambda *_: "train-1")
+    monkeypatch.setattr("paceline_hosts.launchers.kubernetes.run.name_of", lambda *_: "train-1")
     api.put("jobsets", {"metadata": {"name": "train-1", "namespace": "teams"}})
     assert launch("--procs", "1", "train.py") == 1
     assert "[kubernetes-conflict]" in capfd.readouterr().err
@@ -425,7 +425,7 @@ def test_pods_that_never_start(
 
 
 def test_a_cluster_that_falls_silent(api: ApiServer, tmp_path: Path, capfd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("paceline.launch.launchers.kubernetes.follow._PATIENCE_S", 1.0)
+    monkeypatch.setattr("paceline_hosts.launchers.kubernetes.follow._PATIENCE_S", 1.0)
     ended = threading.Event()
 
     def reads_everything() -> bool:
@@ -484,7 +484,7 @@ def test_a_script_that_cannot_go_along(api: ApiServer, tmp_path: Path, capfd) ->
 
 
 def test_which_scripts_go_along(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.launch.launchers.kubernetes.run import script_to_send
+    from paceline_hosts.launchers.kubernetes.run import script_to_send
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "alone.py").write_text("import os, json.decoder\nfrom torch import nn\n")
@@ -529,7 +529,7 @@ def test_the_client_is_an_extra(api: ApiServer, capfd, monkeypatch: pytest.Monke
     ],
 )
 def test_what_a_server_answers(status: int, body: bytes, code: str, said: str) -> None:
-    from paceline.launch.launchers.kubernetes.refusals import Refusal
+    from paceline_hosts.launchers.kubernetes.refusals import Refusal
 
     problem = Refusal.of(status, body, "GET", "/x").problem("teams")
     assert problem.code == code and said in str(problem)
@@ -539,7 +539,7 @@ def test_settings_become_flags_of_the_command_in_the_pod() -> None:
     from paceline.config import schema
     from paceline.config.flags import flags_of
     from paceline.config.sources import resolve_launch
-    from paceline.launch.launchers.kubernetes.run import OF_SUBMISSION, forwarded_to_pods, variables_of
+    from paceline_hosts.launchers.kubernetes.run import OF_SUBMISSION, forwarded_to_pods, variables_of
 
     parser = argparse.ArgumentParser()
     schema.add_options(parser)
@@ -570,7 +570,7 @@ def test_what_would_have_no_effect_is_refused(api: ApiServer, capfd) -> None:
 
 
 def test_names_of_runs() -> None:
-    from paceline.launch.launchers.kubernetes.run import name_of
+    from paceline_hosts.launchers.kubernetes.run import name_of
 
     for target in ("train.py", "src/My_Train.py", "1.py", "a" * 90, "package.module", "___", "日本.py"):
         name = name_of(target, "secret")

@@ -9,12 +9,12 @@ import kubernetes_schemas
 import pytest
 import yaml
 
-from paceline.launch.launchers.kubernetes.document import document
-from paceline.launch.launchers.kubernetes.kinds import KINDS
-from paceline.launch.launchers.kubernetes.kinds.kind import PODS, Kind
-from paceline.launch.launchers.kubernetes.pod import selector
-from paceline.launch.launchers.kubernetes.run import PodRun
-from paceline.launch.launchers.kubernetes.values import Values
+from paceline_hosts.launchers.kubernetes.document import document
+from paceline_hosts.launchers.kubernetes.kinds import KINDS
+from paceline_hosts.launchers.kubernetes.kinds.kind import PODS, Kind
+from paceline_hosts.launchers.kubernetes.pod import selector
+from paceline_hosts.launchers.kubernetes.run import PodRun
+from paceline_hosts.launchers.kubernetes.values import Values
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate: `make setup`")
 pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: `make setup`")

@@ -11,17 +11,17 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.base.errors import LaunchError
-from paceline.config.clusters.ray import RaySettings
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
+from paceline.launch.assignment import Assignment
+from paceline.launch.hostfile import Slots
+from paceline.launch.hosts import job_on_hosts
 from paceline.launch.launcher import LAUNCHERS, Job
-from paceline.launch.launchers.ray import cluster
-from paceline.launch.launchers.ray.host import RayHost, reason
-from paceline.launch.launchers.ray.hosts import Demand, RayHosts
-from paceline.launch.launchers.ray.node import NodeActor
-from paceline.launch.remote.assignment import Assignment
-from paceline.launch.remote.hostfile import Slots
-from paceline.launch.remote.hosts import job_on_hosts
+from paceline_hosts.clusters.ray import RaySettings
+from paceline_hosts.launchers.ray import cluster
+from paceline_hosts.launchers.ray.host import RayHost, reason
+from paceline_hosts.launchers.ray.hosts import Demand, RayHosts
+from paceline_hosts.launchers.ray.node import NodeActor
 
 NODES = [
     cluster.Node("10.0.0.1", "head", {"CPU": 0.0}),

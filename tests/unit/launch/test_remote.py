@@ -13,12 +13,12 @@ from paceline.base.errors import ConfigError
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
+from paceline.launch.assignment import Assignment
+from paceline.launch.hostfile import Slots
 from paceline.launch.job import job_of
-from paceline.launch.remote import agent
-from paceline.launch.remote.agent import addresses, reachable, store, survey
-from paceline.launch.remote.assignment import Assignment
-from paceline.launch.remote.channels import HostChannel
-from paceline.launch.remote.hostfile import Slots
+from paceline_hosts.remote import agent
+from paceline_hosts.remote.agent import addresses, reachable, store, survey
+from paceline_hosts.remote.channels import HostChannel
 
 
 @pytest.fixture

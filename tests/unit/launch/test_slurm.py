@@ -15,15 +15,15 @@ from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.version import VERSION
 from paceline.cli.main import parser_for
 from paceline.config import schema
-from paceline.config.clusters.slurm import SlurmSettings
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
+from paceline.launch.assignment import Assignment
+from paceline.launch.hostfile import Slots
 from paceline.launch.launcher import Job, Target
-from paceline.launch.launchers.slurm import LAUNCHER, put_back, queue, step_command
-from paceline.launch.launchers.slurm.allocation import Allocation, allocation_of, completed
-from paceline.launch.launchers.slurm.batch_script import batch_script, seconds_of, warning_s
-from paceline.launch.remote.assignment import Assignment
-from paceline.launch.remote.hostfile import Slots
+from paceline_hosts.clusters.slurm import SlurmSettings
+from paceline_hosts.launchers.slurm import LAUNCHER, put_back, queue, step_command
+from paceline_hosts.launchers.slurm.allocation import Allocation, allocation_of, completed
+from paceline_hosts.launchers.slurm.batch_script import batch_script, seconds_of, warning_s
 
 BATCH = {
     "SLURM_JOB_ID": "12", "SLURM_JOB_NODELIST": "node[01-03,7]", "SLURM_PROCID": "0", "SLURMD_NODENAME": "node01",
@@ -131,7 +131,7 @@ def test_a_step() -> None:
     one = job(allocation=Allocation("12", ("node0", "node1")))
     assert shlex.join(step_command(one)).startswith(
         "srun --nodes 2 --ntasks 2 --ntasks-per-node 1 -w node0,node1 --cpu-bind=none --export=ALL --input=all "
-        f"--kill-on-bad-exit=0 --wait=0 --mpi=none {sys.executable} -u -m paceline.launch.remote"
+        f"--kill-on-bad-exit=0 --wait=0 --mpi=none {sys.executable} -u -m paceline_hosts.remote"
     )
     shell = job(allocation=Allocation("12", ("node0", "node1"), in_step=True), least=1)
     assert {"--overlap", "--no-kill"} <= set(step_command(shell))

@@ -12,7 +12,7 @@ from paceline.base.lazy import fast_imports
 def test_what_scripts_for_a_library_need_is_imported():
     program = (
         "import sys; from paceline.launch.launchers.local import import_for_scripts\n"
-        "door = 'paceline.compat.deepspeed.initialize'\n"
+        "door = 'paceline_deepspeed.initialize'\n"
         "import_for_scripts(['']); assert 'torch' in sys.modules and door not in sys.modules\n"
         "import_for_scripts(['accelerate', 'deepspeed']); assert door in sys.modules"
     )

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from paceline.observe.charts import line_chart
+from paceline_lens.tune.charts import line_chart
 
 QUICKSTART = Path(__file__).parents[3] / "examples" / "quickstart"
 with pytest.MonkeyPatch.context() as patch:

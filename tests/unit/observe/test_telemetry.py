@@ -17,7 +17,6 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
-from paceline.compat.accelerate.accelerator import Accelerator as ServedAccelerator
 from paceline.observe import phases as phases_module
 from paceline.observe import telemetry as module
 from paceline.observe.phases import Phases
@@ -25,6 +24,7 @@ from paceline.observe.telemetry import Progress, Telemetry
 from paceline.run import watching
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
 from paceline.watch.records import CheckpointSaved, Hello, PlanMade, Record, Tick, Values
+from paceline_accelerate.accelerator import Accelerator as ServedAccelerator
 
 
 @pytest.fixture

@@ -282,7 +282,7 @@ def test_flatten():
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    from paceline.observe.trackers.mlflow import MLflowTracker
+    from paceline_lens.trackers.mlflow import MLflowTracker
 
     tracker = object.__new__(MLflowTracker)
     numbers = tracker.numbers_of({"a": np.float32(0.5), "b": np.int64(3), "c": 1, "d": "text"})

@@ -13,13 +13,13 @@ from paceline.planner.allocation_trace import KINDS, Peak
 from paceline.planner.calibration import Calibration, Link, Lookup, Machine
 from paceline.planner.device import device_of
 from paceline.planner.estimate import Chosen
-from paceline.planner.forecast import Forecaster
 from paceline.planner.operation_trace import Traffic
 from paceline.planner.predict import _fastest
 from paceline.planner.rehearsal import Rehearsal
 from paceline.planner.report import Report
-from paceline.planner.search import Candidate
 from paceline.planner.work import Computation, Work
+from paceline_lens.tune.forecast import Forecaster
+from paceline_lens.tune.search import Candidate
 
 CALIBRATION = Calibration(
     Machine("host1", "cpu", "2.13.0", 2, 1),

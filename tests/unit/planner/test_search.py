@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.planner.script_config import script_configs
-from paceline.planner.search import Candidate, Forecast, Measured, Progress, Space, Tuning, batches, score, sort_out
+from paceline_lens.tune.script_config import script_configs
+from paceline_lens.tune.search import Candidate, Forecast, Measured, Progress, Space, Tuning, batches, score, sort_out
 
 GIB = 2**30
 

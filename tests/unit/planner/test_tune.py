@@ -3,8 +3,8 @@
 import pytest
 
 from paceline.launch.launcher import Target
-from paceline.planner.search import Candidate, Measured, Progress, Space, Tuning
-from paceline.planner.tune import Tuned, Tuner, with_arguments
+from paceline_lens.tune.search import Candidate, Measured, Progress, Space, Tuning
+from paceline_lens.tune.tuner import Tuned, Tuner, with_arguments
 
 CANDIDATES = [Candidate(zero, 8, 1) for zero in range(3)]
 

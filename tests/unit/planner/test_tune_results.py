@@ -6,8 +6,8 @@ import pytest
 
 from paceline.base.errors import ConfigError
 from paceline.launch.launcher import Target
-from paceline.planner.search import Candidate, Measured, Tuning
-from paceline.planner.tune_results import Results
+from paceline_lens.tune.results import Results
+from paceline_lens.tune.search import Candidate, Measured, Tuning
 
 
 @pytest.fixture

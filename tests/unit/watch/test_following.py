@@ -14,11 +14,11 @@ import pytest
 from synthetic_journal import write_synthetic
 
 from paceline.base.errors import ConfigError
-from paceline.watch import following
-from paceline.watch.following import FollowedRun
 from paceline.watch.journal import JournalWriter, RunHeader, rank_file, write_header
 from paceline.watch.records import Hello, Tick
-from paceline.watch.tail import latest
+from paceline_lens.watch import following
+from paceline_lens.watch.following import FollowedRun
+from paceline_lens.watch.tail import latest
 
 
 def own_run(folder: Path, pid: int, ranks: int = 2) -> list[JournalWriter]:

@@ -18,7 +18,7 @@ from paceline.cli.main import main
 from paceline.launch.recording import MetricsProcess, check_metrics_port
 from paceline.watch import records
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
-from paceline.watch.metrics import METRICS, MOST_NAMES, MetricsServer, text_of
+from paceline_lens.watch.metrics import METRICS, MOST_NAMES, MetricsServer, text_of
 
 
 def journal(folder: Path, lines: dict[str, list[records.Record]], **header) -> Path:

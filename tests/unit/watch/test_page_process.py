@@ -10,9 +10,9 @@ from pathlib import Path
 
 from synthetic_journal import write_synthetic
 
-from paceline.watch import page_process
-from paceline.watch.page_process import PageProcess
-from paceline.watch.server import PageServer
+from paceline_lens.watch import page_process
+from paceline_lens.watch.page_process import PageProcess
+from paceline_lens.watch.server import PageServer
 
 
 def test_a_report_is_there_when_the_run_has_ended(tmp_path: Path, capfd) -> None:
@@ -42,7 +42,7 @@ def test_a_folder_of_a_newer_version_is_said(tmp_path: Path, capfd) -> None:
 def test_the_button_asks_the_launcher(tmp_path: Path, monkeypatch) -> None:
     folder = write_synthetic(tmp_path / "watch", seconds=2)
     servers = []
-    monkeypatch.setattr("paceline.watch.server.PageServer", recorded(servers))
+    monkeypatch.setattr("paceline_lens.watch.server.PageServer", recorded(servers))
     signals = []
     monkeypatch.setattr(page_process.os, "kill", lambda *call: signals.append(call))
     monkeypatch.setattr(sys, "stdin", io.StringIO("end\n"))

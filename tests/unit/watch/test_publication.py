@@ -7,7 +7,7 @@ import math
 
 import pytest
 
-from paceline.watch.publication import Publication
+from paceline_lens.watch.publication import Publication
 
 
 @pytest.fixture

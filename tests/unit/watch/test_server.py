@@ -11,8 +11,8 @@ import time
 import pytest
 
 from paceline.base.errors import LaunchError
-from paceline.watch.page_files import FILES
-from paceline.watch.server import PageServer
+from paceline_lens.watch.page_files import FILES
+from paceline_lens.watch.server import PageServer
 
 
 class Run:

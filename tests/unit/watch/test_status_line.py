@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from synthetic_journal import write_synthetic
 
-from paceline.watch.status_line import StatusLine
+from paceline_lens.watch.status_line import StatusLine
 
 
 class Terminal(io.StringIO):
@@ -84,7 +84,7 @@ def test_nothing_is_written_before_there_is_a_journal(tmp_path: Path, monkeypatc
 @pytest.mark.long
 def test_a_real_terminal_says_when_it_was_written_to(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StatusLine, "_is_in_front", lambda self: True)
-    monkeypatch.setattr("paceline.watch.status_line._FIRST_S", 20.0)
+    monkeypatch.setattr("paceline_lens.watch.status_line._FIRST_S", 20.0)
     master, slave = os.openpty()
     with os.fdopen(slave, "w") as terminal:
         line = StatusLine(folder, terminal)

@@ -12,10 +12,10 @@ from synthetic_journal import STARTED, write_synthetic
 from watched_run import EVEN, WatchedRun, moved
 
 from paceline.watch.journal import JournalReader
-from paceline.watch.plain import PlainLog, number, status
 from paceline.watch.records import CheckpointSaved, End, ErrorShown, PlanMade, Round, Stuck, Values
-from paceline.watch.text import frame, sparkline
-from paceline.watch.view import RunView
+from paceline_lens.watch.plain import PlainLog, number, status
+from paceline_lens.watch.text import frame, sparkline
+from paceline_lens.watch.view import RunView
 
 
 def drawn(snapshot: dict, width: int = 100, height: int = 40, **options: object) -> str:

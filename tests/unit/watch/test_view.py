@@ -10,11 +10,11 @@ import pytest
 from synthetic_journal import STARTED, write_synthetic
 from watched_run import WatchedRun
 
-from paceline.watch import view as view_module
 from paceline.watch.journal import JournalReader
 from paceline.watch.records import Anomaly, End, ErrorShown, Hello, PlanMade, Round, Stuck, Tick, Values
-from paceline.watch.series import AllSeries, Series
-from paceline.watch.view import RunView
+from paceline_lens.watch import view as view_module
+from paceline_lens.watch.series import AllSeries, Series
+from paceline_lens.watch.view import RunView
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,298 @@
+"""`deepspeed.initialize`: reads the config, builds an `Accelerator` from it, and returns the engine and its parts."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import Dataset
+
+from paceline.accelerator import Accelerator
+from paceline.base import wording
+from paceline.base.log import warn_once
+from paceline.config.given import Given
+from paceline.world.world import World
+from paceline_deepspeed import checkpointing, muon, optimizers, schedules
+from paceline_deepspeed.arguments import checked, sizes_for_auto
+from paceline_deepspeed.config import Batch, DeepSpeedConfig
+from paceline_deepspeed.engine import DeepSpeedEngine
+from paceline_deepspeed.loader import loader_of
+from paceline_deepspeed.phrases import PHRASES
+from paceline_deepspeed.processes import init_distributed
+from paceline_deepspeed.profiling import wall_clock_settings
+
+# DeepSpeed leaves batch norms and buffers as they are on each rank, gives each parameter a gradient, and trains with losses
+# that were computed with the model itself.
+_AS_THERE = {
+    "batch_norm.statistics": "local",
+    "replicate.broadcast_buffers": False,
+    "replicate.unused": "zeros",
+    "shard.broadcast_buffers": False,
+    "zero.broadcast_buffers": False,
+}
+
+
+def build(
+    args: object = None,
+    model: nn.Module | None = None,
+    optimizer: Any = None,
+    model_parameters: Any = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = 29500,
+    mpu: object = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[Any], Any] | None = None,
+    config: Any = None,
+    mesh_param: object = None,
+    config_params: Any = None,
+) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    """Returns the engine, the optimizer, the loader and the scheduler that a config describes.
+
+    Args:
+        args: parsed arguments, of which `deepspeed_config` and `local_rank` are read.
+        model: the model to train; a `PipelineModule` gets a `PipelineEngine`.
+        optimizer: an optimizer, or a function that makes one from parameters; it is used in place of the config's.
+        model_parameters: the tensors or groups that the config's optimizer steps; None for all that are trained.
+        training_data: a dataset. The returned loader gives micro-batches of it, shuffled alike on all ranks.
+        lr_scheduler: a scheduler, or a function that makes one from the optimizer; it is used in place of the config's.
+        mpu: model-parallel groups, which must have size 1.
+        dist_init_required: False if the script initializes the process group itself.
+        collate_fn: the loader's.
+        config, config_params: a dict, or the path of a JSON file.
+        distributed_port, mesh_param: are accepted and have no effect.
+
+    Ranks: all.
+
+    Raises:
+        ConfigError, PlanError: before anything is touched, all problems at once.
+    """
+    engine_class = _engine_of(model)
+    parsed = checked(
+        args,
+        model,
+        mpu,
+        config,
+        config_params,
+        pipeline=engine_class is not DeepSpeedEngine,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        model_parameters=model_parameters,
+        training_data=training_data,
+    )
+    assert model is not None
+    # transformers has replaced "auto" in its config.
+    for notice in parsed.notices_beside(sizes_for_auto(model)):
+        warn_once("config", notice)
+    # Whether the batch divides is known before the group is formed, so that a wrong one raises on every rank.
+    batch = parsed.batch(engine_class.width(model, World.detect().size))
+    init_distributed(dist_init_required=dist_init_required)
+
+    settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
+    accelerator = _accelerator(model, parsed, batch, settings)
+    checkpointing.follow(parsed)
+
+    chosen_optimizer = _optimizer(parsed, model, optimizer, model_parameters)
+    scheduler = None
+    if chosen_optimizer is not None:
+        scheduler = _scheduler(parsed, chosen_optimizer, lr_scheduler)
+    loader = None
+    if training_data is not None:
+        drop_last = parsed["dataloader_drop_last"]
+        loader = loader_of(training_data, batch.micro, collate_fn, drop_last, engine_class.shuffles())
+    engine = engine_class(accelerator, parsed, batch, model, chosen_optimizer, scheduler, loader)
+    if engine.optimizer is not None or engine.zero_optimization_partition_weights():
+        for module in {engine.module, engine.prepared_model}:
+            vars(module)[_ENGINE] = _EngineOfModel(engine)
+    return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
+
+
+@wraps(build)
+def initialize(*arguments: Any, **keywords: Any) -> tuple[DeepSpeedEngine, Any, Any, Any]:
+    wording.use(PHRASES)  # such a script has no other names for what errors tell it to do
+    return build(*arguments, **keywords)
+
+
+class _EngineOfModel:
+    """The engine that has prepared a model: an attribute of the model, which its copies do not take over."""
+
+    def __init__(self, engine: DeepSpeedEngine | None = None) -> None:
+        self.engine = engine
+
+    def __reduce__(self) -> tuple[type[_EngineOfModel], tuple[()]]:
+        return _EngineOfModel, ()
+
+
+_ENGINE = "_paceline_engine"
+
+
+def _engine_before(model: nn.Module) -> DeepSpeedEngine | None:
+    """Returns the engine that has prepared a model; None if there is none, or if it only evaluates and has changed nothing.
+
+    A script may give its model to `initialize` again: to train it with another optimizer, or, as trl's DPO does, because the
+    first engine only evaluates. A model is prepared once, so the new engine takes over the accelerator of the old one.
+    """
+    reference: _EngineOfModel | None = vars(model).get(_ENGINE)
+    return None if reference is None else reference.engine
+
+
+def _accelerator(model: nn.Module, parsed: DeepSpeedConfig, batch: Batch, settings: list[Given]) -> Accelerator:
+    """Returns the accelerator that will prepare a model: a new one, or that of the engine which has prepared it before."""
+    engine_before = _engine_before(model)
+    if engine_before is None:
+        if parsed["fp16.enabled"] or parsed["bf16.enabled"]:
+            _make_masters(model)
+        return Accelerator(plan=settings, scaler=scaler_options(parsed) if parsed["fp16.enabled"] else None)
+    accelerator = engine_before.accelerator
+    if engine_before.optimizer is not None:
+        accelerator.clear()
+        engine_before.give_up()
+    accelerator.gradient_accumulation_steps = batch.accumulate
+    _say_what_differs(engine_before.config, parsed)
+    return accelerator
+
+
+def _say_what_differs(before: DeepSpeedConfig, now: DeepSpeedConfig) -> None:
+    """Says which settings have no effect, because the model was prepared by an earlier config."""
+    earlier_values = {setting.name: setting.value for setting in before.given}
+    for setting in now.given:
+        earlier_value = earlier_values.get(setting.name)
+        if earlier_value != setting.value:
+            warn_once(
+                "compat",
+                f"{setting.name} stays {earlier_value}, and does not become {setting.value}: an earlier call of "
+                "`deepspeed.initialize` got this model.",
+            )
+
+
+def _settings(config: DeepSpeedConfig, batch: Batch) -> list[Given]:
+    """Returns the settings that follow from a config, for any model."""
+    place = config.places.get("gradient_accumulation_steps", config.source)
+    return [
+        *config.given,
+        *wall_clock_settings(config),
+        # Whatever a command line, a variable or a file says is stronger than these.
+        *(Given(f"options.{name}", value, "default", "as under DeepSpeed") for name, value in _AS_THERE.items()),
+        Given("accumulate", batch.accumulate, "code", place),
+    ]
+
+
+def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any]:
+    """DeepSpeed's fp16 block as keywords for `Accelerator(scaler=...)`.
+
+    Args:
+        config: values by dotted name.
+
+    A step whose loss is not finite is skipped like any other overflow, as scripts written for DeepSpeed expect. At stage 0
+    of ZeRO an overflow at the minimum of the scale is skipped too, because DeepSpeed ends the run at the other stages alone.
+    """
+    # A fixed scale: by factors of 1 neither an overflow nor a row of good steps changes it.
+    if config["fp16.loss_scale"]:
+        return {
+            "init_scale": float(config["fp16.loss_scale"]),
+            "growth_factor": 1.0,
+            "backoff_factor": 1.0,
+            "bad_loss": "skip",
+        }
+    at_minimum = "raise"
+    if config["zero_optimization.stage"] == 0:
+        at_minimum = "skip"
+    return {
+        "init_scale": 2.0 ** config["fp16.initial_scale_power"],
+        "growth_interval": config["fp16.loss_scale_window"],
+        "growth_delay": 1,
+        "hysteresis": config["fp16.hysteresis"],
+        "consecutive_hysteresis": config["fp16.consecutive_hysteresis"],
+        "min_scale": float(config["fp16.min_loss_scale"]),
+        "bad_loss": "skip",
+        "at_minimum": at_minimum,
+    }
+
+
+def _make_masters(model: nn.Module) -> None:
+    """Makes trained parameters of 16 bits float32, in place, since small steps would be lost in them.
+
+    DeepSpeed steps float32 copies of them. Here the parameters themselves are float32, and autocast computes in 16 bits.
+    """
+    for parameter in model.parameters():
+        if not parameter.requires_grad or parameter.dtype not in (torch.float16, torch.bfloat16):
+            continue
+        gradient = parameter.grad
+        parameter.grad = None
+        parameter.data = parameter.data.float()
+        if gradient is not None:
+            parameter.grad = gradient.float()
+
+
+def _engine_of(model: Any) -> type[DeepSpeedEngine]:
+    """Returns the class of the engine that trains a model."""
+    pipe = sys.modules.get("paceline_deepspeed.pipe")  # loaded, if the model came from there
+    if pipe is None or not isinstance(model, pipe.PipelineModule):
+        return DeepSpeedEngine
+    from paceline_deepspeed.pipe_engine import PipelineEngine
+
+    return PipelineEngine
+
+
+def _optimizer(parsed: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_parameters: Any) -> Any:
+    """Returns the script's optimizer, else the config's; None where neither is there."""
+    name = parsed["optimizer.type"]
+    params = parsed["optimizer.params"]
+    parameters: list[Any]
+    if model_parameters is None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elif isinstance(model_parameters, Mapping):  # a single group
+        parameters = [model_parameters]
+    else:
+        parameters = list(model_parameters)
+    if optimizer is None and name is None:
+        return None
+    if optimizer is None:
+        if name.lower() == "muon":
+            muon.set_optimizer_flags(model)
+        return optimizers.build(name, params, parameters, parsed)
+    chosen = optimizer
+    if not isinstance(optimizer, Optimizer):
+        chosen = optimizer(parameters)
+    optimizers.refuse_closure(chosen)
+    if name is not None:
+        warn_once(
+            "compat",
+            f"two optimizers: the script's {type(chosen).__name__} (lr {chosen.param_groups[0]['lr']}) is used, and the "
+            f"config's {name} (lr {params.get('lr', 'not given')}, "
+            f"{parsed.places.get('optimizer.type', parsed.source)}) is not. Drop one of them.",
+        )
+    return chosen
+
+
+def _scheduler(parsed: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> Any:
+    """Returns the script's scheduler, else the config's; None where neither is there."""
+    name = parsed["scheduler.type"]
+    if lr_scheduler is None:
+        return schedules.of_config(parsed, optimizer)
+    chosen = lr_scheduler
+    if not hasattr(lr_scheduler, "step"):  # a function that makes one
+        chosen = lr_scheduler(optimizer)
+    if name is not None:
+        warn_once(
+            "compat",
+            f"two schedulers: the script's {type(chosen).__name__} is used, and the config's {name} "
+            f"({parsed.places.get('scheduler.type', parsed.source)}) is not. Drop one of them.",
+        )
+    return chosen
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Adds `--deepspeed`, `--deepspeed_config` and their old names to a parser."""
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="asks for DeepSpeed")
+    group.add_argument("--deepspeed_config", default=None, type=str, help="DeepSpeed's json file")
+    group.add_argument("--deepscale", default=False, action="store_true", help="old name of --deepspeed")
+    group.add_argument("--deepscale_config", default=None, type=str, help="old name of --deepspeed_config")
+    return parser

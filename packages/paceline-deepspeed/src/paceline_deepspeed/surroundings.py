@@ -1,0 +1,251 @@
+"""Small names of `deepspeed.utils` that scripts use around their loops: logs, loaders, groups, leaf modules."""
+
+from __future__ import annotations
+
+import logging
+import operator
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from paceline.base.errors import DataError
+from paceline.base.log import warn_once
+from paceline.world.world import World
+from paceline_deepspeed.device import get_accelerator
+
+# -- logs ------------------------------------------------------------------------------------------------------------
+
+
+def _logger() -> logging.Logger:
+    """Prints to stdout from INFO on, as scripts expect of it."""
+    deepspeed_logger = logging.getLogger("DeepSpeed")
+    # A script may have given it a handler of its own before it imports this.
+    if not deepspeed_logger.handlers:
+        printer = logging.StreamHandler(sys.stdout)
+        printer.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] %(message)s"))
+        deepspeed_logger.addHandler(printer)
+        deepspeed_logger.setLevel(logging.INFO)
+        deepspeed_logger.propagate = False
+    return deepspeed_logger
+
+
+logger = _logger()
+_logged_once: set[str] = set()  # messages of `log_dist_once`
+
+
+def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs on some ranks; None or [-1] means all."""
+    rank = World.detect().rank
+    if not ranks or -1 in ranks or rank in ranks:
+        logger.log(level, "[Rank %d] %s", rank, message)
+
+
+def log_dist_once(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
+    """Logs a message on some ranks, the first time alone that it comes up."""
+    if message not in _logged_once:
+        _logged_once.add(message)
+        log_dist(message, ranks, level)
+
+
+def set_log_level_from_string(log_level: str, custom_logger: logging.Logger | None = None) -> None:
+    """Logs from a level on: debug, info, warning, error or critical."""
+    (custom_logger or logger).setLevel(log_level.upper())
+
+
+def see_memory_usage(message: str, force: bool = False) -> None:
+    """Logs what this process's device holds, on rank 0, where `force` is set."""
+    if force:
+        device = get_accelerator()
+        log_dist(
+            f"{message} | allocated {device.memory_allocated() / 2**30:.2f} GiB, most so far "
+            f"{device.max_memory_allocated() / 2**30:.2f} GiB",
+            ranks=[0],
+        )
+
+
+def instrument_w_nvtx(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Wraps a function so that torch's profiler shows it by its name, on any device."""
+
+    @wraps(func)
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.record_function(func.__qualname__):
+            return func(*args, **kwargs)
+
+    return shown
+
+
+# -- data ------------------------------------------------------------------------------------------------------------
+
+
+class RepeatingLoader:
+    """Begins a loader anew whenever it ends.
+
+    A prepared loader has a new order each time. Of that which `initialize` makes, and of another one with a
+    `DistributedSampler` that shuffles, the order stays what it was, as under DeepSpeed, unless the script calls
+    `sampler.set_epoch`; a warning says so.
+
+    Args:
+        loader: anything that can be iterated more than once.
+
+    Raises:
+        DataError: `deepspeed-loader-empty`, where it gives nothing.
+    """
+
+    def __init__(self, loader: Iterable[Any]) -> None:
+        self.loader = loader
+        self.data_iter = iter(loader)
+
+    def __iter__(self) -> RepeatingLoader:
+        return self
+
+    def __next__(self) -> Any:
+        # Twice: the rest of this pass, and a new one. If that is empty too, no pass has a batch.
+        for _ in range(2):
+            try:
+                return next(self.data_iter)
+            except StopIteration:
+                self._warn()
+                self.data_iter = iter(self.loader)
+        raise DataError(
+            "deepspeed-loader-empty",
+            "a RepeatingLoader was asked for a batch, and its loader has none.",
+            why=f"a new pass over {type(self.loader).__name__} gave nothing: it is empty, or can be read once only",
+            fix="give it a loader with at least one batch (a smaller batch, or drop_last=False), not an iterator",
+        )
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def _warn(self) -> None:
+        sampler = getattr(self.loader, "sampler", None)
+        shuffles = getattr(sampler, "shuffle", False) and hasattr(sampler, "set_epoch")
+        if shuffles and getattr(sampler, "epoch", None) == 0:
+            warn_once(
+                "compat",
+                "RepeatingLoader begins its loader anew in the order of the pass before, for nobody calls "
+                f"`{type(sampler).__name__}.set_epoch(n)`: call it once a pass.",
+            )
+
+
+# -- building --------------------------------------------------------------------------------------------------------
+
+
+class OnDevice:
+    """While it is open, tensors are made on a device, floating-point ones in a precision.
+
+    Args:
+        dtype: of floating-point tensors.
+        device: such as "meta" or "cpu".
+        enabled: False does nothing.
+    """
+
+    def __init__(self, dtype: torch.dtype, device: Any = "meta", enabled: bool = True) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.enabled = enabled
+        self._place: AbstractContextManager[Any] | None = None
+        self._before = torch.get_default_dtype()
+
+    def __enter__(self) -> OnDevice:
+        if self.enabled:
+            self._before = torch.get_default_dtype()
+            self._place = torch.device(self.device)
+            self._place.__enter__()
+            torch.set_default_dtype(self.dtype)
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        if self._place is not None:
+            place = self._place
+            self._place = None
+            torch.set_default_dtype(self._before)
+            place.__exit__(*failure)
+
+
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Returns the modules of these classes, and changes nothing: Paceline gathers a unit whole, whatever branch it takes."""
+    leaves: list[nn.Module] = []
+    for module in model.modules():
+        kind = type(module)
+        # Scripts name a class by itself, or by its name with or without its module.
+        names = (kind, kind.__name__, f"{kind.__module__}.{kind.__name__}")
+        if any(wanted in names for wanted in leaf_module_classes):
+            leaves.append(module)
+    return leaves
+
+
+unset_z3_leaf_modules = set_z3_leaf_modules
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:
+    """Does nothing: see `set_z3_leaf_modules`."""
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    return False
+
+
+z3_leaf_parameter = z3_leaf_module
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """Returns no modules: none is ever made a leaf."""
+    return []
+
+
+def recursive_getattr(model: Any, module_name: str) -> Any:
+    return operator.attrgetter(module_name)(model)
+
+
+def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
+    parent_name, _, name = module_name.rpartition(".")
+    parent = model
+    if parent_name:
+        parent = recursive_getattr(model, parent_name)
+    setattr(parent, name, module)
+
+
+# -- groups: data parallel is the plan's, and the model is whole ---------------------------------------------------------
+
+
+def get_data_parallel_group() -> Any:
+    """Returns the group of ranks that read different samples."""
+    from paceline.run.run import live_runs
+
+    for run in live_runs():
+        if run.mesh.data_group is not None:
+            return run.mesh.data_group
+    return dist.group.WORLD
+
+
+def get_data_parallel_rank() -> int:
+    if not dist.is_initialized():
+        return 0
+    return dist.get_rank(get_data_parallel_group())
+
+
+def get_data_parallel_world_size() -> int:
+    if not dist.is_initialized():
+        return 1
+    return dist.get_world_size(get_data_parallel_group())
+
+
+def get_model_parallel_rank() -> int:
+    """Returns 0: a script has no model-parallel group of its own here; the plan divides layers."""
+    return 0
+
+
+def get_model_parallel_world_size() -> int:
+    return 1
+
+
+get_tensor_model_parallel_rank = get_model_parallel_rank
+get_tensor_model_parallel_world_size = get_model_parallel_world_size

@@ -1,0 +1,1 @@
+"""Many hosts by one command: launchers for ssh, SLURM, Kubernetes, Ray and MPI, and the examination of hosts."""

@@ -1,0 +1,1 @@
+"""Looks at runs: the live page, metrics, `verify`, `tune`, and trackers of products."""

@@ -1,0 +1,1 @@
+"""Trackers of products; an entry point of `paceline.trackers` names each `TRACKER`."""

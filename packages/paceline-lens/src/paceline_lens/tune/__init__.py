@@ -1,0 +1,1 @@
+"""The search for the plan that trains fastest, by trials of the script itself."""

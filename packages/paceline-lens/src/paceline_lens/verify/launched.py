@@ -1,0 +1,126 @@
+"""`LaunchedRuns`: the script's processes, forked from this one, which has imported what they need, as `paceline tune` does.
+
+Where a run is to be as unlike the first as may be ("again"), its process begins anew, with another hash seed.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from paceline.base import env as environment
+from paceline.config.given import Choice
+from paceline.config.sources import HANDED, hand_over
+from paceline.launch.failure_report import problem_of
+from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
+from paceline_lens.verify.case import Case, RunFailed
+from paceline_lens.verify.plain import PlainRecorder
+from paceline_lens.verify.recorder import Recorder
+from paceline_lens.verify.recording import Recording, read_all
+
+_NOT_HANDED = ("resume", "profile", "split_batches")
+_OTHER_HASH_SEED = "4242"
+
+
+class LaunchedRuns:
+    """Runs a script on this host.
+
+    Args:
+        job: its processes, as for a launch; the number of them comes from each case.
+        decisions: what the command line and files say of the run.
+        steps: optimizer steps after which a run is ended.
+        folder: where recordings and the output of processes go.
+        plain: the script from before, if the runs are also compared with that.
+    """
+
+    def __init__(
+        self, job: Job, decisions: Sequence[Choice], steps: int, folder: Path, plain: Target | None = None
+    ) -> None:
+        self._job = job
+        self.plain = plain
+        self._decisions = decisions
+        self._steps = steps
+        self._folder = folder
+        for name in ("torch", "paceline.torch_internals.compiler", "paceline.accelerator"):  # once, for all forks
+            importlib.import_module(name)
+        gc.collect()
+
+    def __call__(
+        self, case: Case, *, double: bool = False, nudge: float = 0.0, again: bool = False, as_written: bool = False
+    ) -> Sequence[Recording]:
+        """Runs the script, and returns the recordings of all ranks.
+
+        Args:
+            case: the number of processes and the plan.
+            double: whether to compute in float64.
+            nudge: see `Recorder`.
+            again: whether to make the run as different from an earlier one as possible: new processes, another hash seed.
+            as_written: whether to change nothing in it, as for a comparison with the script from before.
+
+        Raises:
+            RunFailed: if a process ended with an error, or took no step.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        recorder = Recorder(folder, self._steps, double=double, nudge=nudge, as_written=as_written)
+        return self._run(folder, recorder, self._job.target, case, again)
+
+    def run_plain(self) -> Sequence[Recording]:
+        """Runs the script from before as it is, and returns its recording.
+
+        Raises:
+            RunFailed: if it ended with an error, or took no step.
+        """
+        assert self.plain is not None
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        recorder = PlainRecorder(folder, self._steps, environment.snapshot())
+        return self._run(folder, recorder, self.plain, Case(1), again=False)
+
+    def _run(self, folder: Path, recorder: Recorder, script: Target, case: Case, again: bool) -> Sequence[Recording]:
+        log_dir = folder / "output"
+        log_dir.mkdir()
+        variables = {**self._job.env, HANDED: self._handed(case)}
+        if again:
+            variables["PYTHONHASHSEED"] = _OTHER_HASH_SEED
+        job = replace(
+            self._job,
+            target=Target("function", script.name, script.args, partial(recorder.run, script, self._job.compat)),
+            procs=case.procs,
+            env=variables,
+            start="exec" if again else self._job.start,
+            max_restarts=0,
+            log_dir=str(log_dir),
+            tee=None,
+            ranks=frozenset(),
+            cores=(),
+        )
+        launcher = LAUNCHERS.get("local")
+        outcome = launcher.submit(launcher.render(job)).wait()
+        if outcome.failure is None and outcome.exit_code == 128 + signal.SIGINT:
+            raise KeyboardInterrupt
+        return self._read(folder, job, outcome)
+
+    def _handed(self, case: Case) -> str:
+        """Settings for the processes: what was said, and in its place what the case says."""
+        replaced = {*case.settings, *_NOT_HANDED}
+        choices = [decision for decision in self._decisions if decision.field not in replaced]
+        choices += [Choice(name, value, "command line", "--plans") for name, value in case.settings.items()]
+        return hand_over(choices)
+
+    def _read(self, folder: Path, job: Job, outcome: Outcome) -> Sequence[Recording]:
+        if outcome.failure is not None:
+            report = outcome.failure.report.strip() or problem_of(outcome, job).what
+            ours = report.find("paceline.")
+            lines = report[max(ours, 0) :].splitlines() if ours >= 0 else report.splitlines()[-3:]
+            raise RunFailed("\n".join(lines[:6]))
+        recordings = read_all(folder)
+        if len(recordings) < job.procs:
+            raise RunFailed(f"{job.procs - len(recordings)} of {job.procs} processes left without a recording")
+        if not any(event["kind"] == "step" for event in recordings[0].events):
+            raise RunFailed("the script ended before an optimizer step")
+        return recordings

@@ -1,0 +1,82 @@
+"""Which extra of Paceline adds what, for errors about a part that is not installed.
+
+It is the only place of the core that knows of other parts. `tests/shape/test_parts.py` compares it with their entry points.
+"""
+
+from __future__ import annotations
+
+from importlib.machinery import PathFinder
+from pathlib import Path
+
+from paceline.base.errors import ConfigError
+
+# The packages that Python imports. Those of parts need not be installed.
+PACKAGES = ("paceline", "paceline_accelerate", "paceline_deepspeed", "paceline_hosts", "paceline_lens")
+
+# Extra -> group of entry points -> names.
+ADDED: dict[str, dict[str, tuple[str, ...]]] = {
+    "hosts": {
+        "paceline.commands": ("doctor",),
+        "paceline.launchers": ("kubernetes", "openmpi", "pdsh", "ray", "slurm", "ssh"),
+    },
+    "lens": {
+        "paceline.commands": ("metrics", "ps", "tune", "verify", "watch"),
+        "paceline.run_views": ("metrics", "page", "status_line"),
+        "paceline.trackers": (
+            "aim", "clearml", "comet_ml", "dvclive", "mlflow", "opentelemetry", "swanlab", "trackio", "wandb",
+        ),
+    },
+    "accelerate": {"paceline.libraries": ("accelerate",)},
+    "deepspeed": {"paceline.commands": ("deepspeed",), "paceline.libraries": ("deepspeed",)},
+}  # fmt: skip
+
+
+def missing(extra: str, what: str, why: str) -> ConfigError:
+    """Returns the error about a part that is not installed.
+
+    Args:
+        extra: the extra that adds the part.
+        what: what cannot be used, with a verb: "the command `paceline verify` is".
+        why: where it was asked for.
+    """
+    return ConfigError(
+        "part-missing",
+        f"{what} in a part of Paceline that is not installed: the extra {extra}.",
+        why=why,
+        fix=how_to_install(extra),
+    )
+
+
+def require(extra: str, what: str, why: str) -> None:
+    """Checks that a part is installed, for one that uses another. The arguments are those of `missing`.
+
+    Raises:
+        ConfigError: `part-missing`.
+    """
+    if PathFinder.find_spec(f"paceline_{extra}") is None:
+        raise missing(extra, what, why)
+
+
+def how_to_install(extra: str) -> str:
+    """Returns the command that installs a part: beside this one where it is a checkout, or as an extra."""
+    beside = Path(__file__).resolve().parents[5] / "packages" / f"paceline-{extra}"
+    if beside.is_dir():
+        return f"pip install -e {beside}"
+    return f"pip install 'paceline[{extra}]'"
+
+
+def extra_with(group: str, name: str) -> str:
+    """Returns the extra that adds an implementation; "" where none does."""
+    for extra, groups in ADDED.items():
+        if name in groups.get(group, ()):
+            return extra
+    return ""
+
+
+def absent_names(group: str) -> list[str]:
+    """Returns, for each extra that is not installed, which names of a group it adds and how it is installed."""
+    absent = []
+    for extra, groups in ADDED.items():
+        if group in groups and PathFinder.find_spec(f"paceline_{extra}") is None:
+            absent.append(f"`{how_to_install(extra)}` adds {', '.join(groups[group])}")
+    return absent

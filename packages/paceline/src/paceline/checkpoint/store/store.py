@@ -1,0 +1,152 @@
+"""`Store`: a place for checkpoints, one file with `STORE = ...` for each kind. Paths are text: pathlib would change URLs."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Mapping
+from typing import BinaryIO, Protocol
+
+from paceline.base.errors import CheckpointError, short_repr
+from paceline.base.registry import Registry
+
+STORES = Registry("paceline.stores", "store")
+_PATHLIB = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
+
+
+class Store(Protocol):
+    """Files and folders in one kind of place.
+
+    A save writes into the folder that `stage` returns. Once every file is there, rank 0 calls `publish`: until then nothing
+    at the final path has changed, and afterwards the complete new checkpoint is there.
+    """
+
+    def serves(self, path: str) -> bool:
+        """Returns whether `path` belongs to this kind of place; only one store may return True."""
+
+    def resolve(self, path: str) -> str:
+        """Returns the canonical form of `path`, which does not depend on the working directory."""
+
+    def join(self, folder: str, *names: str) -> str:
+        """Returns the path of a name in a folder."""
+
+    def parent(self, path: str) -> tuple[str, str]:
+        """Returns the folder of `path`, and its name there."""
+
+    def exists(self, path: str) -> bool:
+        """Returns whether `path` is a file or folder."""
+
+    def folder(self, path: str) -> bool:
+        """Returns whether `path` is a folder."""
+
+    def list(self, folder: str) -> list[str]:
+        """Returns the names directly in a folder, sorted; an empty list if there is no such folder."""
+
+    def files(self, folder: str) -> dict[str, int]:
+        """Returns the size of every file below a folder, by its relative name with `/`."""
+
+    def open(self, path: str, mode: str) -> BinaryIO:
+        """Opens a file, "rb" or "wb" (which creates its folder). A written file is durable once it is closed."""
+
+    def remove(self, path: str) -> None:
+        """Removes a file or a whole folder. A folder that is removed in part must not look complete."""
+
+    def stage(self, path: str) -> str:
+        """Creates a new folder beside `path` to write into."""
+
+    def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
+        """Moves a staged folder to its final path at once.
+
+        Args:
+            staged: the result of `stage`.
+            path: the final path.
+            last: the name of the file that makes the folder valid.
+            replaces: files of the valid folder at `path`, which are removed; all other files there are kept.
+                None if there is no valid folder.
+        """
+
+    def recover(
+        self,
+        folder: str,
+        mine: Callable[[str], bool],
+        owned: Callable[[str], Collection[str] | None],
+        *,
+        clean: bool = True,
+    ) -> None:
+        """Cleans up after saves that were interrupted, and finishes those that were published in part.
+
+        Args:
+            folder: the folder in which `stage` has created its folders.
+            mine: returns whether a final name belongs to the caller.
+            owned: returns the files in the manifest of a folder; None without a manifest.
+            clean: whether to delete as well. A reader must not, since another run may be saving there.
+        """
+
+    def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
+        """Locks a folder against other runs, until the process ends or the returned function is called.
+
+        A process may lock a folder several times; the last release frees it. Forked children do not hold the lock.
+
+        Args:
+            folder: a checkpoint, or the folder of automatic names; it need not exist yet.
+            who: this run, for the error that another run gets (`lock.this_run()`).
+
+        Ranks: the rank that publishes.
+
+        Raises:
+            CheckpointError: `checkpoint-locked`, which names the run that holds the lock.
+        """
+
+
+def confined(store: Store, folder: str, name: object, source: str) -> str:
+    """Returns the path of a name that a file contains, if it is in the folder of that file.
+
+    The last part may be a link, which is followed for reading: in Hugging Face's cache every file of weights is a link. A file
+    from somebody else may contain any name, but a link cannot come from it.
+
+    Args:
+        store, folder: the folder of the file.
+        name: the name in the file.
+        source: the file, for the error.
+
+    Raises:
+        CheckpointError: `checkpoint-unsafe`.
+    """
+    parts = name.split("/") if isinstance(name, str) else []
+    # An empty part is that of an absolute path, or of `a//b`.
+    leads_out = not parts or bool({"", ".", ".."} & set(parts))
+    # On Windows a backslash separates folders too.
+    has_other_separator = os.sep != "/" and os.sep in str(name)
+    if leads_out or "\0" in str(name) or has_other_separator:
+        raise CheckpointError(
+            "checkpoint-unsafe",
+            f"{source} names {short_repr(name)}, which is no file or folder of {folder}.",
+            why="a checkpoint may only name its own files: no absolute path, and no `..`",
+            fix="do not use this checkpoint, and find out who changed it",
+        )
+    return store.join(folder, *parts)
+
+
+def store_for(path: str | os.PathLike[str]) -> Store:
+    """Returns the store that serves `path`.
+
+    Raises:
+        CheckpointError: `checkpoint-store`, if there is none.
+    """
+    text = os.fspath(path)
+    if _PATHLIB.match(text):
+        raise CheckpointError(
+            "checkpoint-store",
+            f"{text!r} was a URL and has lost a slash.",
+            why="pathlib folds `//` into `/`",
+            fix=f"give URLs as text: {text.replace(':/', '://', 1)!r}",
+        )
+    for store in STORES:
+        if store.serves(text):
+            return store  # type: ignore[no-any-return]
+    raise CheckpointError(
+        "checkpoint-store",
+        f"no store serves {text!r}.",
+        why=f"known stores: {', '.join(STORES.names())}",
+        fix="use a folder on a disk, or install a store for this kind of path",
+    )

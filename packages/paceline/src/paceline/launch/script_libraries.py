@@ -1,0 +1,44 @@
+"""`ScriptLibrary` says what scripts for another library expect from the launcher that starts them.
+
+The part of a library whose scripts expect something offers it as an entry point of `paceline.script_libraries`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from paceline.base.registry import Registry
+
+_REGISTRY = Registry("paceline.script_libraries", "library")
+
+
+class ScriptLibrary:
+    """One library. A subclass says what its scripts expect.
+
+    Attributes:
+        imports: modules that all of its scripts need, and that take long to import.
+        host_variables: name of a file in the home directory and in the working directory, with lines `NAME=VALUE` that are
+            set on the other hosts; "" for none.
+        host_variables_from: a variable that names another file in its place; "" for none.
+    """
+
+    imports: tuple[str, ...] = ()
+    host_variables: str = ""
+    host_variables_from: str = ""
+
+    def variables(self, local_size: int, node: int, nodes: int) -> dict[str, str]:
+        """Returns variables that its scripts read besides torchrun's.
+
+        Args:
+            local_size: the number of processes on this node.
+            node: the number of this node.
+            nodes: the number of nodes.
+        """
+        return {}
+
+
+def script_libraries(names: Iterable[str] | None = None) -> list[ScriptLibrary]:
+    """Returns those of the named libraries whose scripts expect something; without names, all of them."""
+    libraries = _REGISTRY.names()
+    wanted = libraries if names is None else names
+    return [_REGISTRY.get(name) for name in wanted if name in libraries]

@@ -1,0 +1,283 @@
+"""What a plan needs to know of a model: plain numbers and names, so that planning stays pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from paceline.base.ours import is_our_module
+from paceline.plan.blocks import is_sequence, repeated_blocks
+
+if TYPE_CHECKING:
+    import torch
+
+# In names of attributes that count heads, or query heads for each key-value head, or features.
+_NUMBERS = ("head", "n_rep", "group", "per_kv", "dim", "size", "embd", "width", "model")
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One module that holds parameters of its own, ends a branch of the tree, is a sequence, or counts heads.
+
+    Attributes:
+        name: its FQN.
+        kind: name of its class.
+        role: "linear", "conv1d" (a linear with its weight turned), "embedding", "norm", "attention" (torch's), "computed" (one
+            of the first three whose weight is computed from other parameters, as by `weight_norm`), or "".
+        shapes: its own parameters and their shapes.
+        numbers: its whole-number attributes that may count heads or features.
+        is_sequence: whether it runs its children one after the other and does nothing else.
+    """
+
+    name: str
+    kind: str
+    role: str = ""
+    shapes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    numbers: tuple[tuple[str, int], ...] = ()
+    is_sequence: bool = False
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts about one model; on the meta device they are the same as on a real one.
+
+    Attributes:
+        name: class of the model.
+        parameters: elements in all parameters, tied ones once.
+        trainable: elements in those that require a gradient.
+        parameter_bytes: bytes of all parameters, tied ones once.
+        tied: groups of names that share one parameter.
+        dtypes: dtypes of the trainable parameters, as text.
+        half_names: trainable parameters held in float16; gradients of such cannot be unscaled.
+        buffers: number of buffers.
+        batch_norms: names of the modules that keep batch statistics of their own.
+        batch_layers: name and kind of other modules whose training pass depends on the whole batch, or changes them by it:
+            embeddings with `max_norm` or `scale_grad_by_freq`, instance norms with running statistics.
+        random_layers: name and kind of the modules that say of themselves that they draw random numbers in training.
+        sparse: whether some gradient is sparse.
+        blocks: names of the repeated blocks, in order; see `plan.blocks`.
+        meta: whether some tensor has a shape only, and is to get its values here.
+        apart: whether each rank has built the values of its own stage of a pipeline alone; see `Stages`.
+        devices: where its tensors are, those without values left out, as text.
+        layers: its modules, see `Layer`, in order.
+        modules: name and class of each module that can be called, in order, the root first.
+        hooked: trainable parameters with hooks of the user's on their gradients.
+        lazy: parameters without a shape: modules such as `nn.LazyLinear` choose it when the first batch passes.
+        tensor_plan: the model's own plan for tensor parallelism (transformers' `tp_plan`): pattern -> style.
+    """
+
+    name: str
+    parameters: int
+    trainable: int
+    parameter_bytes: int
+    tied: tuple[tuple[str, ...], ...] = ()
+    dtypes: tuple[str, ...] = ()
+    half_names: tuple[str, ...] = ()
+    buffers: int = 0
+    batch_norms: tuple[str, ...] = ()
+    batch_layers: tuple[tuple[str, str], ...] = ()
+    random_layers: tuple[tuple[str, str], ...] = ()
+    sparse: bool = False
+    blocks: tuple[str, ...] = ()
+    meta: bool = False
+    apart: bool = False
+    devices: tuple[str, ...] = ()
+    layers: tuple[Layer, ...] = ()
+    modules: tuple[tuple[str, str], ...] = ()
+    tensor_plan: tuple[tuple[str, str], ...] = ()
+    hooked: tuple[str, ...] = ()
+    lazy: tuple[str, ...] = ()
+
+    @property
+    def aliases(self) -> dict[str, str]:
+        """Further names of tied parameters, each with the first name, under which the parameter counts."""
+        first_names: dict[str, str] = {}
+        for first, *others in self.tied:
+            first_names |= dict.fromkeys(others, first)
+        return first_names
+
+
+def model_facts(model: torch.nn.Module) -> ModelFacts:
+    """Reads the facts of a model; changes nothing and computes nothing on its device."""
+    # A tied parameter stands under several names, and counts once, under the first.
+    names: dict[torch.nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    trainable = [parameter for parameter in names if parameter.requires_grad]
+    lazy = []
+    parameters = 0
+    trainable_elements = 0
+    parameter_bytes = 0
+    half_names = []
+    hooked = []
+    for parameter, (name, *_) in names.items():
+        if _is_lazy(parameter):
+            lazy.append(name)
+            continue
+        parameters += parameter.numel()
+        parameter_bytes += parameter.numel() * parameter.element_size()
+        if parameter.requires_grad:
+            trainable_elements += parameter.numel()
+        if parameter.requires_grad and str(parameter.dtype) == "torch.float16":
+            half_names.append(name)
+        if parameter.requires_grad and _has_foreign_hook(parameter):
+            hooked.append(name)
+
+    sparse = False
+    batch_norms = []
+    batch_layers = []
+    random_layers = []
+    layers = []
+    callables = []
+    for name, module in model.named_modules():
+        sparse = sparse or getattr(module, "sparse", False) is True
+        if "_BatchNorm" in _class_names(module):  # those that never train (`FrozenBatchNorm2d`) are none
+            batch_norms.append(name)
+        option = _seen_of_batch(module)
+        if option:
+            batch_layers.append((name, f"{type(module).__name__} {option}"))
+        randomness = _randomness(module)
+        if randomness:
+            random_layers.append((name, randomness))
+        layer = _layer(name, module)
+        if layer is not None:
+            layers.append(layer)
+        # A `ModuleList` computes nothing itself.
+        if getattr(type(module).forward, "__name__", "") != "_forward_unimplemented":
+            callables.append((name, type(module).__name__))
+
+    buffers = list(model.buffers())
+    tensors = [*names, *buffers]
+    # The values of such a model are on other ranks, so that nothing has to be initialized here.
+    apart = bool(getattr(model, "pipeline_apart", False))
+    tied = [tuple(group) for group in names.values() if len(group) > 1]
+    devices = _sorted_text(tensor.device for tensor in tensors if not tensor.is_meta)
+    dtypes = _sorted_text(parameter.dtype for parameter in trainable)
+    return ModelFacts(
+        name=type(model).__name__,
+        parameters=parameters,
+        trainable=trainable_elements,
+        parameter_bytes=parameter_bytes,
+        tied=tuple(tied),
+        dtypes=dtypes,
+        half_names=tuple(half_names),
+        buffers=len(buffers),
+        batch_norms=tuple(batch_norms),
+        batch_layers=tuple(batch_layers),
+        random_layers=tuple(random_layers),
+        sparse=sparse,
+        blocks=repeated_blocks(model),
+        meta=not apart and any(tensor.is_meta for tensor in tensors),
+        apart=apart,
+        devices=devices,
+        layers=tuple(layers),
+        modules=tuple(callables),
+        tensor_plan=_tensor_plan(model),
+        hooked=tuple(hooked),
+        lazy=tuple(lazy),
+    )
+
+
+def _class_names(value: object) -> set[str]:
+    """Names of an object's class and of all that it inherits from: planning knows torch's classes by name alone."""
+    return {base.__name__ for base in type(value).__mro__}
+
+
+def _is_lazy(parameter: torch.nn.Parameter) -> bool:
+    """Returns whether a parameter has no shape before the first batch."""
+    return "UninitializedTensorMixin" in _class_names(parameter)
+
+
+def _seen_of_batch(module: torch.nn.Module) -> str:
+    """The option by which a module other than a batch norm depends on the whole batch in training; "" without one."""
+    classes = _class_names(module)
+    if classes & {"Embedding", "EmbeddingBag"}:
+        if getattr(module, "max_norm", None) is not None:
+            return f"max_norm={module.max_norm:g}"
+        if getattr(module, "scale_grad_by_freq", False):
+            return "scale_grad_by_freq"
+    elif "_InstanceNorm" in classes and getattr(module, "running_mean", None) is not None:
+        return "track_running_stats"
+    return ""
+
+
+def _randomness(module: torch.nn.Module) -> str:
+    """What makes a module random, in a few words; "" where nothing in it says so."""
+    kind = type(module).__name__
+    classes = _class_names(module)
+    if classes & {"RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}:
+        return kind
+    is_dropout = "_DropoutNd" in classes or "drop" in kind.lower() or "StochasticDepth" in classes
+    # Models of other libraries call the rate `p`, `prob`, `drop_prob`, `attention_dropout`, ... A rate of 0 draws nothing.
+    for name, rate in vars(module).items():
+        may_be_rate = "drop" in name.lower() or (is_dropout and name in ("p", "prob"))
+        if may_be_rate and type(rate) is float and 0 < rate <= 1:
+            return f"{kind} {name}={rate:g}"
+    return ""
+
+
+def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:
+    """Returns whether a hook on its gradient is anybody's but ours."""
+    from paceline.torch_internals.tensors import gradient_hooks
+
+    # These hooks stand on the tensor itself, and would be lost if a strategy replaces the parameter.
+    owners = [str(getattr(hook, "__module__", "")) for hook in gradient_hooks(parameter)]
+    return not all(is_our_module(owner) for owner in owners)
+
+
+def _layer(name: str, module: torch.nn.Module) -> Layer | None:
+    """Returns the row of a module; None for one that only holds others."""
+    own = module.named_parameters(recurse=False, remove_duplicate=False)
+    shapes = tuple((key, tuple(parameter.shape)) for key, parameter in own if not _is_lazy(parameter))
+    numbers = []
+    for key, value in vars(module).items():
+        counts = key in ("h", "H") or any(word in key.lower() for word in _NUMBERS)
+        if counts and type(value) is int:
+            numbers.append((key, value))
+    kind = type(module).__name__
+    is_leaf = next(module.children(), None) is None
+    if not (shapes or numbers or is_leaf or is_sequence(module)):
+        return None
+    return Layer(name, kind, _role(module), shapes, tuple(numbers), is_sequence(module))
+
+
+def _role(module: torch.nn.Module) -> str:
+    """What a module computes, where its class is known to compute just that."""
+    # A subclass that keeps torch's `forward` computes the same, whatever its name; one that overrides it may not.
+    kind = type(module).__name__
+    if kind == "MultiheadAttention":
+        return "attention"
+    forward = getattr(type(module).forward, "__qualname__", "")
+    has_weight = any(name == "weight" for name, _ in module.named_parameters(recurse=False))
+    if not has_weight and forward in ("Linear.forward", "Conv1D.forward", "Embedding.forward"):
+        return "computed"
+    if forward == "Linear.forward":
+        return "linear"
+    if forward == "Conv1D.forward":
+        return "conv1d"
+    if forward == "Embedding.forward":
+        # With these options the forward pass changes the weight, or the gradient is sparse or depends on the whole batch.
+        special = module.max_norm is not None or module.scale_grad_by_freq or module.sparse
+        return "" if special else "embedding"
+    is_leaf = next(module.children(), None) is None
+    dims = {parameter.dim() for parameter in module.parameters(recurse=False) if not _is_lazy(parameter)}
+    # `elementwise_affine=False` leaves a norm of torch's without parameters, but with the attribute.
+    has_weights = bool(dims) or hasattr(module, "weight")
+    is_norm = "norm" in kind.lower() and is_leaf and has_weights and dims <= {1}
+    return "norm" if is_norm else ""
+
+
+def _tensor_plan(model: torch.nn.Module) -> tuple[tuple[str, str], ...]:
+    """What transformers' models say of themselves; a base model's part lacks its prefix in the config."""
+    own = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not own:
+        own = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+    if not isinstance(own, dict):
+        return ()
+    return tuple((str(pattern), str(style)) for pattern, style in own.items())
+
+
+def _sorted_text(values: Iterable[torch.dtype | torch.device]) -> tuple[str, ...]:
+    texts = {str(value).removeprefix("torch.") for value in values}
+    return tuple(sorted(texts))

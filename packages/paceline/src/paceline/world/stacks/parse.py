@@ -1,0 +1,176 @@
+"""Reads the stacks that faulthandler and py-spy write, and finds the line of the script in them. Pure functions."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import re
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from paceline.base.ours import our_folders
+
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
+_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)$')
+_SPY_THREAD = re.compile(r"^Thread .*\((?:idle|active).*\)")
+_SPY_FRAME = re.compile(r"^ {4}(?P<function>.+) \((?P<file>[^()]+):(?P<line>\d+)\)$")
+
+_LAUNCHER = str(Path(__file__).parents[2] / "launch") + os.sep
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_TORCH = re.compile(r"[/\\](?:site|dist)-packages[/\\]torch[/\\]")
+_PACKAGES = re.compile(r"[/\\](?:site|dist)-packages[/\\]")
+_LOADERS = re.compile(r"[/\\]torch[/\\]utils[/\\]data[/\\]|[/\\]paceline[/\\]data[/\\]")
+_NEXT_BATCH = ("__next__", "__iter__", "_batches")
+# Functions that only wrap the one that the script has called.
+_NO_NAMES = frozenset({"wrapper", "inner", "call", "decorate_context"})
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Holds one call on a stack.
+
+    Attributes:
+        file, line, function: where it is; the line is 0 if it is not known.
+    """
+
+    file: str
+    line: int
+    function: str
+
+    @property
+    def is_library(self) -> bool:
+        """Whether it belongs to Paceline or torch."""
+        return self.file.startswith(our_folders()) or _TORCH.search(self.file) is not None
+
+    @property
+    def is_launcher(self) -> bool:
+        """Whether it belongs to the launcher, which calls the script in a forked process."""
+        return self.file.startswith(_LAUNCHER)
+
+    @property
+    def is_users(self) -> bool:
+        """Whether it is probably the user's code: it belongs to no installed package and not to Python."""
+        return self.is_script and _PACKAGES.search(self.file) is None
+
+    @property
+    def is_script(self) -> bool:
+        """Whether it belongs to the script, or to another library that runs it."""
+        return not self.is_library and not self.is_stdlib
+
+    @property
+    def is_stdlib(self) -> bool:
+        """Whether it belongs to Python's standard library."""
+        is_package = _PACKAGES.search(self.file) is not None
+        return self.file.startswith("<frozen ") or (self.file.startswith(_STDLIB) and not is_package)
+
+
+@dataclass(frozen=True)
+class Thread:
+    """Holds the stack of one thread, the innermost call first."""
+
+    frames: tuple[Frame, ...]
+
+
+@dataclass(frozen=True)
+class Position:
+    """Holds where a thread is.
+
+    Attributes:
+        operation: the function of torch or Paceline that the line of the script has called; "" for none.
+        file, line, function: the line of the script.
+    """
+
+    operation: str
+    file: str
+    line: int
+    function: str
+
+    @property
+    def where(self) -> str:
+        """The line of the script, with its source if the file can be read here."""
+        source = linecache.getline(self.file, self.line).strip()
+        place = f"{shortened(self.file)}:{self.line} in {self.function}"
+        return f"{place}: {source}" if source else place
+
+    @property
+    def text(self) -> str:
+        """The operation and the line."""
+        return f"in {self.operation} at {self.where}" if self.operation else f"at {self.where}"
+
+
+def shortened(file: str) -> str:
+    """Returns a path without the working directory, if it begins with that."""
+    return file.removeprefix(os.getcwd() + os.sep)
+
+
+# The beginnings of paths that differ between hosts, and the words that replace them in a message.
+_PORTABLE = {folder: f"<{Path(folder).name}>/" for folder in our_folders()} | {_STDLIB: "<stdlib>/"}
+
+
+def portable(file: str) -> str:
+    """Returns a path for a message to another host, where Python and Paceline may be installed elsewhere."""
+    for beginning, word in _PORTABLE.items():
+        if file.startswith(beginning):
+            return word + file.removeprefix(beginning)
+    return file
+
+
+def at_home(file: str) -> str:
+    """Returns the path on this host for one that `portable` has returned on another host."""
+    for beginning, word in _PORTABLE.items():
+        if file.startswith(word):
+            return beginning + file.removeprefix(word)
+    return file
+
+
+def threads_of(text: str) -> tuple[Thread, ...]:
+    """Returns the threads of one dump of faulthandler, in its order: the main thread is the last."""
+    return _threads(text, _THREAD, _FRAME)
+
+
+def threads_of_py_spy(text: str) -> tuple[Thread, ...]:
+    """Returns the threads of one `py-spy dump` without native frames. Its first one, the main thread, becomes the last."""
+    return _threads(text, _SPY_THREAD, _SPY_FRAME)[::-1]
+
+
+def _threads(text: str, begin: re.Pattern[str], call: re.Pattern[str]) -> tuple[Thread, ...]:
+    """Returns the threads of a text in which each begins with a line of one pattern, and each call has a line of another."""
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        match = call.match(line)
+        if begin.match(line):
+            threads.append([])
+        elif threads and match is not None:
+            number = int(match["line"]) if match["line"].isdigit() else 0
+            threads[-1].append(Frame(match["file"], number, match["function"]))
+    return tuple(Thread(tuple(frames)) for frames in threads)
+
+
+def position(frames: Sequence[Frame]) -> Position | None:
+    """Returns where a thread is, by a line of the script; None for an empty stack.
+
+    This is the innermost line of the user. If another library runs the script (a `Trainer`) and the user has no line on the
+    stack, it is the innermost line that does not belong to Paceline, torch or Python.
+    """
+    if not frames:
+        return None
+    lines_of_user = [index for index, frame in enumerate(frames) if frame.is_users]
+    lines_of_others = [index for index, frame in enumerate(frames) if frame.is_script]
+    index = next(iter(lines_of_user or lines_of_others), 0)
+    frame = frames[index]
+    return Position(_operation(frames[:index]), frame.file, frame.line, frame.function)
+
+
+def _operation(inner: Sequence[Frame]) -> str:
+    """Returns what the line of the script has called, by the frames inside it: the outermost function with a public name."""
+    library = [frame for frame in inner if frame.is_library]
+    # `for batch in loader` has no call in the source: it calls `__next__`, or resumes a generator of these names.
+    if library and _LOADERS.search(library[-1].file):
+        name = library[-1].function
+        return "DataLoader.__next__" if name in _NEXT_BATCH else f"the loader's {name}"
+    for frame in reversed(library):
+        if not frame.function.startswith(("_", "<")) and frame.function not in _NO_NAMES:
+            return frame.function
+    return library[-1].function if library else ""

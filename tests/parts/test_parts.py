@@ -1,0 +1,179 @@
+"""Each part does with its dependencies alone; what needs a part that is absent ends with an error that names its extra."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+from collections.abc import Callable, Sequence
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+
+from paceline.base.parts import ADDED, PACKAGES
+
+ROOT = Path(__file__).parents[2]
+TRAIN = """
+import torch
+from paceline import Accelerator
+
+torch.manual_seed(0)
+accelerator = Accelerator(cpu=True, project_dir='run')
+model = torch.nn.Linear(4, 1)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+progress = accelerator.resume()
+for step in range(progress.step, progress.step + 2):
+    accelerator.backward(model(torch.ones(2, 4)).square().mean())
+    optimizer.step()
+    optimizer.zero_grad()
+accelerator.save_state()
+accelerator.print(f"from step {progress.step}")
+"""
+
+
+class Environment:
+    """A virtual environment with the packages of this one, but with some parts of Paceline only."""
+
+    def __init__(self, folder: Path, parts: Sequence[str]) -> None:
+        venv.create(folder, symlinks=True)
+        self.python = folder / "bin" / "python"
+        (packages,) = folder.glob("lib/python*/site-packages")
+        installed = {f"paceline_{extra}" for extra in ADDED} | {"paceline"}
+        for entry in Path(sysconfig.get_path("purelib")).iterdir():
+            if entry.name.removeprefix("_editable_impl_").partition("-")[0].partition(".")[0] not in installed:
+                (packages / entry.name).symlink_to(entry)
+        sources = []
+        for part in parts:
+            sources.append(str(ROOT / "packages" / part / "src"))
+            metadata = Path(str(distribution(part)._path))  # type: ignore[attr-defined]
+            (packages / metadata.name).symlink_to(metadata)
+        (packages / "parts.pth").write_text("\n".join(sources) + "\n")
+        self.environment = {
+            name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PACELINE"))
+        }
+
+    def run(self, words: Sequence[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [str(self.python), *words], cwd=cwd, env={**self.environment, **variables}, capture_output=True, text=True,
+            timeout=200, check=False,
+        )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def environment_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Environment]:
+    def made(*parts: str) -> Environment:
+        return Environment(tmp_path_factory.mktemp("environment"), ["paceline", *parts])
+
+    return made
+
+
+@pytest.fixture(scope="module")
+def core(environment_with: Callable[..., Environment]) -> Environment:
+    return environment_with()
+
+
+def test_the_core_trains_saves_resumes_and_plans(core: Environment, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    ways = (
+        ["train.py"],
+        ["-m", "paceline", "launch", "--cpu", "--procs", "2", "train.py"],
+        ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
+    )
+    for number, words in enumerate(ways):
+        done = core.run(words, tmp_path, OMP_NUM_THREADS="1")
+        assert done.returncode == 0, done.stderr
+        assert f"from step {2 * number}\n" in done.stdout
+    done = core.run(["-m", "paceline", "plan", "--procs", "2", "train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["verify", "train.py"], "lens"),
+        (["doctor"], "hosts"),
+        (["deepspeed", "train.py"], "deepspeed"),
+        (["launch", "--on", "slurm", "--procs", "2", "train.py"], "hosts"),
+        (["launch", "--cpu", "--procs", "2", "--watch", "train.py"], "lens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
+)
+def test_what_an_absent_part_has_is_an_error_that_names_its_extra(
+    core: Environment, tmp_path: Path, words: list[str], extra: str
+) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = core.run(["-m", "paceline", *words], tmp_path)
+    assert done.returncode == 2 and "[part-missing]" in done.stderr, done.stderr
+    assert f"the extra {extra}." in done.stderr and f"paceline-{extra}" in done.stderr
+
+
+def test_a_library_that_no_part_serves_names_the_extra(core: Environment, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = core.run(["-m", "paceline", "launch", "--compat", "accelerate", "train.py"], tmp_path)
+    assert done.returncode == 2 and "packages/paceline-accelerate" in done.stderr, done.stderr
+
+
+def test_a_tracker_of_an_absent_part(core: Environment, tmp_path: Path) -> None:
+    program = "from paceline import Accelerator; Accelerator(cpu=True, log_with='wandb').init_trackers('run')"
+    done = core.run(["-c", program], tmp_path)
+    assert done.returncode != 0 and "paceline-lens" in done.stderr, done.stderr
+
+
+# Modules that need another part, which the README of their own names.
+NEED_ANOTHER = {
+    "paceline_accelerate": ("deepspeed_preparation", "deepspeed_wrappers"),
+    "paceline_deepspeed": ("sampled_comet", "tuning"),
+}
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+package, *left_out = sys.argv[1:]
+root = importlib.import_module(package)
+for module in pkgutil.walk_packages(root.__path__, package + "."):
+    name = module.name.removeprefix(package + ".")
+    if name.split(".")[-1] != "__main__" and "for_children" not in name and name not in left_out:
+        importlib.import_module(module.name)
+others = {name.partition(".")[0] for name in sys.modules if name.startswith("paceline_")} - {package}
+assert not others, others
+"""
+
+
+@pytest.mark.parametrize("extra", sorted(ADDED))
+def test_each_part_is_imported_with_the_core_alone(
+    environment_with: Callable[..., Environment], tmp_path: Path, extra: str
+) -> None:
+    package = f"paceline_{extra}"
+    environment = environment_with(f"paceline-{extra}")
+    done = environment.run(["-c", IMPORT_ALL, package, *NEED_ANOTHER.get(package, ())], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_table_of_extras_is_what_the_parts_offer() -> None:
+    for extra, groups in ADDED.items():
+        project = tomllib.loads((ROOT / "packages" / f"paceline-{extra}" / "pyproject.toml").read_text())["project"]
+        offered = project["entry-points"]
+        assert {group: sorted(offered[group]) for group in groups} == {
+            group: sorted(names) for group, names in groups.items()
+        }
+    assert sorted(PACKAGES) == sorted({"paceline", *(f"paceline_{extra}" for extra in ADDED)})
+
+
+def test_the_metadata_that_is_installed_is_that_of_the_checkout() -> None:
+    """An entry point that was added after the installation is not found: `make setup` installs it."""
+    for package in PACKAGES:
+        part = package.replace("_", "-")
+        project = tomllib.loads((ROOT / "packages" / part / "pyproject.toml").read_text())["project"]
+        installed = {(point.group, point.name): point.value for point in distribution(part).entry_points}
+        for group, points in project["entry-points"].items():
+            for name, value in points.items():
+                assert installed.get((group, name)) == value, f"{part}: {group} {name}: run make setup"
+
+
+def test_one_version_for_all() -> None:
+    from paceline.base.version import VERSION
+
+    assert {distribution(package.replace("_", "-")).version for package in PACKAGES} == {VERSION}
+    assert sys.version_info >= (3, 11)
