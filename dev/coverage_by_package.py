@@ -10,7 +10,7 @@ import sys
 from collections import Counter, defaultdict
 from pathlib import Path
 
-PACKAGE = "packages/paceline/src/paceline/"
+CORE = "packages/paceline/src/paceline/"
 
 
 def rows(figures: dict[str, dict[str, dict[str, int]]]) -> list[str]:
@@ -21,8 +21,10 @@ def rows(figures: dict[str, dict[str, dict[str, int]]]) -> list[str]:
     """
     totals: dict[str, Counter[str]] = defaultdict(Counter)
     for path, figure in figures.items():
-        inside = path.partition(PACKAGE)[2]
+        inside = path.partition(CORE)[2]
         package = inside.partition("/")[0] if "/" in inside else "(files of the folder itself)"
+        if not inside:  # of another part
+            package = path.partition("packages/")[2].partition("/")[0]
         for name in (package, "all"):
             totals[name].update(figure["summary"])
     lines = ["| package | lines | reached | branches | reached |", "|---|---|---|---|---|"]

@@ -48,7 +48,7 @@ def survivors(copy: Path, module: str, tests: str) -> tuple[int, list[str]]:
     config, session = copy / "mutants.toml", copy / "mutants.sqlite"
     config.write_text(CONFIG.format(module=module, python=sys.executable, tests=tests), encoding="utf-8")
     session.unlink(missing_ok=True)
-    environment = {**os.environ, "PYTHONPATH": str(copy / "src")}
+    environment = {**os.environ, "PYTHONPATH": str(copy / "packages" / "paceline" / "src")}
     steps = (
         ["cosmic-ray", "init", config, session],
         ["cr-filter-operators", session, config],

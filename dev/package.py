@@ -1,8 +1,8 @@
-"""Builds the wheel and the sdist, installs them into an empty environment, and runs the quickstart there.
+"""Builds the wheels and sdists of all parts, installs them into an empty environment, and runs the quickstart there.
 
 python dev/package.py [--folder dist] [--borrow]
 
---folder    where the wheel and the sdist are written; the environments are in a temporary folder
+--folder    where the wheels and sdists are written; the environments are in a temporary folder
 --borrow    dependencies are those of the Python that runs this program, and none is downloaded: seconds in place of minutes
 """
 
@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+PARTS = sorted(path.name for path in (ROOT / "packages").iterdir())
 
 
 def run(words: Sequence[str | Path], folder: Path) -> str:
@@ -33,13 +34,14 @@ def run(words: Sequence[str | Path], folder: Path) -> str:
     return done.stdout
 
 
-def build(folder: Path) -> tuple[Path, Path]:
+def build(part: str, folder: Path) -> tuple[Path, Path]:
     """Builds both from the working tree; returns the wheel and the sdist."""
     folder.mkdir(parents=True, exist_ok=True)
-    for old in (*folder.glob("paceline-*.whl"), *folder.glob("paceline-*.tar.gz")):
+    name = part.replace("-", "_")
+    for old in (*folder.glob(f"{name}-*.whl"), *folder.glob(f"{name}-*.tar.gz")):
         old.unlink()
-    run([sys.executable, "-m", "hatchling", "build", "-d", folder], ROOT)
-    (wheel,), (sdist,) = folder.glob("paceline-*.whl"), folder.glob("paceline-*[0-9].tar.gz")
+    run([sys.executable, "-m", "hatchling", "build", "-d", folder], ROOT / "packages" / part)
+    (wheel,), (sdist,) = folder.glob(f"{name}-*.whl"), folder.glob(f"{name}-*[0-9].tar.gz")
     return wheel, sdist
 
 
@@ -59,18 +61,25 @@ def files_of(wheel: Path) -> dict[str, int]:
         return {entry.filename: entry.CRC for entry in archive.infolist()}
 
 
-def install(wheel: Path, environment: Path, *, borrow: bool) -> Path:
-    """Makes an environment that contains the wheel, and returns its folder of commands."""
+def install(wheels: Sequence[Path], environment: Path, *, borrow: bool) -> Path:
+    """Makes an environment that contains the wheels, and returns its folder of commands."""
     run([sys.executable, "-m", "venv", *(["--without-pip"] if borrow else []), environment], ROOT)
     python = environment / "bin" / "python"
     if not borrow:
         needed = ["matplotlib", "pillow", "scikit-learn", "tqdm"]  # by the quickstart
-        run([python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", wheel, *needed], ROOT)
+        run([python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", *wheels, *needed], ROOT)
         return python.parent
-    run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", wheel], ROOT)
+    run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", *wheels], ROOT)
     (packages,) = environment.glob("lib/python*/site-packages")
     # Searched last. An editable installation of Paceline in these folders is not found: its own `.pth` file is not read here.
-    (packages / "borrowed.pth").write_text("\n".join(site.getsitepackages()) + "\n", encoding="utf-8")
+    # But its entry points would be: links to everything else are borrowed.
+    borrowed = environment / "borrowed"
+    borrowed.mkdir()
+    for folder in site.getsitepackages():
+        for entry in Path(folder).iterdir():
+            if not entry.name.startswith(("paceline", "_editable_impl_paceline")):
+                (borrowed / entry.name).symlink_to(entry)
+    (packages / "borrowed.pth").write_text(f"{borrowed}\n", encoding="utf-8")
     return python.parent
 
 
@@ -93,18 +102,23 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "dist")
     parser.add_argument("--borrow", action="store_true")
     given = parser.parse_args()
-    wheel, sdist = build(given.folder.resolve())
+    wheels: list[Path] = []
     with tempfile.TemporaryDirectory() as temporary:
         place = Path(temporary)
-        for name in ("unpacked", "run"):
-            (place / name).mkdir()
-        rebuilt = files_of(wheel_of_sdist(sdist, place / "unpacked"))
-        differing = dict(files_of(wheel).items() ^ rebuilt.items())
-        if differing:
-            sys.exit(f"the wheel of the sdist differs in {sorted(differing)}")
-        commands = install(wheel, place / "environment", borrow=given.borrow)
+        for part in PARTS:
+            wheel, sdist = build(part, given.folder.resolve())
+            wheels.append(wheel)
+            unpacked = place / "unpacked" / part
+            unpacked.mkdir(parents=True)
+            rebuilt = files_of(wheel_of_sdist(sdist, unpacked))
+            differing = dict(files_of(wheel).items() ^ rebuilt.items())
+            if differing:
+                sys.exit(f"the wheel of the sdist differs in {sorted(differing)}")
+        commands = install(wheels, place / "environment", borrow=given.borrow)
+        (place / "run").mkdir()
         check(commands, place / "run")
-    print(f"{wheel.name} and {sdist.name} are in {given.folder}; the quickstart ran with what they install.")
+    names = ", ".join(wheel.name for wheel in wheels)
+    print(f"{names} and their sdists are in {given.folder}; the quickstart ran with what they install.")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,9 @@
 make release VERSION=0.2.0
 
 dist/VERSION/
-    paceline-VERSION-py3-none-any.whl, paceline-VERSION.tar.gz
+    paceline*-VERSION-py3-none-any.whl, paceline*-VERSION.tar.gz      of each part
     paceline-VERSION-docs.tar.gz      the pages of this version; they are read from the disk, search included
-    sbom.cdx.json                     what `pip install paceline` installs, as CycloneDX
+    sbom.cdx.json                     what all parts install, as CycloneDX
     NOTES.md                          the section of CHANGELOG.md
     SHA256SUMS                        of all these
 
@@ -70,16 +70,16 @@ def write_docs(archive: Path) -> None:
             packed.add(folder, arcname=archive.name.removesuffix(".tar.gz"))
 
 
-def write_sbom(wheel: Path, path: Path) -> None:
-    """Installs the wheel into an empty environment, and lists what came with it."""
+def write_sbom(wheels: Sequence[Path], path: Path) -> None:
+    """Installs the wheels into an empty environment, and lists what came with it."""
     with tempfile.TemporaryDirectory() as folder:
         installed, tool = Path(folder) / "installed", Path(folder) / "tool"
         for environment in (installed, tool):
             run([sys.executable, "-m", "venv", environment])
         constraints = ["-c", ROOT / "constraints.txt"]
-        run([installed / "bin/python", "-m", "pip", "install", "--quiet", *constraints, wheel])
+        run([installed / "bin/python", "-m", "pip", "install", "--quiet", *constraints, *wheels])
         run([tool / "bin/python", "-m", "pip", "install", "--quiet", SBOM_TOOL])
-        options = ["--output-reproducible", "--pyproject", ROOT / "pyproject.toml", "--output-file", path]
+        options = ["--output-reproducible", "--pyproject", ROOT / "packages" / "paceline" / "pyproject.toml", "--output-file", path]
         run([tool / "bin/cyclonedx-py", "environment", *options, installed / "bin/python"])
 
 
@@ -105,8 +105,7 @@ def main() -> None:
     print(run([sys.executable, ROOT / "dev" / "package.py", "--folder", folder]), end="")
     (folder / "NOTES.md").write_text(notes, encoding="utf-8")
     write_docs(folder / f"paceline-{version}-docs.tar.gz")
-    (wheel,) = folder.glob("*.whl")
-    write_sbom(wheel, folder / "sbom.cdx.json")
+    write_sbom(sorted(folder.glob("*.whl")), folder / "sbom.cdx.json")
     write_checksums(folder)
     if not given.no_tag:
         run(["git", "tag", "--annotate", f"v{version}", "--cleanup=verbatim", "--message", f"{version}\n\n{notes}"])

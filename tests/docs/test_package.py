@@ -20,7 +20,8 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("built")
-    subprocess.run([sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder], cwd=ROOT, check=True)
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", folder]
+    subprocess.run(command, cwd=ROOT / "packages" / "paceline", check=True)
     (built,) = folder.glob("*.whl")
     return built
 
@@ -38,13 +39,19 @@ def test_the_wheel_says_what_it_is(wheel: Path) -> None:
         assert re.search(f"^Project-URL: {label}, https://", headers, re.MULTILINE)
     assert "paceline/py.typed" in names
     assert f"paceline-{VERSION}.dist-info/licenses/LICENSE" in names
-    assert f"paceline-{VERSION}.dist-info/licenses/src/paceline/watch/page/uPlot.LICENSE" in names
     assert not any(name.startswith(("tests/", "docs/")) for name in names)
 
 
+def test_each_part_has_the_licence() -> None:
+    licence = (ROOT / "LICENSE").read_bytes()
+    assert {file.read_bytes() for file in ROOT.glob("packages/*/LICENSE")} == {licence}
+    assert len(list(ROOT.glob("packages/*/LICENSE"))) == 5
+
+
 def test_the_version_stands_in_one_place() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    assert project["dynamic"] == ["version"] and "version" not in project
+    for file in ROOT.glob("packages/*/pyproject.toml"):
+        project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
+        assert project["dynamic"] == ["version"] and "version" not in project
 
 
 @pytest.mark.long  # `make package` and `make release` do the same with dependencies from an index
@@ -53,10 +60,10 @@ def test_the_quickstart_runs_with_what_the_wheel_and_the_sdist_install(tmp_path:
     command = [sys.executable, ROOT / "dev" / "package.py", "--borrow", "--folder", tmp_path]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        f"paceline-{VERSION}-py3-none-any.whl",
-        f"paceline-{VERSION}.tar.gz",
-    ]
+    expected = []
+    for part in ("paceline", "paceline_accelerate", "paceline_deepspeed", "paceline_hosts", "paceline_lens"):
+        expected += [f"{part}-{VERSION}-py3-none-any.whl", f"{part}-{VERSION}.tar.gz"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == expected
 
 
 # -- a release -------------------------------------------------------------------------------------------------

@@ -60,11 +60,11 @@ def _table(points: Points) -> list[list[float | None]]:
 
 def page_style() -> str:
     """Returns the style sheet of a page with line charts."""
-    ours = files("paceline.observe").joinpath("report.css").read_text(encoding="utf-8")
+    ours = files("paceline_lens.tune").joinpath("report.css").read_text(encoding="utf-8")
     return f"{page_file('uPlot.min.css')}\n{ours}"
 
 
 def plot_script() -> str:
     """Returns the scripts that draw the charts, for the end of a page. The page loads nothing from elsewhere."""
-    ours = files("paceline.observe").joinpath("plots.js").read_text(encoding="utf-8")
+    ours = files("paceline_lens.tune").joinpath("plots.js").read_text(encoding="utf-8")
     return f'<script>{page_file(PLOTS)}</script>\n<script type="module">{ours}</script>'

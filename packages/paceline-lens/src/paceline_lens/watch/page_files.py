@@ -15,4 +15,4 @@ FILES = ("index.html", *STYLES, PLOTS, *MODULES)
 @cache
 def page_file(name: str) -> str:
     """Returns the text of one of `FILES`."""
-    return files("paceline.watch").joinpath("page", name).read_text(encoding="utf-8")
+    return files("paceline_lens.watch").joinpath("page", name).read_text(encoding="utf-8")

@@ -61,9 +61,10 @@ class Registry:
         point = points(self.group).get(name)
         if point is not None:
             return point.load()
-        extra = extra_with(self.group, self.nicknames.get(name.lower(), name))
-        if extra:
-            raise missing(extra, f"the {self.kind} {name} is", f"installed: {', '.join(self.names()) or 'none'}")
+        meant = self.nicknames.get(name.lower(), name)
+        extra = extra_with(self.group, meant)
+        if extra and meant not in self.names():
+            raise missing(extra, f"the {self.kind} {meant} is", f"installed: {', '.join(self.names()) or 'none'}")
         fix = "use one of these names"
         close = difflib.get_close_matches(name.lower(), [*self.names(), *self.nicknames], n=1)
         beginning = [known for known in self.names() if len(name) > 1 and known.startswith(name.lower())]

@@ -203,7 +203,7 @@ def _problems_of(environment: Environment) -> list[Problem]:
         why = f"you may not write to {' and '.join(map(str, unwritable))}"
     elif not environment.distributions("paceline"):
         why = f"paceline itself is not installed in {environment.packages}, so that its processes could not import it"
-        fix = "`pip install` paceline there (`pip install --editable` for a checkout)"
+        fix = "`pip install` paceline there (`pip install path/to/paceline/packages/*` from a checkout)"
     if not why:
         return []
     return [Problem("door-environment", what, why, fix)]
