@@ -7,6 +7,7 @@ import textwrap
 
 import pytest
 
+from paceline.base import registry
 from paceline.base.errors import LaunchError
 from paceline.cli import main as cli
 from paceline.config.settings import RunSettings, settings_of
@@ -45,13 +46,20 @@ def test_an_older_python_is_named():
     assert "ImportError: Paceline needs Python 3.11 or newer" in done.stderr.splitlines()[-1]
 
 
-def test_commands_are_files(tmp_path, monkeypatch, capsys):
-    (tmp_path / "greet.py").write_text('"""Says hello."""\n')
-    (tmp_path / "_hidden.py").write_text('"""No command."""\n')
-    monkeypatch.setattr(cli, "_FOLDER", tmp_path)
-    assert cli.commands() == {"greet": "Says hello"}
+def test_commands_are_entry_points(tmp_path, monkeypatch, capsys):
+    (tmp_path / "greetings").mkdir()
+    (tmp_path / "greetings" / "__init__.py").write_text("raise AssertionError('imported')\n")
+    (tmp_path / "greetings" / "greet.py").write_text('"""Says hello."""\n')
+    (tmp_path / "greetings-1.0.dist-info").mkdir()
+    points = tmp_path / "greetings-1.0.dist-info" / "entry_points.txt"
+    points.write_text("[paceline.commands]\nhello = greetings.greet\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry._all_points.cache_clear()
+    assert cli.commands()["hello"] == "Says hello"
     assert cli.main([]) == 0
-    assert "greet" in capsys.readouterr().out
+    assert "hello" in capsys.readouterr().out
+    monkeypatch.undo()
+    registry._all_points.cache_clear()
 
 
 def test_every_command_has_one_line_of_help():

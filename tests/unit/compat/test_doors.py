@@ -80,7 +80,7 @@ def test_a_door_is_removed_without_a_trace(environment: Environment, library: st
 
 @pytest.mark.parametrize("library", ["accelerate", "deepspeed"])
 def test_every_command_names_a_function(library: str) -> None:
-    commands: dict[str, str] = importlib.import_module(f"paceline.compat.{library}").COMMANDS
+    commands: dict[str, str] = importlib.import_module(f"paceline_{library}").COMMANDS
     for target in commands.values():
         module, _, function = target.partition(":")
         assert callable(getattr(importlib.import_module(module), function, None)), target

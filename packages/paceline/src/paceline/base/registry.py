@@ -11,11 +11,28 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
-from importlib.metadata import EntryPoint
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from paceline.base.errors import ConfigError
 from paceline.base.parts import extra_with, missing
+
+
+class Point(NamedTuple):
+    """An entry point. Python's own class is in `importlib.metadata`, whose import takes as long as `paceline --help`.
+
+    Attributes:
+        module: name of a module.
+        attribute: name of an object in it; "" for the module itself.
+    """
+
+    module: str
+    attribute: str
+
+    def load(self) -> Any:
+        """Imports the module, and returns the object."""
+        loaded = import_module(self.module)
+        return getattr(loaded, self.attribute) if self.attribute else loaded
 
 
 class Registry:
@@ -82,17 +99,17 @@ class Registry:
         return (self.get(name) for name in self.names())
 
 
-def points(group: str) -> dict[str, EntryPoint]:
+def points(group: str) -> dict[str, Point]:
     """Returns the entry points of a group by name. Where two distributions have a name, the first on `sys.path` counts."""
     return _all_points().get(group, {})
 
 
 @cache
-def _all_points() -> dict[str, dict[str, EntryPoint]]:
+def _all_points() -> dict[str, dict[str, Point]]:
     """Returns the entry points of all groups that extend Paceline."""
     # `importlib.metadata.entry_points` reads the metadata of all distributions, which takes 30 ms at every start. Few
     # distributions extend Paceline, and to look for them takes 3 ms.
-    found: dict[str, dict[str, EntryPoint]] = {}
+    found: dict[str, dict[str, Point]] = {}
     for folder in filter(os.path.isdir, sys.path):
         for entry in sorted(os.scandir(folder), key=lambda entry: entry.name):
             if not entry.name.endswith((".dist-info", ".egg-info")):
@@ -107,7 +124,7 @@ def _all_points() -> dict[str, dict[str, EntryPoint]]:
     return found
 
 
-def _add_points(text: str, found: dict[str, dict[str, EntryPoint]]) -> None:
+def _add_points(text: str, found: dict[str, dict[str, Point]]) -> None:
     """Adds what an `entry_points.txt` lists: sections of groups with lines `name = module:attribute`."""
     group = ""
     for line in text.splitlines():
@@ -117,5 +134,5 @@ def _add_points(text: str, found: dict[str, dict[str, EntryPoint]]) -> None:
             continue
         name, equals, value = line.partition("=")
         if equals and group.startswith("paceline."):
-            point = EntryPoint(name.strip(), value.strip(), group)
-            found.setdefault(group, {}).setdefault(point.name, point)
+            module, _, attribute = value.strip().partition(":")
+            found.setdefault(group, {}).setdefault(name.strip(), Point(module, attribute))

@@ -15,7 +15,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from importlib.util import find_spec
+from importlib.machinery import PathFinder
 
 from paceline.base.errors import ConfigError, PacelineError
 from paceline.base.parts import extra_with, missing
@@ -29,9 +29,12 @@ def commands() -> dict[str, str]:
     """Returns command -> its one line of help, read from its file. Importing all commands would make `--help` slow."""
     names = {}
     for name in COMMANDS.names():
-        spec = find_spec(COMMANDS.module(name))
+        package, _, inside = COMMANDS.module(name).partition(".")
+        # The spec of a module inside would import its package, which may load much.
+        spec = PathFinder.find_spec(package)
         if spec is not None and spec.origin is not None:
-            with open(spec.origin, encoding="utf-8") as file:
+            path = os.path.join(os.path.dirname(spec.origin), f"{inside.replace('.', os.sep)}.py")
+            with open(path, encoding="utf-8") as file:
                 names[name] = file.readline().strip().strip('"').rstrip(".")
     return names
 
