@@ -27,7 +27,7 @@ from paceline.compat.accelerate.wrapping import get_model_tp_size
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
-from paceline.parallel.data.replicate import AveragedGradients
+from paceline.parallel.data.replicate_applied import AveragedGradients
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
