@@ -20,7 +20,6 @@ from paceline.optim.clip import clip_grad_norm, clip_grad_value
 from paceline.parallel.microbatches import Microbatches, Part
 from paceline.run.run import Run
 from paceline.world import runtime
-from paceline.world.hangs import report as hang_reports
 
 
 class Steps:
@@ -100,7 +99,7 @@ class Steps:
         except BaseException as error:
             self._announce_failure(error)
             raise
-        hang_reports.backward_passed()
+        self._run.collectives.backward_passed()
         if self._run.scaler is not None:
             self._run.scaler.watch(loss)
         self._report_loss(loss, loss * share, num_items)
@@ -144,11 +143,11 @@ class Steps:
             except BaseException as error:
                 self._announce_failure(error)
                 raise
-        hang_reports.backward_passed()
+        self._run.collectives.backward_passed()
 
     def _announce_failure(self, error: BaseException) -> None:
-        """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
-        hang_reports.backward_failed(error)
+        """Tells the other ranks of the error, and resets what the pass has left unfinished."""
+        self._run.collectives.backward_failed(error)
         for entry in self._prepared.models:
             entry.chain.backward_failed()
 

@@ -26,7 +26,7 @@ from paceline.checkpoint.state.module_state import clean
 from paceline.checkpoint.store import Store, confined, store_for
 from paceline.compat.deepspeed import module_state
 from paceline.compat.deepspeed.checkpoint_format import tag_in
-from paceline.world.exchange import as_bytes
+from paceline.world.arrived import as_bytes
 
 # What reads and writes weights is imported where it is called: it loads torch.distributed.checkpoint, and the engine's class
 # is imported long before.
