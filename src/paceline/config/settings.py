@@ -91,7 +91,8 @@ class Setting:
 
 def own_name(name: str) -> str:
     """Returns the setting that a name stands for: a setting's own name or another library's; "" if there is none."""
-    if name in settings_of():
+    # Those of the run first: a training process asks for no others, and need not load those of single launchers.
+    if name in settings_of(RunSettings) or name in settings_of():
         return name
     if name == TOTAL:
         return "procs"

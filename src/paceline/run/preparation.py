@@ -36,10 +36,8 @@ from paceline.optim.schedule import (
     is_scheduler,
     warn_of_other_optimizer,
 )
-from paceline.optim.unprepared import UnpreparedModels
 from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
-from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
@@ -109,6 +107,8 @@ class Preparation:
         if self.is_strict:
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
         if run.world.size > 1 and runtime.current().others_answer:
+            from paceline.optim.unprepared import UnpreparedModels  # what only several ranks can do wrong
+
             run.events.before_step.subscribe(UnpreparedModels(run.world, steps_prepared_model).look)
 
     def prepare(
@@ -350,6 +350,8 @@ class Preparation:
         # strategies seed the generators themselves.
         compiled = plan.compile or is_compiled(entry.module)
         if plan.layout.size() == plan.layout.width > 1 and not compiled:
+            from paceline.parallel.draws import watch_first_pass
+
             watch_first_pass(entry.module, run.device, partial(self._note_first_pass, facts))
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)

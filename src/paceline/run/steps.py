@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
-from paceline.data.unprepared import UnpreparedLoaders
-from paceline.data.unreduced import UnreducedMetrics
-from paceline.optim.clip import clip_grad_norm, clip_grad_value
 from paceline.parallel.microbatches import Microbatches, Part
 from paceline.run.run import Run
 from paceline.world import runtime
+
+if TYPE_CHECKING:
+    from paceline.data.unprepared import UnpreparedLoaders
+    from paceline.data.unreduced import UnreducedMetrics
 
 
 class Steps:
@@ -34,8 +36,15 @@ class Steps:
         self._prepared = run.prepared
         self._gradients = run.gradients
         self._runtime = runtime.current()
-        self._unprepared: UnpreparedLoaders | None = UnpreparedLoaders(run.world)
-        self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
+        self._unprepared: UnpreparedLoaders | None = None
+        self._unreduced: UnreducedMetrics | None = None
+        # Both look for what only several ranks can do wrong.
+        if run.world.size > 1:
+            from paceline.data.unprepared import UnpreparedLoaders
+            from paceline.data.unreduced import UnreducedMetrics
+
+            self._unprepared = UnpreparedLoaders(run.world)
+            self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
         self._norm = torch.zeros((), device=run.device)
 
     def allow_unprepared_loaders(self) -> None:
@@ -45,7 +54,8 @@ class Steps:
 
     def allow_unreduced_metrics(self) -> None:
         """Turns the warning about evaluations without any gather off, for scripts of other libraries."""
-        self._unreduced.stop()
+        if self._unreduced is not None:
+            self._unreduced.stop()
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **keywords: object) -> None:
         """See `Accelerator.backward`."""
@@ -222,6 +232,8 @@ class Steps:
         error_if_nonfinite: bool,
     ) -> torch.Tensor:
         """See `Accelerator.clip_grad_norm_`."""
+        from paceline.optim.clip import clip_grad_norm  # many loops do not clip
+
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         with self._run.events.phase("clip"):
             if self._finish(chosen):
@@ -232,6 +244,8 @@ class Steps:
 
     def clip_value(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """See `Accelerator.clip_grad_value_`."""
+        from paceline.optim.clip import clip_grad_value  # many loops do not clip
+
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         with self._run.events.phase("clip"):
             if self._finish(chosen):

@@ -13,19 +13,18 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import Problem
 from paceline.parallel.strategy import Averaging, Strategy
-from paceline.parallel.tensor.plan import (
-    Division,
-    TensorOptions,
-    divide,
-    divided_elements,
-)
+from paceline.parallel.tensor.options import TensorOptions
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import listed
 from paceline.plan.plan import Decision, Plan
+
+if TYPE_CHECKING:
+    from paceline.parallel.tensor.plan import Division
 
 
 class Tensor(Strategy):
@@ -45,6 +44,9 @@ class Tensor(Strategy):
     divides_steps = True
 
     def _division(self, plan: Plan, facts: ModelFacts) -> Division:
+        # How layers are divided is a subject of its own, which a plan with tp=1 does not load.
+        from paceline.parallel.tensor.plan import divide
+
         return divide(facts, plan.layout.tp, self.options(plan))
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
@@ -103,6 +105,8 @@ class Tensor(Strategy):
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Counts one part of each divided parameter. What is sent depends on the tokens of a batch, and is not counted."""
+        from paceline.parallel.tensor.plan import divided_elements
+
         divided = divided_elements(self._division(plan, facts), facts)
         elements = max(1, facts.parameters)
         parts = plan.layout.tp

@@ -21,10 +21,10 @@ from paceline.parallel.stand_ins import is_elementwise
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.tensor import styles
 from paceline.parallel.tensor.names import GROUPS, HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
+from paceline.parallel.tensor.options import TensorOptions
 from paceline.parallel.tensor.plan import (
     DIVIDED,
     SHARED,
-    TensorOptions,
     divide,
     shares_heads,
 )
