@@ -25,7 +25,7 @@ from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import checkpointer, verify
 from paceline.checkpoint.format.manifest import Manifest
-from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store.local import LocalStore
 from paceline.testing import ranks, run_ranks
 from paceline.testing.ranks import RankFailed

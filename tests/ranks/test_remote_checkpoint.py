@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, CheckpointError
-from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.keep import Keep
 from paceline.testing import run_ranks
 from paceline.testing.ranks import RankFailed
 

@@ -22,7 +22,7 @@ from paceline.base import env as environment
 from paceline.base.errors import WorldError
 from paceline.testing import RankFailed, run_ranks
 from paceline.world import device as devices
-from paceline.world import rendezvous
+from paceline.world import meeting, rendezvous
 from paceline.world.world import World
 
 
@@ -71,7 +71,7 @@ def test_joining_leaving_and_joining_again() -> None:
 
 def test_a_rank_that_is_through_waits_for_one_that_still_connects() -> None:
     """It would close connections that the other one is still making."""
-    initialise = rendezvous._initialise
+    initialise = meeting.initialise
 
     def join_and_leave() -> tuple[float, float]:
         connected = 0.0
@@ -83,7 +83,7 @@ def test_a_rank_that_is_through_waits_for_one_that_still_connects() -> None:
             connected = time.monotonic()
 
         if environment.get("RANK") == 0:
-            rendezvous._initialise = connect_slowly
+            meeting.initialise = connect_slowly
         rendezvous.join(launched(), cpu=True, timeout_s=20)
         rendezvous.leave()
         return connected, time.monotonic()

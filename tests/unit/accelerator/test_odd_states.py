@@ -15,7 +15,7 @@ from paceline.base.exits import PREEMPTED
 from paceline.checkpoint import Checkpointer, TrainState
 from paceline.checkpoint.format import manifest
 from paceline.checkpoint.format.manifest import Manifest
-from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.search import CheckpointSearch
 from paceline.checkpoint.store.local import LocalStore
 from paceline.optim.local_sgd import LocalSGD

@@ -17,7 +17,7 @@ from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, Manifest, RunState, TrainState, store_for, verify
 from paceline.checkpoint.agree import os_problem
 from paceline.checkpoint.format.manifest import NAME, encoded, measure
-from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store.local import LocalStore
 
 

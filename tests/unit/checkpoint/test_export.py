@@ -22,7 +22,7 @@ from paceline.checkpoint.weights import export as exporting
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.weight_files import _NAMES
-from paceline.world.exchange import as_bytes
+from paceline.world.arrived import as_bytes
 
 
 def every_kind() -> dict[str, torch.Tensor]:

@@ -8,7 +8,7 @@ from torch import nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState
-from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import local
 from paceline.checkpoint.store.local import LocalStore
 

@@ -115,7 +115,7 @@ def _copy(source, folder, target, to) -> None:
 
 
 def test_automatic_names_are_pruned_and_a_damaged_one_is_passed_over(place, caplog) -> None:
-    from paceline.checkpoint.retention import Keep
+    from paceline.checkpoint.keep import Keep
 
     saver = Checkpointer(keep=Keep(last=2))
     paths = [saver.save(saver.next_path(f"{place}/checkpoints"), state(float(number))) for number in range(4)]

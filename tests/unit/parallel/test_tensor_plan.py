@@ -6,7 +6,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
 
-from paceline.parallel.tensor.plan import TensorOptions, divide, divided_elements
+from paceline.parallel.tensor.options import TensorOptions
+from paceline.parallel.tensor.plan import divide, divided_elements
 from paceline.parallel.tensor.tensor import STRATEGY
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts

@@ -5,7 +5,8 @@ import torch
 from parity_models import GPT
 from torch import nn
 
-from paceline.parallel.data.shard import STRATEGY, _left_alone
+from paceline.parallel.data.shard import STRATEGY
+from paceline.parallel.data.shard_applied import _left_alone
 from paceline.parallel.data.wrapping import wrapping
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts

@@ -10,7 +10,8 @@ from paceline.optim.batch_size import is_out_of_memory
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.exhausted import ExplainExhaustion, OutOfMemory
+from paceline.planner.exhausted import ExplainExhaustion
+from paceline.planner.out_of_memory import OutOfMemory
 
 CPU = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes. Error code 12"
 

@@ -9,7 +9,7 @@ import torch
 from paceline.base import env as environment
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState, verify
-from paceline.checkpoint.retention import Keep
+from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store.local import LocalStore
 from paceline.testing import Fault, InjectedFault, arm, damage, worlds
 

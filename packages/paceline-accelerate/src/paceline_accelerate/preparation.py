@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.schedule import PreparedScheduler, is_scheduler
-from paceline.parallel.data.replicate import AveragedGradients
+from paceline.parallel.data.replicate_applied import AveragedGradients
 from paceline.parallel.materialise import Recipe
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan

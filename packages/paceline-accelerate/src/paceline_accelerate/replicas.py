@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 
-from paceline.parallel.data.replicate import AveragedGradients
+from paceline.parallel.data.replicate_applied import AveragedGradients
 
 
 class DistributedDataParallel(TorchDistributedDataParallel):

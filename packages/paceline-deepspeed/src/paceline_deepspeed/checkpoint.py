@@ -24,7 +24,7 @@ from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.files import replacing, writing
 from paceline.checkpoint.state.module_state import clean
 from paceline.checkpoint.store import Store, confined, store_for
-from paceline.world.exchange import as_bytes
+from paceline.world.arrived import as_bytes
 from paceline_deepspeed import module_state
 from paceline_deepspeed.checkpoint_format import tag_in
 

@@ -20,7 +20,7 @@ from paceline.base.version import VERSION as __version__
 
 _WHERE = {
     "Accelerator": "paceline.accelerator",
-    "Keep": "paceline.checkpoint.retention",
+    "Keep": "paceline.checkpoint.keep",
     "LocalSGD": "paceline.optim.local_sgd",
     "Plan": "paceline.plan.plan",
     "World": "paceline.world.world",
@@ -91,7 +91,7 @@ if TYPE_CHECKING:  # what type checkers see: to them a module with a `__getattr_
         TrainError,
         WorldError,
     )
-    from paceline.checkpoint.retention import Keep
+    from paceline.checkpoint.keep import Keep
     from paceline.data.seed import set_seed
     from paceline.data.skip import skip_first_batches
     from paceline.launch.notebook import debug_launcher, notebook_launcher

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -22,30 +23,29 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from paceline.checkpoint.retention import Keep
-from paceline.checkpoint.state.train_state import Stateful
+from paceline.checkpoint.keep import Keep
 from paceline.config.given import Given
 from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
-from paceline.observe.profile import profile as observe_profile
-from paceline.observe.trackers.group import Trackers
-from paceline.observe.trackers.group import Wanted as TrackerChoice
 from paceline.optim.schedule import Scheduler
-from paceline.parallel.data.gather import gather_with_gradient
 from paceline.plan.plan import Plan
-from paceline.run.anomaly_actions import anomalies_of
+from paceline.run.logged_values import LoggedValues
 from paceline.run.preparation import Preparation
-from paceline.run.profiling import profiles_of
 from paceline.run.starting import start_run
 from paceline.run.states import Start, States
 from paceline.run.steps import Steps
-from paceline.run.system_values import LoggedValues
-from paceline.run.watching import telemetry_of
 from paceline.world import rendezvous, runtime
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
 from paceline.world.places import user_frame
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.state.run_state import Stateful
+    from paceline.observe.profiles import Profiles
+    from paceline.observe.trackers.group import Trackers
+    from paceline.observe.trackers.group import Wanted as TrackerChoice
+    from paceline.run.anomaly_actions import Anomalies
 
 Prepared = TypeVar("Prepared")
 Several = TypeVarTuple("Several")
@@ -148,14 +148,35 @@ class Accelerator(Participant):
         self.settings = run.settings
         self.gradients = run.gradients
         self.scaler = run.scaler
-        self.trackers = Trackers(log_with, self.logging_dir, is_main=run.world.is_main)
-        self.profiles = profiles_of(run)
+        self._log_with = log_with
+        if log_with is not None:
+            _ = self.trackers  # what is wrong with the names is an error here
+        # What only some runs ask for is loaded by those: it is half of the library.
+        self.profiles: Profiles | None = None
+        if run.settings.profile != "no":
+            from paceline.run.profiling import profiles_of
+
+            self.profiles = profiles_of(run)
         self._logged_values = LoggedValues(run, self.profiles)
         self.preparation = self._preparation_class(run, self.profiles)
         self.steps = Steps(run)
         self.states = States.of(run, Keep.of(total_limit, keep))
-        self._anomalies = anomalies_of(run, self.states)
-        telemetry_of(run)
+        self._anomalies: Anomalies | None = None
+        if "anomalies" in run.settings.options:
+            from paceline.run.anomaly_actions import anomalies_of
+
+            self._anomalies = anomalies_of(run, self.states)
+        if run.settings.watch_dir is not None:
+            from paceline.run.watching import telemetry_of
+
+            telemetry_of(run)
+
+    @cached_property
+    def trackers(self) -> Trackers:
+        """The trackers that `log_with` asks for."""
+        from paceline.observe.trackers.group import Trackers
+
+        return Trackers(self._log_with, self.logging_dir, is_main=self.run.world.is_main)
 
     # -- what this run is --------------------------------------------------------------------------------------
 
@@ -389,6 +410,8 @@ class Accelerator(Participant):
         self.run.events.gathered()
         if not with_gradient:
             return super().gather(tensor)
+        from paceline.parallel.data.gather import gather_with_gradient
+
         loader = self.run.active_loaders.top
         info = None if loader is None else loader.current
         return cast(T, gather_with_gradient(tensor, self.run.mesh.statistics_group, info))
@@ -577,11 +600,14 @@ class Accelerator(Participant):
         finally:
             # The process group first: other ranks should not wait until the server of a tracker has answered.
             rendezvous.leave()
-            self.trackers.finish()
+            if "trackers" in vars(self):  # else nobody has used them
+                self.trackers.finish()
 
     def profile(self, **options: Any) -> AbstractContextManager[Any]:
         """Runs torch's profiler over a block; see `paceline.observe.profile.profile` for options and errors."""
-        return observe_profile(rank=self.process_index, **options)
+        from paceline.observe.profile import profile
+
+        return profile(rank=self.process_index, **options)
 
     def __repr__(self) -> str:
         return f"Accelerator({self.plan.layout}, precision {self.mixed_precision}, device {self.device})"

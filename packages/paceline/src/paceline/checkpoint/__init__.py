@@ -10,8 +10,8 @@ _WHERE = {
     "Checkpointer": "paceline.checkpoint.checkpointer",
     "Loaded": "paceline.checkpoint.checkpointer",
     "Manifest": "paceline.checkpoint.format.manifest",
-    "RunState": "paceline.checkpoint.state.train_state",
-    "Stateful": "paceline.checkpoint.state.train_state",
+    "RunState": "paceline.checkpoint.state.run_state",
+    "Stateful": "paceline.checkpoint.state.run_state",
     "Store": "paceline.checkpoint.store",
     "TrainState": "paceline.checkpoint.state.train_state",
     "check_stateful": "paceline.checkpoint.state.train_state",
@@ -47,7 +47,8 @@ if TYPE_CHECKING:  # to type checkers a module with a `__getattr__` has every na
     from paceline.checkpoint.checkpointer import Checkpointer, Loaded
     from paceline.checkpoint.files import load_object, save_object
     from paceline.checkpoint.format.manifest import Manifest, verify
-    from paceline.checkpoint.state.train_state import RunState, Stateful, TrainState, check_stateful
+    from paceline.checkpoint.state.run_state import RunState, Stateful
+    from paceline.checkpoint.state.train_state import TrainState, check_stateful
     from paceline.checkpoint.store import STORES, Store, store_for
     from paceline.checkpoint.weights.export import parse_size
     from paceline.checkpoint.weights.model import load_model, save_model

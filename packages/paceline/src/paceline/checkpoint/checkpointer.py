@@ -31,6 +31,7 @@ from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFa
 from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
 from paceline.checkpoint.format.shards import INDEX, SavePlanner, write_index, write_shard
 from paceline.checkpoint.format.share import Share
+from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.save_report import SaveReport
 from paceline.checkpoint.search import CheckpointSearch
 from paceline.checkpoint.staging import Staging
@@ -114,12 +115,12 @@ class Checkpointer:
         self,
         collectives: Peers | None = None,
         *,
-        keep: retention.Keep | None = None,
+        keep: Keep | None = None,
         tell: Callable[[SavedCheckpoint], object] | None = None,
     ) -> None:
         self._peers = collectives or Alone()
         self._tell = tell
-        self._keep = keep or retention.Keep()
+        self._keep = keep or Keep()
         self._division: _Division | None = None
         self._background = Background()
         self._staging = Staging()
@@ -210,7 +211,7 @@ class Checkpointer:
             return "", {}
         numbered = retention.number(store, home) is not None
         # Only automatic names are pruned, so only they need the metric by which that is done.
-        rule = self._keep if numbered else retention.Keep()
+        rule = self._keep if numbered else Keep()
         numbers = rule.check(metrics)
         folder = store.parent(home)[0] if numbered else home
         self._locks.take(store, folder, until_the_end=numbered)

@@ -15,7 +15,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import ConfigError, Problem, short_repr
-from paceline.config import limits
 from paceline.config.given import Choice, Given
 
 if TYPE_CHECKING:
@@ -150,6 +149,8 @@ def _compose(text: str) -> Any:
     import yaml
 
     try:
+        from paceline.config import limits  # only text is parsed
+
         return limits.compose(text, short_repr(text))
     except ConfigError as error:
         return error.problems[0]

@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from paceline.base.registry import Registry
-from paceline.config.clusters import CLUSTERS
+from paceline_hosts.clusters import CLUSTERS
 from paceline.config.dialects import dialects
 from paceline.config.kinds import (
     ADDRESSES,
@@ -93,7 +93,8 @@ class Setting:
 
 def own_name(name: str) -> str:
     """Returns the setting that a name stands for: a setting's own name or another library's; "" if there is none."""
-    if name in settings_of():
+    # Those of the run first: a training process asks for no others, and need not load those of single launchers.
+    if name in settings_of(RunSettings) or name in settings_of():
         return name
     if name == TOTAL:
         return "procs"

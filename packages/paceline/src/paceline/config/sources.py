@@ -20,9 +20,8 @@ from typing import Any, Generic, TypeVar
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, Problem, short_repr
-from paceline.config import launchers
 from paceline.config import options as strategy_options
-from paceline.config.clusters import CLUSTERS
+from paceline_hosts.clusters import CLUSTERS
 from paceline.config.dialects import Translation, dialects, judged, known_by_a_dialect, notice_of
 from paceline.config.given import SOURCES, Choice, Given, nearest
 from paceline.config.settings import TOTAL, LaunchSettings, RunSettings, launch_classes, own_name, settings_of
@@ -244,6 +243,8 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
         ConfigError: `config-value`, those of dialects, `launcher-flag`, `procs-split`, and those of `files.read`; all
             at once.
     """
+    from paceline.config import launchers  # whose flags no training process gets
+
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
     unused: list[Choice] = []
@@ -297,6 +298,8 @@ def resolve_launch(flags: Sequence[Given] = (), env: Mapping[str, str] | None = 
 
 def _from_flags(flags: Sequence[Given], unused: list[Choice], problems: list[Problem]) -> list[Given]:
     """Returns the values of the command line. Flags of other libraries that have a meaning only together come first."""
+    from paceline.config import launchers
+
     together = Translation()
     for dialect in dialects():
         together.add(dialect.from_flags(flags))

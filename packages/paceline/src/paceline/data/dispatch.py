@@ -144,6 +144,8 @@ class DispatchFeed:
     Ranks: all of `collectives`, at each step.
     """
 
+    by_index = True  # if its dataset has indices
+
     def __init__(self, reader: Reader, plan: DataPlan, collectives: Collectives) -> None:
         self.plan = plan
         self._reader = reader

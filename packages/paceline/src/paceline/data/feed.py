@@ -168,6 +168,8 @@ class MapFeed:
         everyone: whether the batches of all ranks are read in turn, on the rank that reads for all.
     """
 
+    by_index = True  # whether each sample is read by its index, see `prepare.random_samples`
+
     def __init__(self, loader: DataLoader[Any], plan: DataPlan, source: Source, everyone: bool = False) -> None:
         self.plan = plan
         self.order = source.order

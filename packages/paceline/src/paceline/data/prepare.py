@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sized
 from dataclasses import replace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
@@ -12,14 +12,15 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from paceline.base.errors import DataError, Problem
 from paceline.data.active import ActiveLoaders
 from paceline.data.augment import draws_nothing, has_own_streams
-from paceline.data.dispatch import DispatchFeed
 from paceline.data.feed import Feed, MapFeed, Source
 from paceline.data.loader import PreparedLoader
 from paceline.data.order import Read, check_unsharded, first_entry, order_of, seed_of
-from paceline.data.stream import StreamFeed
 from paceline.plan.data import DataPlan, Tail
 from paceline.plan.plan import Decision
 from paceline.world.collectives import Collectives
+
+if TYPE_CHECKING:
+    from paceline.data.stream import StreamFeed
 
 
 def prepare_loader(
@@ -108,8 +109,8 @@ def random_samples(loader: PreparedLoader) -> Decision | None:
     """Returns the decision on what a dataset draws at random, where that is not always what it draws under torch."""
     plan = loader.plan
     dataset = loader.original.dataset
-    indexed = isinstance(loader.feed, MapFeed | DispatchFeed) and not isinstance(dataset, IterableDataset)
-    if not indexed or draws_nothing(dataset):
+    by_index = getattr(loader.feed, "by_index", False) and not isinstance(dataset, IterableDataset)
+    if not by_index or draws_nothing(dataset):
         return None
     field = f"data.random_samples({type(dataset).__name__})"
     if not has_own_streams(plan):
@@ -289,8 +290,12 @@ def _feed(
         reader: MapFeed | StreamFeed = MapFeed(loader, plan, source, everyone=reads_all)
     else:
         assert plan.width == 1 or collectives is not None, "an iterable dataset needs collectives at a width above one"
+        from paceline.data.stream import StreamFeed  # streams and dispatch are loaded where a loader has them
+
         reader = StreamFeed(loader, plan, collectives, everyone=reads_all, all_ranks=shared)
     if not dispatch:
         return reader
     assert collectives is not None, "dispatch needs collectives"
+    from paceline.data.dispatch import DispatchFeed
+
     return DispatchFeed(reader, plan, collectives)

@@ -15,26 +15,18 @@ Recomputation in Large Transformer Models", 2022 (selective).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from paceline.base.errors import Problem
-from paceline.parallel.context.block_calls import CACHES
-from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
+from paceline.parallel.strategy import Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
-from paceline.world.forward import override_forward
 
 KEPT = (
     "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution",
@@ -45,8 +37,6 @@ KEPT = (
 _ALL = 34
 _INPUT = 2
 _PRODUCTS = 22
-_LARGEST_THAT_CHANGES = 2**16  # elements
-_RAN_BEFORE = "_recomputed_before"  # an attribute of a block
 
 
 @dataclass(frozen=True)
@@ -65,6 +55,7 @@ class Recompute(Strategy):
 
     name = "recompute"
     stage = 40
+    applied = "paceline.parallel.recompute_applied"
 
     Options = RecomputeOptions
 
@@ -84,7 +75,7 @@ class Recompute(Strategy):
                     fix="set recompute to no, or keep the model's layers in a torch.nn.ModuleList",
                 )
             )
-        unknown = [name for name in names_of(self.options(plan).save) if not _overloads(name)]
+        unknown = [name for name in names_of(self.options(plan).save) if not overloads(name)]
         if unknown:
             problems.append(
                 Problem(
@@ -119,20 +110,6 @@ class Recompute(Strategy):
         fraction = min(1.0, 1 - share + share * kept_share + (1 - kept_share) / total)
         return replace(before, activations=int(before.activations * fraction))
 
-    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Replaces `forward` of the blocks that this rank holds."""
-        modules = dict(model.named_modules())
-        how: dict[str, Any] = {"use_reentrant": False}
-        if context.plan.recompute == "selective":
-            saved: list[Any] = []
-            for name in names_of(context.options.save):
-                saved += _overloads(name)
-            how["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
-        for name in chosen(context.plan.recompute, context.facts.blocks):
-            if next(modules[name].parameters(), None) is not None:  # else another rank of a pipeline holds it
-                _override(modules[name], how)
-        return AppliedStrategy(model)
-
 
 def chosen(recompute: str, blocks: tuple[str, ...]) -> tuple[str, ...]:
     """Returns the blocks that are computed again."""
@@ -141,72 +118,7 @@ def chosen(recompute: str, blocks: tuple[str, ...]) -> tuple[str, ...]:
     return blocks
 
 
-def _override(block: nn.Module, how: dict[str, Any]) -> None:
-    def forward(block: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        if not torch.is_grad_enabled():
-            return original(*args, **kwargs)
-        # The block gets no cache of keys and values, which it would fill twice.
-        keywords: dict[str, Any] = dict(kwargs)
-        for name in keywords.keys() & set(CACHES):
-            keywords[name] = None
-        # The first call is not selective. Modules may do something in their first call only, such as building a table. The
-        # operations of both runs must be the same, since selective checkpointing matches them by their order.
-        if vars(block)[_RAN_BEFORE]:
-            keywords |= how
-        else:
-            keywords["use_reentrant"] = False
-        vars(block)[_RAN_BEFORE] = True
-        # A compiled block changes its buffers once in any case.
-        if not torch.compiler.is_compiling() and next(block.buffers(), None) is not None:
-            keywords["context_fn"] = partial(_contexts, block, keywords.get("context_fn"))
-        return checkpoint(original, *args, **keywords)
-
-    vars(block)[_RAN_BEFORE] = "context_fn" not in how
-    override_forward(block, "recompute", forward)
-
-
-def _contexts(
-    block: nn.Module, others: Callable[[], tuple[Any, Any]] | None
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Returns the contexts of the first and of the second forward pass; `others` returns those that go inside."""
-    first, second = others() if others is not None else (nullcontext(), nullcontext())
-    before = {}
-    for buffer in block.buffers():
-        # Masks and tables of positions are large, and do not change.
-        if not is_lazy(buffer) and buffer.numel() <= _LARGEST_THAT_CHANGES:
-            before[id(buffer)] = (buffer, buffer.clone())
-    return first, _second_pass(block, before, second)
-
-
-@contextmanager
-def _second_pass(
-    block: nn.Module, before: dict[int, tuple[Tensor, Tensor]], inside: AbstractContextManager[Any]
-) -> Iterator[None]:
-    """Gives the block other buffers, with the values that the first forward pass has found, and afterwards its own again.
-
-    Args:
-        block: what is computed again.
-        before: the buffers that the first pass has found, by their `id`, each with a copy of its values.
-        inside: a context of the second pass.
-    """
-    own: list[tuple[nn.Module, str, Tensor]] = []
-    for module in block.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                own.append((module, name, buffer))
-    for module, name, buffer in own:
-        # One that was not copied before, and buffers that are shared by modules stay so.
-        _, values = before.get(id(buffer)) or before.setdefault(id(buffer), (buffer, buffer.clone()))
-        module._buffers[name] = values
-    try:
-        with inside:
-            yield
-    finally:
-        for module, name, buffer in own:
-            module._buffers[name] = buffer
-
-
-def _overloads(name: str) -> list[Any]:
+def overloads(name: str) -> list[Any]:
     packet = getattr(torch.ops.aten, name.removeprefix("aten."), None)
     if packet is None:
         return []

@@ -15,7 +15,8 @@
 A `Strategy` has no state: one object serves every plan and every model. All state belongs to the `AppliedStrategy` that its
 `apply` returns for one model. The `Chain` of the model (see `parallel.chain`) holds these objects.
 
-A new strategy is one new file with `STRATEGY = Class()`, here or in a package; the registry finds it.
+A new strategy is one new file with `STRATEGY = Class()`, here or in a package; the registry finds it. Ours are two files: the
+declaration, and what it does to a model (`zero.py` and `zero_applied.py`; see `Strategy.applied`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar
 
 import torch
@@ -247,6 +249,9 @@ class Strategy:
         averaging: what it does to gradients between ranks; None if nothing.
         divides_steps: whether each rank steps only some parameters, or only a part of each. Then ranks must agree on whether
             a step is taken.
+        applied: the module whose function `apply(model, context)` does what the strategy says; "" if `apply` is overridden.
+            All strategies are loaded in order to be asked whether a plan wants them, and most plans want few. So what works
+            on a model is another module, which is loaded when it is applied.
     """
 
     name: str
@@ -257,6 +262,7 @@ class Strategy:
     removes_parameters: ClassVar[bool] = False
     divides_steps: ClassVar[bool] = False
     averaging: ClassVar[Averaging | None] = None
+    applied: ClassVar[str] = ""
 
     def wanted(self, plan: Plan) -> bool:
         """Returns whether the plan uses this strategy."""
@@ -290,7 +296,10 @@ class Strategy:
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Transforms the model, in place or by wrapping it. Ranks: all; it may communicate."""
-        return AppliedStrategy(model)
+        if not self.applied:
+            return AppliedStrategy(model)
+        outcome: AppliedStrategy = import_module(self.applied).apply(model, context)
+        return outcome
 
 
 def strategies_of(plan: Plan) -> list[Strategy]:

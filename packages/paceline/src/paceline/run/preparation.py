@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from paceline.base.log import info, warn_once
 from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader, random_samples
-from paceline.observe.profiles import Profiles
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import (
@@ -37,12 +36,9 @@ from paceline.optim.schedule import (
     is_scheduler,
     warn_of_other_optimizer,
 )
-from paceline.optim.unprepared import UnpreparedModels
 from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
-from paceline.parallel.draws import watch_first_pass
 from paceline.parallel.fused_kernels import suit_fused
-from paceline.parallel.materialise import Recipe
 from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import step_local_parts, step_whole_matrices
@@ -51,8 +47,6 @@ from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft_beside, resolve
-from paceline.planner import fit
-from paceline.planner.estimate import division_of
 from paceline.planner.exhausted import watch
 from paceline.run.preparable import may_be_loader, not_preparable, wrapped_already
 from paceline.run.prepared import EntryOfModel, PreparedModel
@@ -63,6 +57,10 @@ from paceline.world import runtime
 from paceline.world.layout import model_axes
 from paceline.world.mesh import Mesh
 from paceline.world.param_groups import inner_optimizers
+
+if TYPE_CHECKING:
+    from paceline.observe.profiles import Profiles
+    from paceline.parallel.materialise import Recipe
 
 Kind = Literal["model", "optimizer", "loader", "scheduler", "done"]
 Names = dict[int, tuple[int, str]]  # id of a parameter before the chain -> number of its model, name
@@ -109,6 +107,8 @@ class Preparation:
         if self.is_strict:
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
         if run.world.size > 1 and runtime.current().others_answer:
+            from paceline.optim.unprepared import UnpreparedModels  # what only several ranks can do wrong
+
             run.events.before_step.subscribe(UnpreparedModels(run.world, steps_prepared_model).look)
 
     def prepare(
@@ -228,8 +228,10 @@ class Preparation:
         mesh = run.mesh
         # The layout: "auto" is decided now that the models are known. Layouts must agree, so rank 0's memory decides for all.
         if plan.open:
+            from paceline.planner.fit import fit  # a search, which few plans ask for
+
             memory = run.collectives.broadcast_object(surroundings.memory(run.device, run.world.local_size))
-            plan = fit.fit(plan, facts_of_new, run.world, memory)
+            plan = fit(plan, facts_of_new, run.world, memory)
             if other is None:
                 run.lay_out(plan)
                 mesh = run.mesh
@@ -243,10 +245,13 @@ class Preparation:
         if other is None:
             run.resolve(plan)
         info("plan", plan.explain())
-        for facts in facts_of_new:
-            line = division_of(plan, facts)
-            if line:
-                warn_once("plan", line)
+        if plan.layout.size() > 1:
+            from paceline.planner.estimate import division_of  # one process divides nothing
+
+            for facts in facts_of_new:
+                line = division_of(plan, facts)
+                if line:
+                    warn_once("plan", line)
         surroundings.prepared(run)
         run.events.prepared()
         return names
@@ -292,7 +297,11 @@ class Preparation:
 
     def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
         """Returns how a model on the meta device is initialized; None for a model that has values."""
-        return Recipe(module) if facts.meta else None
+        if not facts.meta:
+            return None
+        from paceline.parallel.materialise import Recipe  # few models come from the meta device
+
+        return Recipe(module)
 
     def _prepare_model(self, model: _NewModel, plan: Plan, mesh: Mesh) -> None:
         """Moves one model, wraps its forward in the run's precision, applies the chain, and records it."""
@@ -341,6 +350,8 @@ class Preparation:
         # strategies seed the generators themselves.
         compiled = plan.compile or is_compiled(entry.module)
         if plan.layout.size() == plan.layout.width > 1 and not compiled:
+            from paceline.parallel.draws import watch_first_pass
+
             watch_first_pass(entry.module, run.device, partial(self._note_first_pass, facts))
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)

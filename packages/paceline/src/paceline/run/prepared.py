@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from paceline.base.errors import PrepareError
 from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
-from paceline.optim.clip import Across
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.schedule import PreparedScheduler, Scheduler
 from paceline.parallel.chain import Chain
@@ -24,6 +23,9 @@ from paceline.precision.policy import unwrap_forward
 from paceline.torch_internals.modules import compiled_original
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import whole
+
+if TYPE_CHECKING:
+    from paceline.optim.clip import Across
 
 
 @dataclass(eq=False)
@@ -250,6 +252,8 @@ class Prepared:
         elsewhere: set[int] = set()
         for entry in self.models:
             elsewhere |= entry.chain.owned_elsewhere()
+        from paceline.optim.clip import Across  # a pipeline alone has stages
+
         return Across(owners[0], elsewhere)
 
     def applied_strategies(self) -> list[AppliedStrategy]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -30,14 +30,16 @@ from paceline.optim.optimizer import PreparedOptimizer
 from paceline.parallel.strategy import strategies_of
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
-from paceline.planner import exhausted
+from paceline.planner.exhausted import ExplainExhaustion
 from paceline.precision.policy import Precision
-from paceline.precision.scaler import LossScaler
 from paceline.run.prepared import Prepared
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
 from paceline.world.mesh import Mesh
 from paceline.world.world import World
+
+if TYPE_CHECKING:
+    from paceline.precision.scaler import LossScaler
 
 
 class Run:
@@ -90,9 +92,11 @@ class Run:
             self.prepared.finish_reduction,
         )
         self.precision: Precision = PRECISIONS.get(plan.precision)
-        loss_scaler = None
+        loss_scaler: LossScaler | None = None
         # Options are checked under every precision: a misspelt one must not wait for the first run in fp16.
         if self.precision.scales or scaler:
+            from paceline.precision.scaler import LossScaler  # fp16 alone needs it
+
             loss_scaler = LossScaler(
                 device,
                 collectives,
@@ -172,7 +176,7 @@ class Run:
         Args:
             where: "forward", "backward" or "step".
         """
-        return exhausted.ExplainExhaustion(self.situation, where)
+        return ExplainExhaustion(self.situation, where)
 
     def situation(self) -> tuple[Plan, tuple[ModelFacts, ...], int, int]:
         """Returns what an out-of-memory error reports: the plan, the models, the number of ranks, and of those on this node."""

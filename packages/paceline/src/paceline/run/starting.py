@@ -15,13 +15,10 @@ import torch
 from paceline.base.log import warn_once
 from paceline.config import resolve_run
 from paceline.config.given import Given
-from paceline.observe import profiles as profile_options
 from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft
-from paceline.run import anomaly_actions
 from paceline.run.run import Run
 from paceline.world import runtime, torch_version
-from paceline.world.hangs.progress_thread import watch as watch_progress
 from paceline.world.joining import join
 from paceline.world.world import World
 
@@ -50,8 +47,15 @@ def start_run(
     torch_version.check(torch.__version__)
     # Settings and a draft of the plan come first: what is wrong with them is reported before any rank joins the process
     # group, where one that failed alone would leave the others waiting.
-    profile_names, options = profile_options.chosen(profile, options)
-    options = anomaly_actions.chosen(anomalies, options)
+    profile_names: str | None = None
+    if profile is not None:
+        from paceline.observe.profiles import chosen as chosen_profiles  # most runs measure nothing
+
+        profile_names, options = chosen_profiles(profile, options)
+    if anomalies is not None:
+        from paceline.run.anomaly_actions import chosen as chosen_anomalies  # most runs look for none
+
+        options = chosen_anomalies(anomalies, options)
     resolved = resolve_run({**arguments, "profile": profile_names}, plan=plan, options=options)
     surroundings = runtime.current()
     settings = surroundings.settings(resolved.settings)
@@ -67,7 +71,11 @@ def start_run(
     device = collectives.device
     folder = None if project_dir is None else str(project_dir)
     run = Run(world, device, collectives, settings, decisions, draft_plan, scaler, folder)
-    progress = watch_progress(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
-    if progress is not None:
-        run.events.before_step.subscribe(lambda _: progress.stepped())
+    # Nobody reads the progress of a process that no launcher has started.
+    if world.source != "single":
+        from paceline.world.hangs.progress_thread import watch
+
+        progress = watch(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
+        if progress is not None:
+            run.events.before_step.subscribe(lambda _: progress.stepped())
     return run

@@ -4,7 +4,8 @@
     load      hooks of the script -> checkpointer -> parts that are stored beside the counters
     resume    the checkpoint that the setting names -> load -> from now on SIGTERM and Ctrl-C save and exit
 
-Files and formats are the business of `checkpoint/`. Here is what belongs to a checkpoint, and which one is loaded.
+Files and formats are the business of `checkpoint/`. Here is what belongs to a checkpoint, and which one is loaded. Every run
+has its `States`, and many never save: so `checkpoint/` is loaded by the methods that use it.
 """
 
 from __future__ import annotations
@@ -22,17 +23,12 @@ from torch.utils.hooks import RemovableHandle
 from paceline.base import env
 from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
-from paceline.checkpoint import retention
-from paceline.checkpoint.agree import agreed
-from paceline.checkpoint.files import save_object
+from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.state.module_state import own_names
-from paceline.checkpoint.state.train_state import RunState, Stateful, TrainState
-from paceline.checkpoint.state.window import Gradients, Window
-from paceline.checkpoint.store import store_for
+from paceline.checkpoint.state.run_state import RunState, Stateful
 from paceline.data.loader import PreparedLoader
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.plan.data import Position
-from paceline.run.preemption import Preemption
 from paceline.run.prepared import PreparedModel
 from paceline.run.run import Run
 from paceline.world import runtime
@@ -43,6 +39,9 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from paceline.checkpoint.checkpointer import Checkpointer
+    from paceline.checkpoint.state.train_state import TrainState
+    from paceline.checkpoint.state.window import Window
+    from paceline.run.preemption import Preemption
 
 T = TypeVar("T")
 
@@ -93,7 +92,7 @@ class States:
 
     writes = True
 
-    def __init__(self, run: Run, keep: retention.Keep) -> None:
+    def __init__(self, run: Run, keep: Keep) -> None:
         self.counters = RunState()
         self.iteration = 0
         self.latest: Latest | None = None
@@ -104,6 +103,8 @@ class States:
         self._keep = keep
         self._root: str | None = None
         if run.project_dir is not None:
+            from paceline.checkpoint.store import store_for
+
             self._root = store_for(run.project_dir).join(run.project_dir, "checkpoints")
         self._wanted = next(decision for decision in run.decisions if decision.field == "resume")
         self._preemption: Preemption | None = None
@@ -116,7 +117,7 @@ class States:
         run.events.leaving.subscribe(self.end)
 
     @classmethod
-    def of(cls, run: Run, keep: retention.Keep) -> States:
+    def of(cls, run: Run, keep: Keep) -> States:
         """Returns the states of a run; they write nothing in a rehearsal or a trial."""
         return States(run, keep) if runtime.current().keeps_files else UnkeptStates(run, keep)
 
@@ -132,6 +133,8 @@ class States:
         Raises:
             CheckpointError: `checkpoint-stateless`, with all objects that cannot be saved.
         """
+        from paceline.checkpoint.state.train_state import TrainState
+
         # Its constructor raises the error. The objects are added only if all of them can be saved.
         TrainState(custom={type(item).__name__: item for item in objects})
         self._custom.extend(objects)
@@ -231,6 +234,8 @@ class States:
     def save_object(self, obj: object, path: str, safe_serialization: bool) -> None:
         """Saves an object on the main process; see `Accelerator.save`."""
         if self.writes and self._collectives.world.is_main:
+            from paceline.checkpoint.files import save_object
+
             save_object(obj, path, safe_serialization)
 
     def save_model(
@@ -324,6 +329,8 @@ class States:
     def _listen(self) -> None:
         """Makes SIGTERM and Ctrl-C end the run after a step, if the run has optimizers and a folder for checkpoints."""
         if self._preemption is None and self._root is not None and self._prepared.optimizers:
+            from paceline.run.preemption import Preemption
+
             self._preemption = Preemption(self._run, self._save_and_leave)
 
     def _save_and_leave(self) -> str | None:
@@ -387,6 +394,8 @@ class States:
                 hook(models, source)
 
         if hooks:
+            from paceline.checkpoint.agree import agreed
+
             agreed(self._collectives, "running the hooks before a load", call_hooks)
         _leave_out_popped(state, len(models))
         if only is not None:
@@ -402,6 +411,9 @@ class States:
         if only is None:
             self.latest = Latest(source, self.counters.step, self._positions())
         if path is None:
+            from paceline.checkpoint import retention
+            from paceline.checkpoint.store import store_for
+
             # The number is None for a checkpoint that the script has saved there under another name.
             number = retention.number(store_for(source), source)
             self.iteration = 0 if number is None else number + 1
@@ -426,6 +438,8 @@ class States:
 
     def _state(self, frozen: bool = True) -> TrainState:
         """Returns all that belongs to a checkpoint. It refers to the live objects, so that a load changes these."""
+        from paceline.checkpoint.state.train_state import TrainState
+
         prepared = self._prepared
         self._update_counters()
         # The user's own optimizers and schedulers, without our wrappers: these have no state of their own to save.
@@ -462,6 +476,8 @@ class States:
 
     def _window(self) -> Window:
         """Returns the gradients that were not stepped yet, and the state of their window."""
+        from paceline.checkpoint.state.window import Gradients, Window
+
         run = self._run
         optimizer_of: dict[Tensor, PreparedOptimizer] = {}
         for optimizer in self._prepared.optimizers:

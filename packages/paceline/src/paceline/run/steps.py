@@ -8,19 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
-from paceline.data.unprepared import UnpreparedLoaders
-from paceline.data.unreduced import UnreducedMetrics
-from paceline.optim.clip import clip_grad_norm, clip_grad_value
 from paceline.parallel.microbatches import Microbatches, Part
 from paceline.run.run import Run
 from paceline.world import runtime
-from paceline.world.hangs import report as hang_reports
+
+if TYPE_CHECKING:
+    from paceline.data.unprepared import UnpreparedLoaders
+    from paceline.data.unreduced import UnreducedMetrics
 
 
 class Steps:
@@ -35,8 +36,15 @@ class Steps:
         self._prepared = run.prepared
         self._gradients = run.gradients
         self._runtime = runtime.current()
-        self._unprepared: UnpreparedLoaders | None = UnpreparedLoaders(run.world)
-        self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
+        self._unprepared: UnpreparedLoaders | None = None
+        self._unreduced: UnreducedMetrics | None = None
+        # Both look for what only several ranks can do wrong.
+        if run.world.size > 1:
+            from paceline.data.unprepared import UnpreparedLoaders
+            from paceline.data.unreduced import UnreducedMetrics
+
+            self._unprepared = UnpreparedLoaders(run.world)
+            self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
         self._norm = torch.zeros((), device=run.device)
 
     def allow_unprepared_loaders(self) -> None:
@@ -46,7 +54,8 @@ class Steps:
 
     def allow_unreduced_metrics(self) -> None:
         """Turns the warning about evaluations without any gather off, for scripts of other libraries."""
-        self._unreduced.stop()
+        if self._unreduced is not None:
+            self._unreduced.stop()
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **keywords: object) -> None:
         """See `Accelerator.backward`."""
@@ -100,7 +109,7 @@ class Steps:
         except BaseException as error:
             self._announce_failure(error)
             raise
-        hang_reports.backward_passed()
+        self._run.collectives.backward_passed()
         if self._run.scaler is not None:
             self._run.scaler.watch(loss)
         self._report_loss(loss, loss * share, num_items)
@@ -144,11 +153,11 @@ class Steps:
             except BaseException as error:
                 self._announce_failure(error)
                 raise
-        hang_reports.backward_passed()
+        self._run.collectives.backward_passed()
 
     def _announce_failure(self, error: BaseException) -> None:
-        """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
-        hang_reports.backward_failed(error)
+        """Tells the other ranks of the error, and resets what the pass has left unfinished."""
+        self._run.collectives.backward_failed(error)
         for entry in self._prepared.models:
             entry.chain.backward_failed()
 
@@ -223,6 +232,8 @@ class Steps:
         error_if_nonfinite: bool,
     ) -> torch.Tensor:
         """See `Accelerator.clip_grad_norm_`."""
+        from paceline.optim.clip import clip_grad_norm  # many loops do not clip
+
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         with self._run.events.phase("clip"):
             if self._finish(chosen):
@@ -233,6 +244,8 @@ class Steps:
 
     def clip_value(self, parameters: torch.Tensor | Iterable[torch.Tensor], clip_value: float) -> None:
         """See `Accelerator.clip_grad_value_`."""
+        from paceline.optim.clip import clip_grad_value  # many loops do not clip
+
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         with self._run.events.phase("clip"):
             if self._finish(chosen):

@@ -1,4 +1,4 @@
-"""`LoggedValues`: what `Accelerator.log` hands on. `SystemValues`: what it adds where the setting `log_system` asks for it.
+"""`SystemValues`: what `Accelerator.log` adds to the values of the script where the setting `log_system` asks for it.
 
     system/steps_per_second, samples_per_second, tokens_per_second      of all ranks together, since the last call of `log`
     system/mfu                                                          operations a second, as a part of the devices' peak
@@ -11,8 +11,6 @@ Nothing waits for another rank. Each of the others leaves its memory's peak in t
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
-from typing import Any
 
 from torch.optim import Optimizer
 
@@ -23,33 +21,10 @@ from paceline.observe.telemetry import Progress
 from paceline.run.prepared import PreparedModel
 from paceline.run.run import Run
 from paceline.run.watching import memory_of, model_of, peak_flops_of, progress_of
-from paceline.world import rendezvous, runtime
+from paceline.world import rendezvous
 
 _PERIOD_S = 10.0
 _COUNTED_STEP = 2  # the first one builds and connects
-
-
-class LoggedValues:
-    """The values that a run logs: those of the script, and those of the system where the setting asks for them.
-
-    Args:
-        run, profiles: as for `SystemValues`.
-    """
-
-    def __init__(self, run: Run, profiles: Profiles | None) -> None:
-        self._run = run
-        self._system: SystemValues | None = None
-        # Without the setting nothing is measured, and no store is joined.
-        if run.settings.log_system and runtime.current().keeps_files:
-            self._system = SystemValues(run, profiles)
-
-    def record(self, values: Mapping[str, Any], step: int | None) -> Mapping[str, Any]:
-        """Passes values to the journal of a watched run, and returns what the trackers get."""
-        runtime.current().logged(values, step)
-        if self._system is not None:
-            values = {**values, **self._system.read()}
-        self._run.events.logged(values, step)
-        return values
 
 
 class SystemValues:

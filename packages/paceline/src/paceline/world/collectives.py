@@ -10,7 +10,7 @@ import contextlib
 import pickle
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,15 +18,15 @@ from torch import Tensor
 
 from paceline.base.errors import CollectiveError
 from paceline.world import tree as trees
-from paceline.world.exchange import Arrived, Exchange, Place, Sent, Topic, as_bytes
-from paceline.world.failures import communicate
+from paceline.world.arrived import Arrived, Place, Sent, Topic, as_bytes
 from paceline.world.form import Form, Forms, described, dtype_name
-from paceline.world.hangs import report as hang_reports
-from paceline.world.hangs.debug import Watch
 from paceline.world.mesh import Group, group_beside
 from paceline.world.received import concatenate, tensors_from
 from paceline.world.tree import Tree
 from paceline.world.world import World
+
+if TYPE_CHECKING:
+    from paceline.world.exchange import Exchange
 
 Reduction = Literal["sum", "mean", "none"]
 
@@ -73,6 +73,11 @@ class Collectives:
         self._topics: dict[tuple[str, str], Topic] = {}
         self._exchange: Exchange | None = None
         if self.size > 1:
+            # Loaded here: one process sends nothing, and has no use for messages, their links and the reports about them.
+            from paceline.world.exchange import Exchange
+            from paceline.world.hangs import report as hang_reports
+            from paceline.world.hangs.debug import Watch
+
             self._exchange = Exchange(group, device, Watch(group, timeout_s) if debug else None)
             hang_reports.watch(hang_report_s, timeout_s, computes_on_cpu=device.type == "cpu")
         self._timeout_s = timeout_s
@@ -105,6 +110,16 @@ class Collectives:
     def cpu_group(self) -> Group:
         """The group of the same ranks for tensors on the CPU; None where this process is alone."""
         return None if self._exchange is None else self._exchange.cpu_group
+
+    def backward_failed(self, error: BaseException) -> None:
+        """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
+        if self._exchange is not None:
+            self._exchange.backward_failed(error)
+
+    def backward_passed(self) -> None:
+        """Takes that back, because a later backward pass of this rank has succeeded."""
+        if self._exchange is not None:
+            self._exchange.backward_passed()
 
     # -------------------------------------------------------------------- tensors
 
@@ -229,7 +244,7 @@ class Collectives:
                     continue
                 data = torch.cat([parts[i] for i in places])
                 source = dist.get_global_rank(group, src)
-                communicate(form.topic.op, dist.broadcast, data, source, group=group)
+                exchange.communicate(form.topic.op, dist.broadcast, data, source, group=group)
                 tensors = tensors_from(data, [leaves[i] for i in places])
                 for place, tensor in zip(places, tensors, strict=True):
                     received[place] = tensor
@@ -286,7 +301,7 @@ class Collectives:
         group = self._exchange.cpu_group
         # `dist.gather_object` wants a list on the destination, and None on every other rank.
         pickles: list[Any] | None = [None] * self.size if self.rank == 0 else None
-        communicate("collect_object", dist.gather_object, pickled, pickles, group=group, group_dst=0)
+        self._exchange.communicate("collect_object", dist.gather_object, pickled, pickles, group=group, group_dst=0)
         return [_unpickle(data) for data in pickles or ()]
 
     def scatter_object(self, objs: Sequence[Any]) -> Any:
@@ -303,7 +318,9 @@ class Collectives:
         self._exchange.agree(Topic("scatter_object"))
         received: list[Any] = [None]
         group = self._exchange.cpu_group
-        communicate("scatter_object", dist.scatter_object_list, received, pickles, group=group, group_src=0)
+        self._exchange.communicate(
+            "scatter_object", dist.scatter_object_list, received, pickles, group=group, group_src=0
+        )
         return _unpickle(received[0])
 
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
@@ -325,7 +342,7 @@ class Collectives:
             num_bytes = arrived.sent[src].cpu_bytes
             pickled.append(torch.empty(num_bytes, dtype=torch.uint8, device="cpu"))
         source = dist.get_global_rank(exchange.cpu_group, src)
-        communicate(topic.op, dist.broadcast, pickled[0], source, group=exchange.cpu_group)
+        exchange.communicate(topic.op, dist.broadcast, pickled[0], source, group=exchange.cpu_group)
         return obj if is_source else _unpickle(pickled[0])
 
     def barrier(self, op: str = "wait_for_everyone") -> None:
@@ -437,7 +454,7 @@ class Collectives:
         for (on_device, _), places in places_by_kind.items():
             flat = torch.cat([leaves[place].reshape(-1) for place in places])
             group = exchange.group if on_device else exchange.cpu_group
-            communicate(form.topic.op, dist.all_reduce, flat, group=group)
+            exchange.communicate(form.topic.op, dist.all_reduce, flat, group=group)
             sums = torch.split(flat, [leaves[place].numel() for place in places])
             for place, part in zip(places, sums, strict=True):
                 total[place] = part.view(leaves[place].shape)

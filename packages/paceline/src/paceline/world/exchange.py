@@ -22,19 +22,19 @@ about to do (operation, structure, dtypes, shapes), the number of its bytes, and
 
 from __future__ import annotations
 
-import hashlib
 import operator
 import struct
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import CollectiveError
+from paceline.world.arrived import Arrived, Place, Sent, Topic, fingerprint_of
 from paceline.world.failures import communicate
+from paceline.world.hangs import report as hang_reports
 from paceline.world.hangs.debug import Watch, suggestion
 from paceline.world.mesh import Group, cpu_group
 from paceline.world.network.links import links_of
@@ -54,74 +54,6 @@ _COMBINATIONS: dict[str, tuple[Combination, dist.ReduceOp.RedOpType]] = {
     "sum": (operator.add, dist.ReduceOp.SUM),
     "max": (max, dist.ReduceOp.MAX),
 }
-
-
-class Topic:
-    """What the ranks must agree about.
-
-    Args:
-        op: the operation, as the user calls it.
-        detail: structure, dtypes and shapes, as text for the error message.
-    """
-
-    __slots__ = ("detail", "fingerprint", "op")
-
-    def __init__(self, op: str, detail: str = "") -> None:
-        self.op = op
-        self.detail = detail
-        self.fingerprint = _fingerprint(f"{op}\0{detail}".encode())
-
-
-@dataclass(slots=True)
-class Sent:
-    """What one rank sent.
-
-    Attributes:
-        aux: a number of the operation's own.
-        rows: dim-0 size of each leaf, -1 for a 0-dim one.
-        cpu_bytes, device_bytes: how much data there is.
-    """
-
-    aux: int
-    rows: Sequence[int]
-    cpu_bytes: int
-    device_bytes: int = 0
-
-
-@dataclass(slots=True)
-class Place:
-    """Where the bytes of all ranks lie.
-
-    Attributes:
-        buffer: of dtype uint8.
-        starts: where those of each rank begin, in rank order.
-    """
-
-    buffer: Tensor
-    starts: Sequence[int]
-
-
-@dataclass(slots=True)
-class Arrived:
-    """What all ranks sent, in rank order.
-
-    Attributes:
-        sent: one entry a rank.
-        alike: whether all ranks sent data of the same sizes.
-        cpu, device: where the data lies; None if no rank has any there, or if the ranks only said how much they have. If
-            not `alike`, the data on the CPU lies in the message buffer, which the next exchange overwrites.
-    """
-
-    sent: Sequence[Sent]
-    alike: bool
-    cpu: Place | None = None
-    device: Place | None = None
-
-    def bytes_of(self, rank: int) -> Tensor:
-        """Returns the bytes of one rank on the CPU, which must have arrived."""
-        assert self.cpu is not None, "they were only announced"
-        start = self.cpu.starts[rank]
-        return self.cpu.buffer[start : start + self.sent[rank].cpu_bytes]
 
 
 class Exchange:
@@ -147,6 +79,18 @@ class Exchange:
     def fits(self, leaves: int, cpu_bytes: int) -> bool:
         """Returns whether a body of this size travels inside the message."""
         return _HEAD.size + _NUMBER * leaves + cpu_bytes <= self.limit
+
+    def communicate(self, operation: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        """Calls a collective of torch.distributed; see `failures.communicate`."""
+        return communicate(operation, call, *arguments, **keywords)
+
+    def backward_failed(self, error: BaseException) -> None:
+        """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
+        hang_reports.backward_failed(error)
+
+    def backward_passed(self) -> None:
+        """Takes that back, because a later backward pass of this rank has succeeded."""
+        hang_reports.backward_passed()
 
     def agree(self, topic: Topic) -> None:
         """Makes sure that all ranks are about to do the same.
@@ -224,7 +168,7 @@ class Exchange:
         is_small = not device_parts and self.fits(len(rows), sent.cpu_bytes)
         if uneven or is_small:
             arrived = self._gather(topic, sent, parts)
-        elif self._combine(topic, _fingerprint(self._head(topic, sent))) is not None:
+        elif self._combine(topic, fingerprint_of(self._head(topic, sent))) is not None:
             # The heads of all ranks are equal, so each of them sends what this rank sends.
             arrived = Arrived([sent] * self.size, alike=True)
         if arrived is None:
@@ -413,21 +357,3 @@ def _evenly(buffer: Tensor, num_ranks: int) -> Place:
 
 def _total(parts: Sequence[Tensor]) -> int:
     return sum(part.numel() for part in parts)
-
-
-def _fingerprint(content: bytes) -> int:
-    digest = hashlib.blake2b(content, digest_size=WORD.size).digest()
-    return int.from_bytes(digest, "little", signed=True)
-
-
-def as_bytes(leaf: Tensor) -> Tensor:
-    """Returns the bytes of a tensor, without a copy where it is contiguous.
-
-    Shape:
-        Any; gives [number of bytes], of dtype uint8.
-    """
-    if leaf.is_conj() or leaf.is_neg():
-        leaf = leaf.resolve_conj().resolve_neg()
-    # A contiguous tensor may still have any stride in a dim of size 1, which `view(dtype)` refuses; hence `as_strided`.
-    flat = leaf.contiguous()
-    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from paceline.world import tree as trees
-from paceline.world.exchange import Topic
+from paceline.world.arrived import Topic
 from paceline.world.tree import Tree
 
 _MOST = 1024  # how many forms are kept; there are only more if the shapes of a loop never repeat

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.world.exchange import Arrived
+from paceline.world.arrived import Arrived
 from paceline.world.form import Form
 
 

@@ -3,9 +3,7 @@
 The steps of `join`, for more than one process:
 
     device      the process selects the device on which it computes
-    store       rank 0 listens at address:port, the others connect (`tcp_store.py`)
-    roll call   rank 0 waits for every rank, compares what they report, and names those that are missing (`roll_call.py`)
-    group       torch.distributed is initialised over a part of the store that is new with each roll call
+    meeting     store, roll call and group (`meeting.py`)
 """
 
 from __future__ import annotations
@@ -18,21 +16,17 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
-import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
 from paceline.base.errors import WorldError
-from paceline.base.log import logger, warn_once
+from paceline.base.log import logger
 from paceline.torch_internals.groups import default_store
-from paceline.world import children, runtime
 from paceline.world import device as devices
+from paceline.world import runtime
 from paceline.world.departures import announce
-from paceline.world.network import interface, tcp_store
-from paceline.world.roll_call import roll_call
 from paceline.world.works import finish_threads
 from paceline.world.world import World
 
@@ -118,6 +112,8 @@ def join(
     if dist.is_available() and dist.is_initialized():
         if _joined is not None and _joined.pid != os.getpid() and dist.get_world_size() > 1:
             # A fork of a rank: it shares the connections of its parent, whose messages it would read.
+            from paceline.world import children  # this ends the process
+
             raise children.of(_joined.rank, _joined.pid)
         world = _adopt(world)
         device = runtime.current().device(world, cpu=cpu, index=device_index)
@@ -129,23 +125,10 @@ def join(
     world = replace(world, device=str(device))
     if world.size == 1 and world.source == "single" and store is None:
         return world
-    chosen = devices.default_backend(device, backend)
-    if world.size == 1:
-        own: Store = _dist.HashStore()
-    else:
-        root = store
-        if root is None:
-            root = tcp_store.connect(world, seconds)
-        children.refuse(root, world.rank)
-        # Before the group is created: gloo reads the name of the network card then.
-        interface.keep_gloo_on_loopback(interface.meeting_address(world))
-        # The prefix hides what an earlier group has left in the same store, such as addresses of dead processes.
-        this_round = roll_call(root, world, device, chosen, seconds)
-        children.sign(root, world.rank)
-        own = _dist.PrefixStore(f"paceline/{this_round}", root)
-    if chosen == "gloo":
-        _lower_debug_level()
-    _initialise(world, device, chosen, own, seconds)
+    # Loaded here: most processes that no launcher started are alone, and meet nobody.
+    from paceline.world.meeting import meet
+
+    own = meet(world, device, devices.default_backend(device, backend), seconds, store)
     own.add(_CONNECTED, 1)
     _joined = _Joined(own, ours=True, pid=os.getpid(), rank=world.rank)
     return world
@@ -285,6 +268,8 @@ def store_answers(at: Store | None = None) -> bool:
     """Returns whether the store (by default that of the current group) still answers."""
     if at is None:
         at = _current().store
+    from paceline.world.network import tcp_store  # whoever has a group has loaded it
+
     return tcp_store.answers(at)
 
 
@@ -305,23 +290,6 @@ def _current() -> _Joined:
     return _joined
 
 
-def _lower_debug_level() -> None:
-    """Lowers torch's debug level from DETAIL to INFO.
-
-    With DETAIL torch crashes over gloo where a script itself puts torch's DistributedDataParallel around a model
-    (`Logger::set_env_variables`).
-    """
-    if _dist.get_debug_level() != _dist.DebugLevel.DETAIL:
-        return
-    warn_once(
-        "world",
-        "TORCH_DISTRIBUTED_DEBUG=DETAIL is lowered to INFO: over gloo torch ends with a segmentation fault in that mode. "
-        "To have each collective compared between ranks, use --debug (or PACELINE_DEBUG=1) instead.",
-    )
-    environment.export({"TORCH_DISTRIBUTED_DEBUG": "INFO"})
-    _dist.set_debug_level(_dist.DebugLevel.INFO)
-
-
 def _adopt(world: World) -> World:
     """Returns the world with the numbers of the group that the script has initialised."""
     rank = dist.get_rank()
@@ -338,27 +306,3 @@ def _adopt(world: World) -> World:
             fix="drop the script's own init_process_group call, or give it the launcher's rank and world size",
         )
     return world
-
-
-def _initialise(world: World, device: torch.device, backend: str, store: Store, seconds: float) -> None:
-    # With `device_id` NCCL connects now, and not at the first collective, so that a failure shows here. gloo is not
-    # bound to a device.
-    bound = None
-    if device.index is not None and not backend.endswith("gloo"):
-        bound = device
-    try:
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world.rank,
-            world_size=world.size,
-            timeout=timedelta(seconds=seconds),
-            device_id=bound,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise WorldError(
-            "rendezvous-group",
-            f"the {world.size} processes have met, but could not connect with each other over {backend}.",
-            why=str(error).splitlines()[0],
-            fix="name the network card that all hosts share in GLOO_SOCKET_IFNAME (NCCL_SOCKET_IFNAME on GPUs)",
-        ) from error

@@ -11,6 +11,14 @@ from paceline.base.registry import Registry
 DETECTORS = Registry("paceline.detectors", "detector")
 # torchrun's names win: a launcher of ours, or torchrun under SLURM, has said precisely who we are.
 ORDER = ("torchrun", "mpi", "slurm")
+# A detector is loaded if one of these variables is set: without them it finds nothing. One that is not listed is always asked.
+SIGNS: Mapping[str, tuple[str, ...]] = {
+    "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    "mpi": (
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE",
+    ),
+    "slurm": ("SLURM_PROCID",),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,9 @@ class World:
         env = environment.snapshot() if env is None else env
         names = [*ORDER, *(name for name in DETECTORS.names() if name not in ORDER)]
         for name in names:
+            signs = SIGNS.get(name)
+            if signs is not None and not any(sign in env for sign in signs):
+                continue
             world: World | None = DETECTORS.get(name)(env)
             if world is not None:
                 return world

@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from paceline.checkpoint.state.codec import Encoder, decode, references
 from paceline.checkpoint.state.match import Mismatch, owner_problems
 from paceline.checkpoint.state.module_state import ModuleState, parameter_names, unwrap
 from paceline.checkpoint.state.optimizer_state import OptimizerState
+from paceline.checkpoint.state.run_state import RunState, Stateful
 from paceline.checkpoint.state.window import Window
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
@@ -34,42 +35,6 @@ from paceline.world.sharded import is_sharded
 Shapes = Mapping[str, tuple[torch.Size, torch.dtype]]
 _PLAIN_KINDS = ("schedulers", "loaders", "custom")
 KINDS = frozenset({"models", "optimizers", *_PLAIN_KINDS, "scaler", "rng", "window"})
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """An object whose state a checkpoint can hold."""
-
-    def state_dict(self) -> Any:
-        """Returns tensors, numbers, text, and containers of these."""
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Restores what `state_dict` returned."""
-
-
-@dataclass
-class RunState:
-    """Counters of a run, over all epochs and restarts.
-
-    Attributes:
-        step: the number of optimizer steps.
-        micro_step: the number of finished micro-batches in an open accumulation window; 0 between windows.
-        extra: other JSON values of the run.
-    """
-
-    step: int = 0
-    micro_step: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the counters."""
-        return {"step": self.step, "micro_step": self.micro_step, "extra": dict(self.extra)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what `state_dict` returned."""
-        self.step = state["step"]
-        self.micro_step = state["micro_step"]
-        self.extra = dict(state["extra"])
 
 
 @dataclass

@@ -13,7 +13,7 @@ from paceline.checkpoint.agree import Alone, Peers, agreed, shared_among
 from paceline.checkpoint.state.module_state import ModuleState
 from paceline.checkpoint.weights.export import Rows
 from paceline.checkpoint.weights.sources import Entry
-from paceline.world.exchange import as_bytes
+from paceline.world.arrived import as_bytes
 from paceline.world.parts import Part, deliver, part_of_whole, regions, rows_between, size_of
 from paceline.world.sharded import local
 

@@ -36,7 +36,7 @@ from paceline.checkpoint.store.direct import sync_folder
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import Box, Entry, Weights, is_part
 from paceline.checkpoint.weights.weight_files import SafeFile, TorchFile, WeightFile
-from paceline.world.exchange import as_bytes
+from paceline.world.arrived import as_bytes
 
 TURN_BYTES = 64 << 20
 LEAST_TURN_BYTES = 1 << 16

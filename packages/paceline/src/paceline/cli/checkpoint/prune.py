@@ -32,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints each checkpoint that is removed, with its size; returns 1 if one could not be removed."""
     from paceline.checkpoint import retention
+    from paceline.checkpoint.keep import Keep
     from paceline.checkpoint.listing import the_folder
     from paceline.checkpoint.store.lock import this_run
 
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
             "paceline checkpoint prune: nobody said what stays.",
             fix="say `--keep-last N`, `--keep-every K` or `--best METRIC`",
         )
-    keep = retention.Keep(args.keep_last, args.keep_every, args.best, args.mode)
+    keep = Keep(args.keep_last, args.keep_every, args.best, args.mode)
     store, folder, checkpoints = the_folder(args.folder)
     sizes = {checkpoint.path: checkpoint.bytes for checkpoint in checkpoints}
     newest = None

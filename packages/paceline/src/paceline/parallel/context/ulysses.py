@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from paceline.base.errors import TrainError
+from paceline.parallel.context.context import fitting
 from paceline.parallel.context.sequence_split import Region
 from paceline.parallel.differentiable import Differentiable
 
@@ -71,12 +72,6 @@ def ulysses_attention(
     num_fillers = ranks * region.local - region.length
     padded = functional.pad(out, (0, 0, 0, num_fillers))
     return _to_positions(padded, region)
-
-
-def fitting(heads: int) -> str:
-    """Returns the numbers of ranks that divide `heads`, as text."""
-    widths = [str(width) for width in range(1, heads + 1) if heads % width == 0]
-    return ", ".join(widths)
 
 
 class _Exchange(Differentiable):

@@ -37,7 +37,6 @@ class Bucket(Protocol):
 
 
 Hook = Callable[[Any, Bucket], Future[Tensor]]
-HOOKS = ("bf16", "fp16", "power_sgd", "batched_power_sgd")
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import PlanError, PrepareError
 from paceline.parallel.data.agreement import Agreement, announce
 from paceline.parallel.data.averages import average_gradients, broadcast_tensors, values_of
-from paceline.parallel.data.batch_norm import is_synchronised
+from paceline.parallel.data.batch_norm_applied import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy

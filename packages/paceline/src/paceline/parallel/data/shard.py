@@ -16,37 +16,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
-from torch import nn
-from torch.optim import Optimizer
 
 from paceline.base.env import parse_bool
-from paceline.base.errors import PlanError, Problem
+from paceline.base.errors import Problem
 from paceline.config.kinds import YES_NO, Kind, one_of, positive, whole
-from paceline.parallel.data.averages import CHUNK
-from paceline.parallel.data.division import ByOwners, keep_divided
-from paceline.parallel.data.fsdp import Units, broadcast_values, explain_methods, refuse_copies
 from paceline.parallel.data.wrapping import POLICIES, Wrapping, wrapping
-from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
-from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.stand_ins import steps_whole_parameters
-from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
+from paceline.parallel.strategy import Averaging, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
-from paceline.plan.fqn import within, within_some
+from paceline.plan.fqn import within
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
-from paceline.torch_internals.tensors import is_view
-from paceline.world.layout import GRADIENT_AXES
-from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import divide
-from paceline.world.transport import transport_of
-from paceline.world.tree import map_tensors
 
-_HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-_DTYPES = {"none": None, "float32": torch.float32, **_HALVES, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"none": None, "float32": torch.float32, **HALVES, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SIZES = {"float16": 2, "bfloat16": 2, "float64": 8}
 
 
@@ -59,7 +44,7 @@ def _reshard(text: str) -> bool | int | str:
 
 
 _RESHARD = Kind("yes, no, auto, or a width of at least 2", _reshard, "yes|no|auto|WIDTH")
-_DTYPE = one_of("auto", *_DTYPES)
+_DTYPE = one_of("auto", *DTYPES)
 
 
 @dataclass(frozen=True)
@@ -92,6 +77,7 @@ class Shard(Strategy):
 
     name = "shard"
     stage = 60
+    applied = "paceline.parallel.data.shard_applied"
     axes = ("replicate", "shard")
     Options = ShardOptions
     replaces_parameters = True
@@ -136,11 +122,11 @@ class Shard(Strategy):
         if not isinstance(wrap, str):
             wrap = ", ".join(wrap)
         decisions = [Decision(f"shard.wrap({facts.name})", wrap, "derived", reason=reason)]
-        reshard, why = _resolved_reshard(plan, options)
+        reshard, why = resolved_reshard(plan, options)
         if options.reshard == "auto":
             decisions.append(Decision("shard.reshard", reshard, "derived", reason=why))
-        param = _param_dtype(plan, options)
-        reduce = _reduce_dtype(plan, options)
+        param = param_dtype(plan, options)
+        reduce = reduce_dtype(plan, options)
         if param is not None and options.param_dtype == "auto":
             text = f"mixed_precision={plan.precision}: gathering {param} sends half the bytes"
             decisions.append(Decision("shard.param_dtype", str(param).removeprefix("torch."), "derived", reason=text))
@@ -159,12 +145,12 @@ class Shard(Strategy):
         options = self.options(plan)
         own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)  # bytes of an element of a shard
         gathered = own  # bytes of an element of a gathered parameter
-        param = _param_dtype(plan, options)
+        param = param_dtype(plan, options)
         if param is not None:
             gathered = param.itemsize
         scale = before.parameters / max(1, facts.parameter_bytes)  # what tensor and pipeline ranks left of the model
         sizes = sorted(_unit_sizes(self.wrapping(plan, facts), facts), reverse=True)
-        reshard, _ = _resolved_reshard(plan, options)
+        reshard, _ = resolved_reshard(plan, options)
         if reshard is False:
             # Units stay whole between the passes, and are gathered for the forward pass alone.
             whole_at_once = sum(sizes)
@@ -187,127 +173,11 @@ class Shard(Strategy):
             sent=before.sent + sent,
         )
 
-    def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
-        """Shards the model in place. Ranks: all."""
-        from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-        group = context.mesh.gradient_group
-        broadcast_values(model, group)
-        plan = context.plan
-        options = context.options
-        chosen = self.wrapping(plan, context.facts)
-        alone = _left_alone(model, chosen)
-        # FSDP2 shards rows, and needs contiguous parameters; weights in the channels-last format are not.
-        for parameter in model.parameters():
-            if not parameter.is_contiguous():
-                parameter.data = parameter.data.contiguous()
-        reshard, _ = _resolved_reshard(plan, options)
-        # One mesh dimension to divide over. With a second one in front, FSDP2 also averages gradients along that (HSDP).
-        inner: str | tuple[str, str] = "shard"
-        if plan.layout.cp > 1:
-            inner = ("shard", "cp")
-        axes: tuple[str | tuple[str, str], ...] = (inner,)
-        if plan.layout.replicate > 1:
-            axes = ("replicate", inner)
-        output = None
-        if options.output_dtype != "auto":
-            output = _DTYPES[options.output_dtype]
-        precision = MixedPrecisionPolicy(_param_dtype(plan, options), _reduce_dtype(plan, options), output)
-        keywords: dict[str, Any] = {"mesh": context.mesh.along(*axes), "ignored_params": set(alone) or None}
-        if plan.offload != "no" and context.device.type != "cpu":
-            keywords["offload_policy"] = CPUOffloadPolicy()
-
-        # A pipeline stage lacks some of the modules.
-        present: dict[str, Any] = dict(model.named_modules())
-        norm_names = _norms_apart(plan, options, context.facts, chosen)
-        norms = [present[name] for name in norm_names if name in present]
-        if norms:
-            # One unit for all of them: they are small, so they stay gathered until the backward pass.
-            fully_shard(norms, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(), **keywords)
-        units = [present[name] for name in chosen.units if name in present and name not in norm_names]
-        # These hooks must run before FSDP2's own, which register autograd hooks on the outputs.
-        for unit in (*units, model):
-            unit.register_forward_hook(_own_memory)
-        # Inner units first: `fully_shard` takes the parameters that no unit inside has taken.
-        for unit in reversed(units):
-            fully_shard(unit, reshard_after_forward=reshard, mp_policy=precision, **keywords)
-        # None is torch's own choice for a root: it stays whole, since the backward pass begins with it.
-        reshard_root = None
-        if reshard is False:
-            reshard_root = False
-        fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
-        refuse_copies(model)
-        explain_methods(model)
-        if options.prefetch != "auto":
-            for at, unit in enumerate(units):
-                following = units[at + 1 : at + 1 + options.prefetch]
-                previous = units[max(0, at - options.prefetch) : at]
-                unit.set_modules_to_forward_prefetch(following)
-                unit.set_modules_to_backward_prefetch(previous[::-1])
-        applied = DividedUnits(model, context, alone, keeps=reshard is False)
-        applied.parameters_on_host = plan.offload != "no"
-        # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
-        collectives = context.collectives if plan.layout.pp == 1 else None
-        is_pairwise = transport_of(group, context.device).is_pairwise
-        applied.agree(collectives, with_statements=is_pairwise or context.collectives.debug)
-        take_whole_values(model)
-        return applied
-
-
-class DividedUnits(Units):
-    """A model whose parameters are sharded.
-
-    Args:
-        model: the root, after `fully_shard`.
-        context: of the strategy.
-        alone: parameters that FSDP2 ignores.
-        keeps: whether parameters stay unsharded between the micro-batches of a window.
-    """
-
-    def __init__(self, model: nn.Module, context: Context, alone: list[nn.Parameter], keeps: bool) -> None:
-        broadcasts = context.options.broadcast_buffers
-        super().__init__(model, context.mesh.gradient_group, alone, keeps, broadcast_buffers=broadcasts)
-        self._context = context
-
-    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
-        """Lets the optimizer load unsharded states, refuse gradients that were not reduced, and clear them in `zero_grad`.
-
-        One that may look at whole parameters steps each on its owner, as under ZeRO 1.
-
-        Raises:
-            PlanError: `shard-optimizer`, if it needs whole parameters; in a step: TrainError `step-held`.
-        """
-        _refuse_optimizer(adapter.optimizer)
-        adapter.refuse(self.before_step)
-        decisions = self._divide_by_owners(adapter)
-        if not decisions:
-            take_whole_states(adapter.optimizer)
-        adapter.forget(lambda to_none: self.forget(parameters_of(adapter.optimizer), to_none))
-        return [*decisions, *super().bind(adapter)]
-
-    def _divide_by_owners(self, adapter: OptimizerAdapter) -> list[Decision]:
-        """Makes an optimizer step whole parameters, each on one rank, if it needs that; returns [] if it does not."""
-        optimizer = adapter.optimizer
-        # Parts along tp are gathered by nobody here: there the optimizer steps DTensors.
-        if not steps_whole_parameters(optimizer) or self._context.plan.layout.tp > 1:
-            return []
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        division = ByOwners(self._context.mesh.along(GRADIENT_AXES), trained, CHUNK)
-        keep_divided(optimizer, division)
-        divide(optimizer, division)
-        adapter.swap(division.stepping)
-        kind = type(optimizer).__name__
-        reason = (
-            "it may look at a whole parameter, as it does not say that it is elementwise: each is gathered for the step by one "
-            "rank, which keeps its states"
-        )
-        return [Decision(f"optimizer.{kind}.divided", "parameters", "derived", reason=reason)]
-
 
 # -- what the options mean -----------------------------------------------------------------------------------------------
 
 
-def _resolved_reshard(plan: Plan, options: ShardOptions) -> tuple[bool | int, str]:
+def resolved_reshard(plan: Plan, options: ShardOptions) -> tuple[bool | int, str]:
     if options.reshard != "auto":
         return options.reshard, ""  # type: ignore[return-value]
     if plan.zero < 3:
@@ -317,49 +187,19 @@ def _resolved_reshard(plan: Plan, options: ShardOptions) -> tuple[bool | int, st
     return True, "zero=3: parameters are divided, so a module's whole ones are freed as soon as it has computed"
 
 
-def _param_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
+def param_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
     if options.param_dtype != "auto":
-        return _DTYPES[options.param_dtype]
-    return _HALVES.get(plan.precision)
+        return DTYPES[options.param_dtype]
+    return HALVES.get(plan.precision)
 
 
-def _reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
+def reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
     if options.reduce_dtype != "auto":
-        return _DTYPES[options.reduce_dtype]
+        return DTYPES[options.reduce_dtype]
     # None reduces in the dtype of the gradients. A sum over many ranks in half precision would lose digits.
-    if _param_dtype(plan, options) in _HALVES.values():
+    if param_dtype(plan, options) in HALVES.values():
         return torch.float32
     return None
-
-
-def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
-    """Returns the parameters that FSDP2 ignores: of ignored modules, and without rows. The order is the same on all ranks."""
-    # A tied parameter counts under each of its names. If one of them is ignored and another is in a unit, FSDP2 would
-    # divide the parameter in the unit only, and refuse the model.
-    alone: dict[nn.Parameter, None] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        has_rows = parameter.dim() > 0 and parameter.numel() > 0
-        if not has_rows or within_some(name, wrapping.alone):
-            alone[parameter] = None
-    return list(alone)
-
-
-def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, wrapping: Wrapping) -> list[str]:
-    """Returns batch norms that need a unit of their own: their statistics are float32, and so must be their weights."""
-    if _param_dtype(plan, options) not in _HALVES.values():
-        return []
-    return [name for name in facts.batch_norms if not within_some(name, wrapping.alone)]
-
-
-def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
-    """A forward hook that copies outputs which are views: an in-place operation on a view would drop FSDP2's hook on it."""
-    if not torch.is_grad_enabled():
-        return output
-
-    def own(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.clone() if tensor.requires_grad and is_view(tensor) else tensor
-
-    return map_tensors(own, output)
 
 
 def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
@@ -377,11 +217,6 @@ def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
 
 
 # -- what cannot work ----------------------------------------------------------------------------------------------------
-
-_WHOLE_MATRICES = {
-    "LBFGS": "its line search takes inner products over all parameters at once, of which each rank has a part",
-    "SparseAdam": "it steps gradients that are lists of rows, which cannot be divided",
-}
 
 
 def _reshard_problems(plan: Plan, options: ShardOptions) -> list[Problem]:
@@ -421,7 +256,7 @@ def _dtype_problems(plan: Plan, facts: ModelFacts, options: ShardOptions) -> lis
                 fix="make them one before `prepare`: `model.float()`, and mixed_precision='bf16' for speed",
             )
         )
-    param = _param_dtype(plan, options)
+    param = param_dtype(plan, options)
     if param == torch.float16 and plan.precision != "fp16":
         problems.append(
             Problem(
@@ -456,17 +291,6 @@ def _hook_problems(facts: ModelFacts) -> list[Problem]:
             "`prepare`",
         )
     ]
-
-
-def _refuse_optimizer(optimizer: Optimizer) -> None:
-    kind = type(optimizer).__name__
-    if kind in _WHOLE_MATRICES:
-        raise PlanError(
-            "shard-optimizer",
-            f"{kind} cannot step parameters that are divided over ranks.",
-            why=_WHOLE_MATRICES[kind],
-            fix="use AdamW, SGD, or the plan {'replicate': 'auto'}, under which every rank holds whole parameters",
-        )
 
 
 STRATEGY = Shard()

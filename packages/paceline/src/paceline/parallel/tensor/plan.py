@@ -24,11 +24,10 @@ from re import sub
 from typing import Any
 
 from paceline.base.errors import Problem
-from paceline.config.kinds import YES_NO
 from paceline.parallel.tensor.names import Group, derive, examined, is_linear, shape
+from paceline.parallel.tensor.options import TensorOptions
 from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.fqn import inside, listed, parent, within, within_some
-from paceline.plan.options import option
 
 # style -> roles of the layers that it is for
 STYLES = {
@@ -59,23 +58,6 @@ OWN_STYLES = {
     "sequence_parallel": "replicated",
 }
 _EXAMPLE = 'options={"tensor": {"plan": {"*.fc1": "colwise", "*.fc2": "rowwise"}}}'
-
-
-@dataclass(frozen=True)
-class TensorOptions:
-    """How layers are divided over the `tp` ranks."""
-
-    plan: Mapping[str, str] = option(
-        {},
-        None,
-        "Patterns of layers' names -> colwise, rowwise, colwise_gather, rowwise_split, vocabulary, sequence, partial or "
-        "replicated; the first match is used. Empty: the model's own plan, or one derived from names and shapes.",
-    )
-    sequence: bool = option(
-        False, YES_NO, "Divides the layers between attentions and MLPs (norms, dropout) by position."
-    )
-    loss: bool = option(False, YES_NO, "Logits (a DTensor) and their loss stay divided over the vocabulary.")
-    vocabulary: bool = option(True, YES_NO, "A derived plan also divides the token embedding and the head.")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,201 @@
+"""What `shard` does to a model: its units hold shards, and gather them for a pass."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from paceline.base.errors import PlanError
+from paceline.parallel.data.averages import CHUNK
+from paceline.parallel.data.division import ByOwners, keep_divided
+from paceline.parallel.data.fsdp import Units, broadcast_values, explain_methods, refuse_copies
+from paceline.parallel.data.shard import (
+    DTYPES,
+    HALVES,
+    STRATEGY,
+    ShardOptions,
+    param_dtype,
+    reduce_dtype,
+    resolved_reshard,
+)
+from paceline.parallel.data.wrapping import Wrapping
+from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.parallel.stand_ins import steps_whole_parameters
+from paceline.parallel.strategy import AppliedStrategy, Context
+from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import within_some
+from paceline.plan.plan import Decision, Plan
+from paceline.torch_internals.tensors import is_view
+from paceline.world.layout import GRADIENT_AXES
+from paceline.world.param_groups import parameters_of
+from paceline.world.sharded import divide
+from paceline.world.transport import transport_of
+from paceline.world.tree import map_tensors
+
+
+def apply(model: nn.Module, context: Context) -> AppliedStrategy:
+    """Shards the model in place. Ranks: all."""
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+
+    group = context.mesh.gradient_group
+    broadcast_values(model, group)
+    plan = context.plan
+    options = context.options
+    chosen = STRATEGY.wrapping(plan, context.facts)
+    alone = _left_alone(model, chosen)
+    # FSDP2 shards rows, and needs contiguous parameters; weights in the channels-last format are not.
+    for parameter in model.parameters():
+        if not parameter.is_contiguous():
+            parameter.data = parameter.data.contiguous()
+    reshard, _ = resolved_reshard(plan, options)
+    # One mesh dimension to divide over. With a second one in front, FSDP2 also averages gradients along that (HSDP).
+    inner: str | tuple[str, str] = "shard"
+    if plan.layout.cp > 1:
+        inner = ("shard", "cp")
+    axes: tuple[str | tuple[str, str], ...] = (inner,)
+    if plan.layout.replicate > 1:
+        axes = ("replicate", inner)
+    output = None
+    if options.output_dtype != "auto":
+        output = DTYPES[options.output_dtype]
+    precision = MixedPrecisionPolicy(param_dtype(plan, options), reduce_dtype(plan, options), output)
+    keywords: dict[str, Any] = {"mesh": context.mesh.along(*axes), "ignored_params": set(alone) or None}
+    if plan.offload != "no" and context.device.type != "cpu":
+        keywords["offload_policy"] = CPUOffloadPolicy()
+
+    # A pipeline stage lacks some of the modules.
+    present: dict[str, Any] = dict(model.named_modules())
+    norm_names = _norms_apart(plan, options, context.facts, chosen)
+    norms = [present[name] for name in norm_names if name in present]
+    if norms:
+        # One unit for all of them: they are small, so they stay gathered until the backward pass.
+        fully_shard(norms, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(), **keywords)
+    units = [present[name] for name in chosen.units if name in present and name not in norm_names]
+    # These hooks must run before FSDP2's own, which register autograd hooks on the outputs.
+    for unit in (*units, model):
+        unit.register_forward_hook(_own_memory)
+    # Inner units first: `fully_shard` takes the parameters that no unit inside has taken.
+    for unit in reversed(units):
+        fully_shard(unit, reshard_after_forward=reshard, mp_policy=precision, **keywords)
+    # None is torch's own choice for a root: it stays whole, since the backward pass begins with it.
+    reshard_root = None
+    if reshard is False:
+        reshard_root = False
+    fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
+    refuse_copies(model)
+    explain_methods(model)
+    if options.prefetch != "auto":
+        for at, unit in enumerate(units):
+            following = units[at + 1 : at + 1 + options.prefetch]
+            previous = units[max(0, at - options.prefetch) : at]
+            unit.set_modules_to_forward_prefetch(following)
+            unit.set_modules_to_backward_prefetch(previous[::-1])
+    applied = DividedUnits(model, context, alone, keeps=reshard is False)
+    applied.parameters_on_host = plan.offload != "no"
+    # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
+    collectives = context.collectives if plan.layout.pp == 1 else None
+    is_pairwise = transport_of(group, context.device).is_pairwise
+    applied.agree(collectives, with_statements=is_pairwise or context.collectives.debug)
+    take_whole_values(model)
+    return applied
+
+
+class DividedUnits(Units):
+    """A model whose parameters are sharded.
+
+    Args:
+        model: the root, after `fully_shard`.
+        context: of the strategy.
+        alone: parameters that FSDP2 ignores.
+        keeps: whether parameters stay unsharded between the micro-batches of a window.
+    """
+
+    def __init__(self, model: nn.Module, context: Context, alone: list[nn.Parameter], keeps: bool) -> None:
+        broadcasts = context.options.broadcast_buffers
+        super().__init__(model, context.mesh.gradient_group, alone, keeps, broadcast_buffers=broadcasts)
+        self._context = context
+
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Lets the optimizer load unsharded states, refuse gradients that were not reduced, and clear them in `zero_grad`.
+
+        One that may look at whole parameters steps each on its owner, as under ZeRO 1.
+
+        Raises:
+            PlanError: `shard-optimizer`, if it needs whole parameters; in a step: TrainError `step-held`.
+        """
+        _refuse_optimizer(adapter.optimizer)
+        adapter.refuse(self.before_step)
+        decisions = self._divide_by_owners(adapter)
+        if not decisions:
+            take_whole_states(adapter.optimizer)
+        adapter.forget(lambda to_none: self.forget(parameters_of(adapter.optimizer), to_none))
+        return [*decisions, *super().bind(adapter)]
+
+    def _divide_by_owners(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Makes an optimizer step whole parameters, each on one rank, if it needs that; returns [] if it does not."""
+        optimizer = adapter.optimizer
+        # Parts along tp are gathered by nobody here: there the optimizer steps DTensors.
+        if not steps_whole_parameters(optimizer) or self._context.plan.layout.tp > 1:
+            return []
+        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        division = ByOwners(self._context.mesh.along(GRADIENT_AXES), trained, CHUNK)
+        keep_divided(optimizer, division)
+        divide(optimizer, division)
+        adapter.swap(division.stepping)
+        kind = type(optimizer).__name__
+        reason = (
+            "it may look at a whole parameter, as it does not say that it is elementwise: each is gathered for the step by one "
+            "rank, which keeps its states"
+        )
+        return [Decision(f"optimizer.{kind}.divided", "parameters", "derived", reason=reason)]
+
+
+def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
+    """Returns the parameters that FSDP2 ignores: of ignored modules, and without rows. The order is the same on all ranks."""
+    # A tied parameter counts under each of its names. If one of them is ignored and another is in a unit, FSDP2 would
+    # divide the parameter in the unit only, and refuse the model.
+    alone: dict[nn.Parameter, None] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        has_rows = parameter.dim() > 0 and parameter.numel() > 0
+        if not has_rows or within_some(name, wrapping.alone):
+            alone[parameter] = None
+    return list(alone)
+
+
+def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, wrapping: Wrapping) -> list[str]:
+    """Returns batch norms that need a unit of their own: their statistics are float32, and so must be their weights."""
+    if param_dtype(plan, options) not in HALVES.values():
+        return []
+    return [name for name in facts.batch_norms if not within_some(name, wrapping.alone)]
+
+
+def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
+    """A forward hook that copies outputs which are views: an in-place operation on a view would drop FSDP2's hook on it."""
+    if not torch.is_grad_enabled():
+        return output
+
+    def own(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.clone() if tensor.requires_grad and is_view(tensor) else tensor
+
+    return map_tensors(own, output)
+
+
+def _refuse_optimizer(optimizer: Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if kind in _WHOLE_MATRICES:
+        raise PlanError(
+            "shard-optimizer",
+            f"{kind} cannot step parameters that are divided over ranks.",
+            why=_WHOLE_MATRICES[kind],
+            fix="use AdamW, SGD, or the plan {'replicate': 'auto'}, under which every rank holds whole parameters",
+        )
+
+
+_WHOLE_MATRICES = {
+    "LBFGS": "its line search takes inner products over all parameters at once, of which each rank has a part",
+    "SparseAdam": "it steps gradients that are lists of rows, which cannot be divided",
+}

@@ -1,0 +1,147 @@
+"""What `zero` does to a model: optimizers step a part of each parameter, or some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from paceline.base.log import info
+from paceline.parallel.data.division import ByParameters, ByRows, keep_divided, taken_for_whole
+from paceline.parallel.data.fsdp import forget_with
+from paceline.parallel.data.reduced import ReducedGradients
+from paceline.parallel.data.reducer import Reducer
+from paceline.parallel.data.rows import Rows
+from paceline.parallel.data.zero import ZeroOptions
+from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused, step_held
+from paceline.parallel.stand_ins import is_elementwise
+from paceline.parallel.strategy import AppliedStrategy, Context
+from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Decision
+from paceline.torch_internals.dtensor import is_mixture
+from paceline.world.param_groups import inner_optimizers, parameters_of
+from paceline.world.pending_gradients import PendingGradients
+from paceline.world.sharded import divide
+
+
+def apply(model: nn.Module, context: Context) -> AppliedStrategy:
+    """At stage 2 registers the reducer's hooks and broadcasts rank 0's parameters and buffers. Ranks: all."""
+    without_values = any(parameter.is_meta for parameter in model.parameters())
+    if context.plan.zero == 1 or without_values:
+        return DividedStates(model, context)
+    return DividedGradients(model, context)
+
+
+class DividedStates(AppliedStrategy):
+    """Stage 1 on one model."""
+
+    def __init__(self, model: nn.Module, context: Context) -> None:
+        super().__init__(model)
+        self._context = context
+
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Divides the states of the optimizer, including those that it already has.
+
+        Raises:
+            TrainError: `step-closure`, for LBFGS, which steps with a closure.
+        """
+        optimizer = adapter.optimizer
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise closure_refused(optimizer)
+        if inner_optimizers(optimizer):  # the states of these are divided, and each of them is bound, too
+            return []
+        kind = type(optimizer).__name__
+        options: ZeroOptions = self._context.options
+        what, reason = _divided_by(optimizer, options, self._context.facts)
+        mesh = self._context.mesh.along("shard")
+        # Frozen ones too, which may be unfrozen later.
+        trained = list(self.module.parameters())
+        limit = int(options.bucket_cap_mb * 2**20)
+        division: ByRows | ByParameters
+        if what == "rows":
+            division = ByRows(mesh, trained, limit)
+        else:
+            division = ByParameters(mesh, trained, limit)
+        keep_divided(optimizer, division)
+        divide(optimizer, division)
+        adapter.swap(division.stepping)
+        info("parallel", f"{kind} is divided by {what}: {reason}")
+        return [Decision(f"optimizer.{kind}.divided", what, "derived", reason=reason)]
+
+
+class DividedGradients(ReducedGradients):
+    """Stage 2 on one model: a gradient is whole until it is reduced, and then a DTensor of this rank's rows."""
+
+    def __init__(self, model: nn.Module, context: Context) -> None:
+        options: ZeroOptions = context.options
+        self._rows = Rows(context.mesh, options.bucket_cap_mb, type(model).__name__)
+        reducer = Reducer(
+            model,
+            self._rows,
+            broadcast_buffers=options.broadcast_buffers,
+            siblings=ReducedGradients.reducers_of(context),
+        )
+        super().__init__(model, reducer)
+        self._states = DividedStates(model, context)
+        forget_with(model, lambda _: self._rows.forget(model.parameters()))
+
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Divides the states as stage 1 does. From now on a step on gradients that were not reduced is refused.
+
+        Raises:
+            TrainError: `step-closure`; in a step: `step-held`.
+        """
+        decisions = self._states.bind(adapter)
+
+        def refuse_unreduced(optimizer: Optimizer) -> None:
+            if self.reducer.unfinished:
+                raise step_held(optimizer)
+
+        adapter.refuse(refuse_unreduced)
+        adapter.surround(partial(_explained, adapter.optimizer))
+        adapter.forget(lambda _: self._rows.forget(parameters_of(adapter.optimizer)))
+        return decisions
+
+    def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields the rows of gradients that were reduced before, and set aside since."""
+        return iter(self._rows.earlier.items())
+
+    def pending_gradients(self) -> PendingGradients:
+        """Returns the rows of gradients that are reduced already."""
+        return PendingGradients(self._rows.pending(self.reducer.slots))
+
+    def restore_pending(self, pending: PendingGradients) -> None:
+        """Restores reduced rows from a checkpoint, beside whole gradients that are in `.grad` already."""
+        super().restore_pending(pending)
+        self._rows.reset()
+        self._rows.restore(pending.gradients)
+
+
+@contextmanager
+def _explained(optimizer: Optimizer, method: str) -> Iterator[None]:
+    """Makes methods that a script's own optimizer has beside `step` raise an error with a fix if they take gradients for whole.
+
+    `step` gets what it needs, see `ByParameters`, but not that of an optimizer which steps through others. Gathering gradients
+    for other methods as well would be wrong: a method that only describes the optimizer may be called on one rank.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_mixture(error) or (method == "step" and not inner_optimizers(optimizer)):
+            raise
+        raise taken_for_whole(f"{type(optimizer).__name__}.{method}") from error
+
+
+def _divided_by(optimizer: Optimizer, options: ZeroOptions, facts: ModelFacts) -> tuple[str, str]:
+    """Returns what each rank steps, "rows" or "parameters", and the reason."""
+    if options.divide != "auto":
+        return options.divide, f"zero.divide={options.divide}"
+    if facts.sparse:
+        return "parameters", "a sparse gradient has no rows to divide"
+    if is_elementwise(optimizer):
+        return "rows", "it treats each element by itself"
+    return "parameters", "it may look at a whole parameter, as it does not say that it is elementwise"

@@ -1,0 +1,104 @@
+"""What `recompute` does to a model: blocks forget activations and compute them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from paceline.parallel.context.block_calls import CACHES
+from paceline.parallel.recompute import chosen, overloads
+from paceline.parallel.strategy import AppliedStrategy, Context
+from paceline.plan.options import names_of
+from paceline.world.forward import override_forward
+
+
+def apply(model: nn.Module, context: Context) -> AppliedStrategy:
+    """Replaces `forward` of the blocks that this rank holds."""
+    modules = dict(model.named_modules())
+    how: dict[str, Any] = {"use_reentrant": False}
+    if context.plan.recompute == "selective":
+        saved: list[Any] = []
+        for name in names_of(context.options.save):
+            saved += overloads(name)
+        how["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+    for name in chosen(context.plan.recompute, context.facts.blocks):
+        if next(modules[name].parameters(), None) is not None:  # else another rank of a pipeline holds it
+            _override(modules[name], how)
+    return AppliedStrategy(model)
+
+
+def _override(block: nn.Module, how: dict[str, Any]) -> None:
+    def forward(block: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+        if not torch.is_grad_enabled():
+            return original(*args, **kwargs)
+        # The block gets no cache of keys and values, which it would fill twice.
+        keywords: dict[str, Any] = dict(kwargs)
+        for name in keywords.keys() & set(CACHES):
+            keywords[name] = None
+        # The first call is not selective. Modules may do something in their first call only, such as building a table. The
+        # operations of both runs must be the same, since selective checkpointing matches them by their order.
+        if vars(block)[_RAN_BEFORE]:
+            keywords |= how
+        else:
+            keywords["use_reentrant"] = False
+        vars(block)[_RAN_BEFORE] = True
+        # A compiled block changes its buffers once in any case.
+        if not torch.compiler.is_compiling() and next(block.buffers(), None) is not None:
+            keywords["context_fn"] = partial(_contexts, block, keywords.get("context_fn"))
+        return checkpoint(original, *args, **keywords)
+
+    vars(block)[_RAN_BEFORE] = "context_fn" not in how
+    override_forward(block, "recompute", forward)
+
+
+def _contexts(
+    block: nn.Module, others: Callable[[], tuple[Any, Any]] | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Returns the contexts of the first and of the second forward pass; `others` returns those that go inside."""
+    first, second = others() if others is not None else (nullcontext(), nullcontext())
+    before = {}
+    for buffer in block.buffers():
+        # Masks and tables of positions are large, and do not change.
+        if not is_lazy(buffer) and buffer.numel() <= _LARGEST_THAT_CHANGES:
+            before[id(buffer)] = (buffer, buffer.clone())
+    return first, _second_pass(block, before, second)
+
+
+@contextmanager
+def _second_pass(
+    block: nn.Module, before: dict[int, tuple[Tensor, Tensor]], inside: AbstractContextManager[Any]
+) -> Iterator[None]:
+    """Gives the block other buffers, with the values that the first forward pass has found, and afterwards its own again.
+
+    Args:
+        block: what is computed again.
+        before: the buffers that the first pass has found, by their `id`, each with a copy of its values.
+        inside: a context of the second pass.
+    """
+    own: list[tuple[nn.Module, str, Tensor]] = []
+    for module in block.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                own.append((module, name, buffer))
+    for module, name, buffer in own:
+        # One that was not copied before, and buffers that are shared by modules stay so.
+        _, values = before.get(id(buffer)) or before.setdefault(id(buffer), (buffer, buffer.clone()))
+        module._buffers[name] = values
+    try:
+        with inside:
+            yield
+    finally:
+        for module, name, buffer in own:
+            module._buffers[name] = buffer
+
+
+_LARGEST_THAT_CHANGES = 2**16  # elements
+
+_RAN_BEFORE = "_recomputed_before"  # an attribute of a block

@@ -1,0 +1,62 @@
+"""Out of memory during a run: what the plan needs, by formulas, and the cheapest plan that needs less.
+
+The error is still torch's `OutOfMemoryError`, with torch's own words in it, so that whoever tries smaller batches upon it
+goes on to do so.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from paceline.base.errors import Problem, TrainError
+from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Plan
+from paceline.planner.estimate import Need, choose, estimate, gib, shown
+from paceline.world.layout import model_axes
+
+
+class OutOfMemory(TrainError, torch.OutOfMemoryError):
+    """Memory did not suffice; `code` is `out-of-memory`."""
+
+
+def explain(
+    error: BaseException, where: str, plan: Plan, models: tuple[ModelFacts, ...], world_size: int, local_size: int
+) -> OutOfMemory:
+    """Returns an error that says what the plan needs and what could be changed.
+
+    Args:
+        error: the error of the allocator.
+        where: "forward", "backward" or "step".
+        plan, models, world_size, local_size: see `Run.situation`.
+    """
+    need = Need(models)
+    needed = estimate(plan, need)
+    rows = ", ".join(f"{name} {gib(count)}" for name, count in vars(needed).items() if count and name != "sent")
+    message = str(error).strip().splitlines() or [type(error).__name__]
+    problem = Problem(
+        "out-of-memory",
+        f"memory did not suffice in the {where} pass." if where != "step" else "memory did not suffice in a step.",
+        why=[message[0], f"under {plan.layout} a rank needs {gib(needed.held)} before activations: {rows}"],
+        fix=_next(plan, need, needed.held, world_size, local_size),
+    )
+    explained = OutOfMemory.of([problem])
+    assert isinstance(explained, OutOfMemory)
+    return explained
+
+
+def _next(plan: Plan, need: Need, now: int, world_size: int, local_size: int) -> str:
+    """Returns the fix: divide more on these ranks, keep fewer activations, or take more ranks."""
+    fixed = {axis: getattr(plan.layout, axis) for axis in model_axes()}
+    fixed |= {"mixed_precision": plan.precision, "accumulate": plan.accumulate, "recompute": plan.recompute}
+    for times in (1, 2, 4, 8):
+        size = world_size * times
+        near = max(local_size, min(8, local_size * times))
+        chosen = choose(need, size, near, now - 1, fixed, ("replicate", "shard", "zero"))
+        if chosen.settings is not None and chosen.estimate is not None:
+            flags = shown(chosen.settings)
+            if times > 1:
+                flags = f"--procs {size} {flags}"
+            return f"launch with `{flags}`, which needs {gib(chosen.estimate.held)} a rank before activations"
+        if plan.recompute == "no" and any(facts.blocks for facts in need.models):
+            return "launch with `--recompute blocks`, which keeps fewer activations"
+    return "use a smaller batch with more accumulation, or shorter samples"

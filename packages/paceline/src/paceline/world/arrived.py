@@ -1,0 +1,102 @@
+"""What ranks send each other in one operation, and what has arrived then. `exchange.py` sends it.
+
+It is apart from the exchange, which only several processes need: one process has the bytes of all ranks in the same form.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_WORD = 8  # bytes of a number in a message
+
+
+class Topic:
+    """What the ranks must agree about.
+
+    Args:
+        op: the operation, as the user calls it.
+        detail: structure, dtypes and shapes, as text for the error message.
+    """
+
+    __slots__ = ("detail", "fingerprint", "op")
+
+    def __init__(self, op: str, detail: str = "") -> None:
+        self.op = op
+        self.detail = detail
+        self.fingerprint = fingerprint_of(f"{op}\0{detail}".encode())
+
+
+@dataclass(slots=True)
+class Sent:
+    """What one rank sent.
+
+    Attributes:
+        aux: a number of the operation's own.
+        rows: dim-0 size of each leaf, -1 for a 0-dim one.
+        cpu_bytes, device_bytes: how much data there is.
+    """
+
+    aux: int
+    rows: Sequence[int]
+    cpu_bytes: int
+    device_bytes: int = 0
+
+
+@dataclass(slots=True)
+class Place:
+    """Where the bytes of all ranks lie.
+
+    Attributes:
+        buffer: of dtype uint8.
+        starts: where those of each rank begin, in rank order.
+    """
+
+    buffer: Tensor
+    starts: Sequence[int]
+
+
+@dataclass(slots=True)
+class Arrived:
+    """What all ranks sent, in rank order.
+
+    Attributes:
+        sent: one entry a rank.
+        alike: whether all ranks sent data of the same sizes.
+        cpu, device: where the data lies; None if no rank has any there, or if the ranks only said how much they have. If
+            not `alike`, the data on the CPU lies in the message buffer, which the next exchange overwrites.
+    """
+
+    sent: Sequence[Sent]
+    alike: bool
+    cpu: Place | None = None
+    device: Place | None = None
+
+    def bytes_of(self, rank: int) -> Tensor:
+        """Returns the bytes of one rank on the CPU, which must have arrived."""
+        assert self.cpu is not None, "they were only announced"
+        start = self.cpu.starts[rank]
+        return self.cpu.buffer[start : start + self.sent[rank].cpu_bytes]
+
+
+def fingerprint_of(content: bytes) -> int:
+    """Returns a hash of `content` that fits into a word of a message."""
+    digest = hashlib.blake2b(content, digest_size=_WORD).digest()
+    return int.from_bytes(digest, "little", signed=True)
+
+
+def as_bytes(leaf: Tensor) -> Tensor:
+    """Returns the bytes of a tensor, without a copy where it is contiguous.
+
+    Shape:
+        Any; gives [number of bytes], of dtype uint8.
+    """
+    if leaf.is_conj() or leaf.is_neg():
+        leaf = leaf.resolve_conj().resolve_neg()
+    # A contiguous tensor may still have any stride in a dim of size 1, which `view(dtype)` refuses; hence `as_strided`.
+    flat = leaf.contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
