@@ -79,7 +79,8 @@ def write_sbom(wheels: Sequence[Path], path: Path) -> None:
         constraints = ["-c", ROOT / "constraints.txt"]
         run([installed / "bin/python", "-m", "pip", "install", "--quiet", *constraints, *wheels])
         run([tool / "bin/python", "-m", "pip", "install", "--quiet", SBOM_TOOL])
-        options = ["--output-reproducible", "--pyproject", ROOT / "packages" / "paceline" / "pyproject.toml", "--output-file", path]
+        project = ROOT / "packages" / "paceline" / "pyproject.toml"
+        options = ["--output-reproducible", "--pyproject", project, "--output-file", path]
         run([tool / "bin/cyclonedx-py", "environment", *options, installed / "bin/python"])
 
 

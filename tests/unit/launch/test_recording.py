@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from paceline.cli.launch import wait_recorded
 from paceline.launch.failure_report import problem_of
 from paceline.launch.launcher import Failure, Job, Outcome, Target
 from paceline.launch.membership.rounds import Member, Round
-from paceline.launch.recording import NEW_FOLDER, Recording
+from paceline.launch.recording import NEW_FOLDER, VIEWS, Recording
 from paceline.watch import records
 from paceline.watch.journal import JournalReader
 from paceline.watch.registry import registered_runs
@@ -35,11 +36,12 @@ class Page:
 
 
 @pytest.fixture(autouse=True)
-def page(monkeypatch: pytest.MonkeyPatch) -> type[Page]:
-    monkeypatch.setattr("paceline.launch.recording.PageProcess", Page)
+def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Page]]:
+    VIEWS.add("page", Page)
     monkeypatch.setattr(Page, "served", [])
     monkeypatch.setattr(Page, "ended", [])
-    return Page
+    yield Page
+    VIEWS.remove("page")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from paceline import base
 from paceline.base import log
 from paceline.base.errors import TrackerError
 from paceline.observe.trackers.group import Trackers
@@ -264,17 +263,6 @@ def test_a_script_that_forgets_to_finish_is_finished_at_exit(tmp_path, ending, s
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(script)], check=False, stderr=subprocess.DEVNULL)
     assert lines(tmp_path / "run" / "metrics.jsonl")[-1]["status"] == status
-
-
-def test_a_tracker_is_one_file(tmp_path, monkeypatch):
-    """A new file with a TRACKER line in a searched package is all that it takes."""
-    package = tmp_path / "toy_trackers"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    (package / "paper.py").write_text("class Paper:\n    name = 'paper'\n\n\nTRACKER = Paper\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    registry = base.registry.Registry("toy_trackers", "TRACKER", "paceline.trackers.none")
-    assert registry.names() == ["paper"] and registry.get("paper").name == "paper"
 
 
 def test_flatten():

@@ -15,10 +15,11 @@ import pytest
 
 from paceline.base.errors import LaunchError
 from paceline.cli.main import main
-from paceline.launch.recording import MetricsProcess, check_metrics_port
+from paceline.launch.recording import check_metrics_port
 from paceline.watch import records
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
 from paceline_lens.watch.metrics import METRICS, MOST_NAMES, MetricsServer, text_of
+from paceline_lens.watch.metrics_process import MetricsProcess
 
 
 def journal(folder: Path, lines: dict[str, list[records.Record]], **header) -> Path:
@@ -145,7 +146,7 @@ def test_the_launcher_serves_them_in_a_process_beside_it(tmp_path: Path, port: i
             check_metrics_port(port)
         assert caught.value.code == "metrics-port"
     finally:
-        beside.close()
+        beside.end()
     assert beside._process.returncode == 0
 
 

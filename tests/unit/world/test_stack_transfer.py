@@ -6,12 +6,12 @@ import json
 from dataclasses import asdict, replace
 
 from paceline.base.json_fields import read
-from paceline.world.stacks import parse
+from paceline.base.ours import our_folders
 from paceline.world.stacks.groups import ProcessStacks, grouped, in_one_sentence, short_report
 from paceline.world.stacks.parse import Frame, Thread
 from paceline.world.stacks.transfer import LONGEST, received, to_send
 
-OWN = f"{parse._PACELINE}accelerator.py"
+OWN = f"{our_folders()[0]}accelerator.py"
 STACK = (Frame(OWN, 5, "backward"), Frame("/home/me/train.py", 3, "main"))
 RANK = ProcessStacks(7, (Thread(STACK),), state="S", native="native", rank=2, collectives=("all_reduce",))
 

@@ -78,6 +78,6 @@ def test_the_command_shows_where_torch_stands(as_if, capsys) -> None:
 
 
 def test_pyproject_states_the_same_range() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "packages" / "paceline" / "pyproject.toml").read_text())["project"]
     assert f"torch>=2.11,<{NEWER}" in project["dependencies"]
     assert torch_version.range_text() == "2.11 to 2.15"

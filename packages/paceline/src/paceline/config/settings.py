@@ -13,7 +13,7 @@ from functools import cache
 from typing import Any
 
 from paceline.base.registry import Registry
-from paceline_hosts.clusters import CLUSTERS
+from paceline.config.clusters import CLUSTERS
 from paceline.config.dialects import dialects
 from paceline.config.kinds import (
     ADDRESSES,

@@ -21,7 +21,7 @@ from typing import Any, Generic, TypeVar
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, Problem, short_repr
 from paceline.config import options as strategy_options
-from paceline_hosts.clusters import CLUSTERS
+from paceline.config.clusters import CLUSTERS
 from paceline.config.dialects import Translation, dialects, judged, known_by_a_dialect, notice_of
 from paceline.config.given import SOURCES, Choice, Given, nearest
 from paceline.config.settings import TOTAL, LaunchSettings, RunSettings, launch_classes, own_name, settings_of
