@@ -113,7 +113,7 @@ def without_taking_up(parameters: Iterable[FSDPParam]) -> Iterator[None]:
 
 
 class WholeParameter(nn.Parameter):
-    """A whole parameter that stands for its shard: what a script does with `data`, `grad` and `requires_grad` reaches the shard.
+    """A whole parameter that stands for its shard: what a script does with `data`, `grad`, `requires_grad` reaches the shard.
 
     Between a forward and a backward pass FSDP2 leaves whole parameters in the model, where a script expects the parameters that
     have the gradients. Within the backward pass, where FSDP2 and autograd use it, `grad` is the whole parameter's own.
@@ -208,7 +208,10 @@ def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> 
         group: the group, which was not gathered yet.
         refuse: raises an error; called for a parameter whose shard cannot take the values: it has another dtype or shape.
     """
-    gathered, freed, divided_again = group._to_unsharded, group._to_sharded, group._to_sharded_post_forward
+    # A unit is gathered, freed, or divided again over other ranks (a width for `reshard`).
+    gathered: Callable[[], None] = group._to_unsharded
+    freed: Callable[[], None] = group._to_sharded
+    divided_again: Callable[[], None] = group._to_sharded_post_forward
     versions: dict[FSDPParam, tuple[int, ...]] = {}
 
     def to_unsharded() -> None:

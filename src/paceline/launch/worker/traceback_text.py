@@ -17,15 +17,33 @@ from paceline.base.errors import ConfigError, PacelineError
 from paceline.config.sources import resolve_run
 
 _HERE = os.path.dirname(__file__)
-# Messages of torch that do not say what to do -> the text that is shown below the message.
+# Errors of DTensor do not say what to do: by a part of the message, and any other -> the text that is shown below the message.
+_MIXED = "got mixed torch.Tensor and DTensor"
 _EXPLAINED = {
-    "got mixed torch.Tensor and DTensor": (
+    _MIXED: (
         "[model-copy] A plain tensor met a parameter of a prepared model, which is divided over ranks: for example that of a "
         "copy (an average of weights) which was made before `prepare`.\n"
         "  fix: prepare the copy too, `model, average, optimizer = accelerator.prepare(model, average, optimizer)`; or read "
         "whole values inside `with accelerator.full_parameters(model):`"
     ),
+    "operation": (
+        "[shard-operation] The operation needs a whole parameter, and this one is divided over ranks.\n"
+        "  fix: read and write whole values inside `with accelerator.full_parameters(model, writeback=True):`"
+    ),
+    "change": (
+        "[shard-changed] A parameter that is divided over ranks cannot be pruned or parametrized.\n"
+        "  fix: prune or parametrize the model before `prepare`, or use plan={'shard': n, 'zero': 2}, under which ranks hold "
+        "whole parameters"
+    ),
 }
+_PASSES = ("paceline.", "torch.nn.modules.", "torch.autograd", "torch.optim")
+# Modules of torch that put other parameters in the place of those of a model.
+_CHANGE = (
+    "torch.nn.utils.parametriz",
+    "torch.nn.utils.prune",
+    "torch.nn.utils.spectral_norm",
+    "torch.nn.utils.weight_norm",
+)
 _INSIDE = frozenset({"paceline", "torch", *sys.stdlib_module_names})  # packages whose frames are not the user's code
 
 
@@ -35,9 +53,9 @@ def traceback_text(error: BaseException) -> str:
     while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == _HERE:
         trace = trace.tb_next
     error.__traceback__ = trace
-    for message, explanation in _EXPLAINED.items():
-        if message in str(error):
-            error.add_note(explanation)
+    explanation = _explanation(error)
+    if explanation is not None:
+        error.add_note(explanation)
     if isinstance(error, PacelineError) and not _debugging():
         _shorten(error)
     # Python sets these three too, and exit handlers read them.
@@ -53,6 +71,22 @@ def traceback_text(error: BaseException) -> str:
             # A hook that fails must not hide the error.
             traceback.print_exception(error, file=text)
     return text.getvalue() or "".join(traceback.format_exception(error))
+
+
+def _explanation(error: BaseException) -> str | None:
+    """Returns what to do about an error of DTensor; None for any other."""
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_of_dtensor = bool(modules) and modules[-1].startswith("torch.distributed.tensor")
+    if is_of_dtensor and any(module.startswith(_CHANGE) for module in modules):
+        return _EXPLAINED["change"]
+    if _MIXED in str(error):
+        return _EXPLAINED[_MIXED]
+    if not is_of_dtensor:
+        return None
+    # In passes and steps the parameters are not what the script has chosen to read or write.
+    if any(module.startswith(_PASSES) for module in modules):
+        return None
+    return _EXPLAINED["operation"]
 
 
 def _shorten(error: PacelineError) -> None:

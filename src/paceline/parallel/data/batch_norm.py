@@ -7,8 +7,8 @@ The modules keep their class and their own `forward` (momentum, counters, checks
 its call of `torch.nn.functional.batch_norm` is replaced. A copy of the model, and a model that is loaded from a file, has
 ordinary layers. In evaluation nothing communicates.
 
-torch's `nn.SyncBatchNorm` refuses the CPU. There, layers that a script has converted become batch norms that are
-synchronized here. On an accelerator they stay torch's.
+Layers that a script has converted to `nn.SyncBatchNorm` are synchronized here on the CPU (`converted_batch_norm.py`), and by
+torch on an accelerator.
 
 Source of the backward pass: Ioffe and Szegedy, "Batch Normalization", 2015, section 3.
 """
@@ -27,6 +27,7 @@ from torch.nn import functional
 
 from paceline.base.errors import PlanError, Problem
 from paceline.config.kinds import one_of
+from paceline.parallel.data.converted_batch_norm import ConvertedBatchNorm
 from paceline.parallel.data.peers import PEERS, Peers, ReplacedCalls
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.strategy import AppliedStrategy, Averaging, Context, Strategy
@@ -36,7 +37,7 @@ from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 from paceline.torch_internals.modules import BatchNormBase
-from paceline.world.forward import override_forward, rebind_forward
+from paceline.world.forward import override_forward
 from paceline.world.layout import DATA_AXES
 
 
@@ -120,15 +121,10 @@ class BatchNorm(Strategy):
         for module in model.modules():
             if not isinstance(module, BatchNormBase):
                 continue
-            converted = type(module) is nn.SyncBatchNorm
-            if converted and context.device.type != "cpu":
-                # torch's own layer works there; it only gets the group, unless the script has chosen one.
+            if type(module) is nn.SyncBatchNorm:
+                # torch's own layer only gets the group, unless the script has chosen one.
                 module.process_group = module.process_group or group
-            elif converted or everything:
-                if converted:
-                    module.__class__ = _ConvertedBatchNorm
-                    # `tensor` has put its own around the forward of the class that it was.
-                    rebind_forward(module, nn.SyncBatchNorm.forward, BatchNormBase.forward)
+            elif everything or isinstance(module, ConvertedBatchNorm):
                 if not hasattr(module, PEERS):
                     override_forward(module, "batch_norm", _forward)
                 setattr(module, PEERS, peers)
@@ -150,14 +146,6 @@ class SharedStatistics(AppliedStrategy):
             yield
         finally:
             self._peers.paused -= 1
-
-
-class _ConvertedBatchNorm(BatchNormBase):
-    """A layer that `nn.SyncBatchNorm.convert_sync_batchnorm` has converted, on the CPU. It takes any number of dimensions."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
 
 
 def is_synchronised(module: nn.Module) -> bool:

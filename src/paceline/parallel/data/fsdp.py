@@ -88,8 +88,8 @@ class Units(AppliedStrategy):
         self._notes = False
         self._noted: set[torch.Tensor] = set()
         self._computed: set[torch.Tensor] = set()
-        for group in self._groups:
-            internals.carry_values(group, _refuse_values)
+        for parameters in self._groups:
+            internals.carry_values(parameters, _refuse_values)
         forget_with(model, lambda set_to_none: self.forget(set_to_none=set_to_none))
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
@@ -464,11 +464,11 @@ def forget_with(owner: nn.Module, forget: Callable[[bool], None]) -> None:
 
 
 def _refuse_values(parameter: internals.FSDPParam) -> NoReturn:
+    dtype = internals.sharded_parameter(parameter).dtype
     raise PlanError(
         "shard-written",
         f"{internals.parameter_name(parameter)} was written while it was gathered, and its shard cannot take the new values.",
-        why=f"its shard has the dtype {internals.sharded_parameter(parameter).dtype} and the gathered copy another one, in which the "
-        "forward and backward passes compute; or the copy got another shape",
+        why=f"the gathered copy, with which passes compute, has another dtype than the shard ({dtype}), or got another shape",
         fix="write it after `optimizer.step()`: there the model holds the shards",
     )
 
