@@ -42,7 +42,8 @@ class ConvertedBatchNorms(Strategy):
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Gives the layers another class, in place."""
         for module in model.modules():
-            if type(module) is nn.SyncBatchNorm and context.device.type == "cpu":
+            is_converted = type(module) is nn.SyncBatchNorm
+            if is_converted and context.device.type == "cpu":
                 module.__class__ = ConvertedBatchNorm
                 # `tensor` has put its own around the forward of the class that it was.
                 rebind_forward(module, nn.SyncBatchNorm.forward, BatchNormBase.forward)
