@@ -311,6 +311,16 @@ def test_refused_under_shard():
     assert run_ranks(work, 2) == [[*of_methods, *of_changes]] * 2
 
 
+def test_a_pruned_layer_is_refused_under_tp():
+    def work():
+        options = {"tensor": {"plan": {"body": "colwise_gather"}}}
+        model, _ = prepared(Accelerator(cpu=True, plan={"tp": 2}, options=options))
+        prune.identity(model.body, "weight")
+        return code_of(lambda: model(torch.ones(2, 4)))
+
+    assert run_ranks(work, 2) == ["shard-changed"] * 2
+
+
 ELSEWHERE = {
     "a barrier": lambda accelerator, model, loader: accelerator.wait_for_everyone(),
     "the next epoch": lambda accelerator, model, loader: next(iter(loader)),
