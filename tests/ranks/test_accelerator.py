@@ -194,11 +194,11 @@ def test_batched_power_sgd_with_all_columns_is_the_mean_and_with_one_still_learn
 
 
 def test_synchronised_batch_norm_runs_on_the_cpu():
-    def work(world_batch):
+    def work(world_batch, convert):
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True)
         model = nn.Sequential(nn.Linear(1, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
-        if accelerator.num_processes > 1:
+        if convert:
             model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         model, optimizer, each = accelerator.prepare(
@@ -210,8 +210,11 @@ def test_synchronised_batch_norm_runs_on_the_cpu():
             optimizer.zero_grad()
         return accelerator.unwrap_model(model).state_dict()
 
-    (one,) = run_ranks(work, world=1, args=(8,))
-    for state in run_ranks(work, world=2, args=(8,)):
+    (one,) = run_ranks(work, world=1, args=(8, False))
+    (converted,) = run_ranks(work, world=1, args=(8, True))
+    for name, value in one.items():
+        assert torch.equal(converted[name], value), name
+    for state in run_ranks(work, world=2, args=(8, True)):
         for name, value in one.items():
             torch.testing.assert_close(state[name], value, atol=1e-5, rtol=0, msg=lambda m, n=name: f"{n}: {m}")
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 from torch import Tensor, nn
+from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 from paceline import Accelerator, PacelineError
@@ -125,24 +126,102 @@ def a_registered_method(accelerator):
     return model
 
 
-FOLLOWED = [
-    a_new_layer, a_second_optimizer, one_after_the_other, unfrozen_later, cleared_between_forward_and_backward,
-    a_registered_method,
-]  # fmt: skip
+class InBlocks(Net):
+    """A model whose body is a unit of its own, and which writes its weights in its forward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        self.writes = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.writes:
+            for block in self.blocks:
+                block.register_forward_pre_hook(clamp_weight)
+            self.writes = False
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.head(x)
+
+
+def clamp_weight(layer: nn.Module, _: object) -> None:
+    layer.weight.data.clamp_(-0.2, 0.2)
+
+
+def written_between(write, backward: bool = True):
+    """A program that writes weights between a forward pass and its backward pass, or after a forward pass without one."""
+
+    def program(accelerator):
+        torch.manual_seed(0)
+        model = InBlocks()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        for step in range(3):
+            loss = (model(torch.full((2, 4), step + 1.0)) - 1).square().mean()
+            write(accelerator.unwrap_model(model))
+            if not backward:
+                loss = (model(torch.full((2, 4), step + 1.0)) - 1).square().mean()
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        return model
+
+    return program
+
+
+def clamp_data(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.2, 0.2)
+
+
+def set_data(model: nn.Module) -> None:
+    model.head.weight.data = model.head.weight.data * 0.5
+
+
+def write_rows(model: nn.Module) -> None:
+    model.head.weight.data[1:3] *= 2
+    model.head.bias.detach()[0] = 3.0
+
+
+def write_without_gradients(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.head.weight.mul_(0.5)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({name: torch.full(value.shape, 0.2) for name, value in model.state_dict().items()})
+
+
+def write_in_forward(model: nn.Module) -> None:
+    model.writes = True
+
+
+FOLLOWED = {
+    program.__name__: program
+    for program in (
+        a_new_layer, a_second_optimizer, one_after_the_other, unfrozen_later, cleared_between_forward_and_backward,
+        a_registered_method,
+    )
+} | {
+    "clamped between": written_between(clamp_data),
+    "set between": written_between(set_data),
+    "rows written between": written_between(write_rows),
+    "written after a pass": written_between(write_without_gradients, backward=False),
+    "loaded after a pass": written_between(load, backward=False),
+    "written in forward": written_between(write_in_forward),
+}  # fmt: skip
 
 
 def run_all(plan):
     torch.set_default_dtype(torch.float64)
     outcomes = {}
-    for program in FOLLOWED:
+    for name, program in FOLLOWED.items():
         accelerator = Accelerator(cpu=True, plan=plan)
         try:
             model = program(accelerator)
-            outcomes[program.__name__] = {
-                name: value.clone() for name, value in accelerator.get_state_dict(model).items()
-            }
+            outcomes[name] = {key: value.clone() for key, value in accelerator.get_state_dict(model).items()}
         except Exception as error:
-            outcomes[program.__name__] = f"{type(error).__name__}: {error}"
+            outcomes[name] = f"{type(error).__name__}: {error}"
         accelerator.free_memory()
     return outcomes
 
@@ -192,10 +271,54 @@ def test_refused_under_shard():
                 model(x)
 
         codes.append(code_of(some_evaluate))
+        accelerator.clear()
+
+        model, _ = prepared(accelerator)
+
+        def prune_whole():
+            with accelerator.full_parameters(model, writeback=True):
+                prune.l1_unstructured(model.head, "weight", 0.5)
+
+        codes.append(code_of(prune_whole))
+        accelerator.clear()
+
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer)
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5  # torch loses it
+        codes.append(code_of(lambda: train(accelerator, model, optimizer)))
+        accelerator.clear()
+
+        accelerator = Accelerator(cpu=True, plan=PLAN, mixed_precision="bf16")
+        model, optimizer = prepared(accelerator)
+        accelerator.backward(model(x).sum())
+        model.head.weight.data.clamp_(-0.1, 0.1)  # the shards are there again
+        optimizer.step()
+        loss = model(x).sum()
+        model.head.weight.data.clamp_(-0.1, 0.1)  # a copy in bf16
+        codes.append(code_of(lambda: accelerator.backward(loss)))
         return codes
 
     of_methods = ["shard-method", "shard-method", "none"]
-    assert run_ranks(work, 2) == [[*of_methods, "shard-changed", "shard-changed", "shard-evaluation"]] * 2
+    of_changes = [
+        "shard-changed",
+        "shard-changed",
+        "shard-evaluation",
+        "shard-changed",
+        "data-assigned",
+        "shard-written",
+    ]
+    assert run_ranks(work, 2) == [[*of_methods, *of_changes]] * 2
+
+
+def test_a_pruned_layer_is_refused_under_tp():
+    def work():
+        options = {"tensor": {"plan": {"body": "colwise_gather"}}}
+        model, _ = prepared(Accelerator(cpu=True, plan={"tp": 2}, options=options))
+        prune.identity(model.body, "weight")
+        return code_of(lambda: model(torch.ones(2, 4)))
+
+    assert run_ranks(work, 2) == ["shard-changed"] * 2
 
 
 ELSEWHERE = {

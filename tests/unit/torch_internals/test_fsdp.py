@@ -66,6 +66,40 @@ def test_a_whole_parameter_is_there_once_it_was_gathered(model: nn.Module) -> No
     assert fsdp.whole_parameter(parameter).shape == model[1].weight.shape
 
 
+def test_what_is_written_into_whole_parameters_reaches_their_shards(model: nn.Module) -> None:
+    refused: list[Any] = []
+    for group in groups_of(model):
+        fsdp.carry_values(group, refused.append)
+    expected = [parameter.full_tensor().clone() for parameter in model.parameters()]
+    model.unshard()
+    model[0].unshard()
+    model[0].weight.data.mul_(2)
+    model[0].bias.data = model[0].bias.data + 1
+    with torch.no_grad():
+        model[1].weight[1:].mul_(3)
+    fsdp.unnoticed(model[1].bias).zero_()
+    model.reshard()
+    model[0].reshard()
+    expected[0] *= 2
+    expected[1] += 1
+    expected[2][1:] *= 3
+    torch.testing.assert_close([parameter.full_tensor() for parameter in model.parameters()], expected)
+    assert not refused
+    backward(model, communicate=True)  # and the memory is that into which FSDP2 gathers
+    torch.testing.assert_close([parameter.full_tensor() for parameter in model.parameters()], expected)
+
+
+def test_values_in_another_dtype_do_not_reach_their_shards(mesh: Any) -> None:
+    model = fully_shard(nn.Linear(3, 2), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    refused: list[Any] = []
+    (group,) = fsdp.parameter_groups(model)
+    fsdp.carry_values(group, refused.append)
+    model(torch.ones(5, 3))
+    model.weight.data.mul_(2)
+    model.reshard()
+    assert [fsdp.parameter_name(parameter) for parameter in refused] == ["weight"]
+
+
 def test_gradients_are_pending_until_they_are_reduced(model: nn.Module) -> None:
     backward(model, communicate=True)
     expected = gradients(model)

@@ -59,15 +59,20 @@ class Origins:
         origins = weakref.ref(self)
 
         def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-            present = origins()
-            if present is not None and not torch.compiler.is_compiling():
-                found, _ = present._called[module] = present._of((args, kwargs))
-                present.inputs = weakref.WeakSet(loader for loader in (each() for each in found) if loader is not None)
+            tracker = origins()
+            if tracker is None or torch.compiler.is_compiling():
+                return
+            references, is_older = tracker._of((args, kwargs))
+            tracker._called[module] = (references, is_older)
+            loaders = [reference() for reference in references]
+            tracker.inputs = weakref.WeakSet(loader for loader in loaders if loader is not None)
 
         def mark(module: nn.Module, args: tuple[object, ...], output: object) -> None:
-            present = origins()
-            if present is not None and torch.is_grad_enabled() and not torch.compiler.is_compiling():
-                present._mark(*present._called.pop(module, (frozenset(), True)), output)
+            tracker = origins()
+            if tracker is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
+                return
+            references, is_older = tracker._called.pop(module, (frozenset(), True))
+            tracker._mark(references, is_older, output)
 
         # Before the hooks of strategies, which may copy the inputs: FSDP2 converts them to half precision.
         model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
@@ -79,10 +84,12 @@ class Origins:
         is_older = False
         for tensor in tensors(inputs):
             # The output of another model, such as the generator of a GAN, comes from that model's inputs.
-            mark = _metadata(tensor).get(_MARK)
-            own = self._by_storage.get(tensor.untyped_storage())
-            loaders |= (mark or frozenset()) | (own or frozenset())
-            is_older = is_older or (tensor.requires_grad and mark is None and own is None)
+            of_node = _metadata(tensor).get(_MARK)
+            of_storage = self._by_storage.get(tensor.untyped_storage())
+            loaders |= of_node or frozenset()
+            loaders |= of_storage or frozenset()
+            if tensor.requires_grad and of_node is None and of_storage is None:
+                is_older = True
         return loaders, is_older
 
     def _mark(self, loaders: Loaders, is_older: bool, output: object) -> None:
@@ -99,22 +106,26 @@ class Origins:
         None among them stands for outputs that were computed from tensors of an unknown loader, or of none. None in place of
         the set: no output was marked, since the loss was computed before two loops ran at the same time.
         """
-        found: set[PreparedLoader | None] = set()
-        waiting: list[Any] = [] if loss.grad_fn is None else [loss.grad_fn]
+        loaders: set[PreparedLoader | None] = set()
         is_marked = False
-        seen: set[Any] = set()
-        while waiting and len(seen) < _MOST_NODES:
-            node = waiting.pop()
-            if node in seen:
+        visited: set[Any] = set()
+        to_visit: list[Any] = []
+        if loss.grad_fn is not None:
+            to_visit.append(loss.grad_fn)
+        while to_visit and len(visited) < _MOST_NODES:
+            node = to_visit.pop()
+            if node in visited:
                 continue
-            seen.add(node)
-            marked = node.metadata.get(_MARK)
-            if marked is not None:
-                is_marked = True
-                found.update([reference() for reference in marked] or [None])
+            visited.add(node)
+            references = node.metadata.get(_MARK)
+            if references is None:
+                to_visit += [earlier for earlier, _ in node.next_functions if earlier is not None]
                 continue
-            waiting += [following for following, _ in node.next_functions if following is not None]
-        return found if is_marked else None
+            is_marked = True
+            loaders.update(reference() for reference in references)
+            if not references:
+                loaders.add(None)
+        return loaders if is_marked else None
 
 
 def _metadata(tensor: Tensor) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Lets an optimizer of the user's own write `parameter.data = value` where the parameter is a DTensor.
 
 torch changes nothing there, and says nothing: a DTensor keeps its values in another tensor. So SAM would not go back to where
-it came from, and an optimizer that steps by `p.data = p.data - lr * p.grad` would not train.
+it came from, and an optimizer that steps by `p.data = p.data - lr * p.grad` would not train. Where the loop itself writes so,
+the next step says it.
 """
 
 from __future__ import annotations
@@ -10,9 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
+from paceline.base.errors import TrainError
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.torch_internals.tensors import memory_of
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 
@@ -20,9 +25,38 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def copy_assigned_data(adapter: OptimizerAdapter) -> None:
-    """Makes the methods of an optimizer copy what they assign to `.data` of a DTensor; torch's own assign nothing."""
+    """Makes the methods of an optimizer copy what they assign to `.data` of a DTensor; torch's own assign nothing.
+
+    Its step refuses a parameter to which something else has assigned: TrainError `data-assigned`.
+    """
     if any(map(is_sharded, parameters_of(adapter.optimizer))):
         adapter.surround(lambda _: _CopyAssignedData())
+        adapter.refuse(_RefuseAssignedData())
+
+
+class _RefuseAssignedData:
+    """Raises an error if `parameter.data = value` was written, outside of the optimizer's methods, since the last step.
+
+    The value is lost then, but the DTensor, which has no memory of its own, has got the storage object of the value.
+    """
+
+    def __init__(self) -> None:
+        self._storages: dict[Tensor, int] = {}
+
+    def __call__(self, optimizer: Optimizer) -> None:
+        for parameter in parameters_of(optimizer):
+            if not is_sharded(parameter):
+                continue
+            storage = memory_of(parameter)
+            if self._storages.setdefault(parameter, storage) == storage:
+                continue
+            self._storages[parameter] = storage
+            raise TrainError(
+                "data-assigned",
+                f"`parameter.data = value` was lost, for a parameter of shape {list(parameter.shape)}.",
+                why="the parameter is divided over ranks, as a DTensor, whose values torch does not change in this way",
+                fix="write in place: `parameter.data.copy_(value)`, `parameter.data.clamp_(-1, 1)`",
+            )
 
 
 class _CopyAssignedData(TorchFunctionMode):

@@ -2,6 +2,7 @@
 
 part_of, divided         this rank's part of an unsharded tensor; no communication
 whole_parameters         while it is open, parameters are unsharded plain tensors
+refuse_removed           lets forward passes refuse that a divided parameter was removed
 take_whole_values        lets `load_state_dict` of a model take unsharded tensors; `take_whole_states` does so for an optimizer
 units, groups            the FSDP2 modules of a model, and their parameter groups
 """
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.base.errors import PlanError
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.param_groups import parameters_by_number
@@ -66,6 +68,9 @@ def whole_parameters(model: nn.Module, writeback: bool = False) -> Iterator[None
         model: any module; parameters that are not divided stay as they are.
         writeback: whether each rank writes its part of changes back, also if an exception ends the block. On one process,
             too, changes that were made before an exception remain.
+
+    Raises:
+        PlanError: `shard-changed`, at its end, if a divided parameter was removed from its module.
     """
     places: list[tuple[dict[str, Tensor | None], str, DTensor]] = []
     for module in model.modules():
@@ -89,11 +94,43 @@ def whole_parameters(model: nn.Module, writeback: bool = False) -> Iterator[None
         with undisturbed(disturbed):
             yield
     finally:
+        removed = [name for slots, name, _ in places if name not in slots]
         for slots, name, parameter in places:
-            changed = slots[name]
+            changed = slots.get(name)
             slots[name] = parameter
             if writeback and changed is not None:
                 local(parameter.detach()).copy_(part_of(changed.detach(), parameter))
+        if removed:
+            raise _removed(removed[0])
+
+
+def refuse_removed(model: nn.Module) -> None:
+    """Makes forward passes of the model refuse that a divided parameter was removed from its module, as pruning does.
+
+    The hook raises PlanError: `shard-changed`.
+    """
+    places = [
+        (module_name, parameter_table(module), name)
+        for module_name, module in model.named_modules()
+        for name, parameter in parameter_table(module).items()
+        if is_sharded(parameter)
+    ]
+
+    def check(*_: object) -> None:
+        for module_name, slots, name in places:
+            if name not in slots:
+                raise _removed(f"{module_name}.{name}".lstrip("."))
+
+    model.register_forward_pre_hook(check, prepend=True)
+
+
+def _removed(name: str) -> PlanError:
+    return PlanError(
+        "shard-changed",
+        f"{name} is no longer a parameter of its module.",
+        why="it was pruned or parametrized, which a parameter that is divided over ranks cannot be",
+        fix="prune or parametrize the model before `prepare`",
+    )
 
 
 @contextmanager

@@ -4,6 +4,7 @@
     10      pipeline     pp         keeps this rank's blocks
     20      tensor       tp         divides the matrices of layers
     30      context      cp         divides sequences
+    34      converted_batch_norm    makes batch norms of `nn.SyncBatchNorm` on the CPU
     35      batch_norm              computes batch statistics over all data-parallel ranks
     36      batch_layers            lets other layers see the batch of all data-parallel ranks
     40      recompute               computes activations again in the backward pass

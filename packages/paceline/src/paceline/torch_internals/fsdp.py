@@ -113,14 +113,19 @@ def without_taking_up(parameters: Iterable[FSDPParam]) -> Iterator[None]:
 
 
 class WholeParameter(nn.Parameter):
-    """A whole parameter that stands for its shard: what a script does with `grad` and `requires_grad` reaches the shard.
+    """A whole parameter that stands for its shard: what a script does with `data`, `grad`, `requires_grad` reaches the shard.
 
     Between a forward and a backward pass FSDP2 leaves whole parameters in the model, where a script expects the parameters that
     have the gradients. Within the backward pass, where FSDP2 and autograd use it, `grad` is the whole parameter's own.
+    New values reach the shard when FSDP2 frees the whole parameter, see `carry_values`.
     """
 
     _parameter: weakref.ref[FSDPParam]
     _group: weakref.ref[FSDPParamGroup]
+    # What `data` has given out since the parameter was gathered: each such tensor counts for itself how often it was written.
+    _given_out: list[torch.Tensor]
+    # The memory into which FSDP2 gathers, while `data = value` has put other memory in its place.
+    _gathered: torch.Tensor | None
 
     def _shard(self) -> nn.Parameter | None:
         """Returns the shard for which this parameter stands at the moment."""
@@ -128,6 +133,23 @@ class WholeParameter(nn.Parameter):
         if parameter is None or group is None or group._training_state.name not in ("IDLE", "FORWARD"):
             return None
         return parameter.sharded_param
+
+    @property
+    def data(self) -> torch.Tensor:
+        data: torch.Tensor = _PLAIN_DATA.__get__(self)
+        if self._shard() is not None:
+            self._given_out.append(data)
+        return data
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        from torch.distributed.tensor import DTensor
+
+        if self._shard() is not None and self._gathered is None:
+            self._gathered = _PLAIN_DATA.__get__(self)
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
+        _PLAIN_DATA.__set__(self, value)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -164,20 +186,108 @@ class WholeParameter(nn.Parameter):
         return self
 
 
-def stand_for_shard(parameter: FSDPParam, group: FSDPParamGroup) -> bool:
-    """Makes the whole parameter of a group parameter a `WholeParameter`; returns False if it was never gathered."""
-    whole = whole_parameter(parameter)
-    if whole is None:
-        return False
+def _stand_for_shard(parameter: FSDPParam, group: FSDPParamGroup) -> None:
+    """Makes the whole parameter of a group parameter a `WholeParameter`."""
+    whole = parameter._unsharded_param
     # A subclass of the user's stays as it is.
     if type(whole) is nn.Parameter:
         whole._parameter = weakref.ref(parameter)
         whole._group = weakref.ref(group)
+        whole._given_out = []
+        whole._gathered = None
         whole.__class__ = WholeParameter
+
+
+def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> None:
+    """Writes what a script has written into the whole parameters of a group into their shards, before FSDP2 frees them.
+
+    A parameter was written if its version has changed since it was gathered, or that of a tensor that `data` has given out.
+    The versions are the same on all ranks as long as these do the same.
+
+    Args:
+        group: the group, which was not gathered yet.
+        refuse: raises an error; called for a parameter whose shard cannot take the values: it has another dtype or shape.
+    """
+    # A unit is gathered, freed, or divided again over other ranks (a width for `reshard`).
+    gathered: Callable[[], None] = group._to_unsharded
+    freed: Callable[[], None] = group._to_sharded
+    divided_again: Callable[[], None] = group._to_sharded_post_forward
+    versions: dict[FSDPParam, tuple[int, ...]] = {}
+
+    def to_unsharded() -> None:
+        gathered()
+        for parameter in group.fsdp_params:
+            _stand_for_shard(parameter, group)
+            versions[parameter] = _versions(parameter)
+
+    def carry() -> None:
+        if not group.is_unsharded:
+            return
+        written = [parameter for parameter in group.fsdp_params if versions.get(parameter) != _versions(parameter)]
+        versions.clear()
+        refused = [parameter for parameter in written if not _take_values(parameter)]
+        for parameter in group.fsdp_params:
+            _forget_written(parameter)
+        for parameter in refused:
+            refuse(parameter)
+
+    def to_sharded() -> None:
+        carry()
+        freed()
+
+    def to_sharded_post_forward() -> None:
+        carry()
+        divided_again()
+
+    group._to_unsharded = to_unsharded
+    group._to_sharded = to_sharded
+    group._to_sharded_post_forward = to_sharded_post_forward
+
+
+def unnoticed(whole: torch.Tensor) -> torch.Tensor:
+    """Returns the values of a parameter, which may be a whole one: what is written into them does not reach its shard."""
+    values: torch.Tensor = _PLAIN_DATA.__get__(whole)
+    return values
+
+
+def _versions(parameter: FSDPParam) -> tuple[int, ...]:
+    """Returns how often the whole parameter, and each tensor that its `data` has given out, was written."""
+    whole = parameter._unsharded_param
+    if whole.is_inference():
+        return ()
+    if not isinstance(whole, WholeParameter):
+        return (whole._version,)
+    written = [data._version for data in whole._given_out if data._version]
+    return (whole._version, whole._gathered is not None, *written)
+
+
+def _forget_written(parameter: FSDPParam) -> None:
+    """Makes a whole parameter what it was when it was gathered, but for its values."""
+    whole = parameter._unsharded_param
+    if not isinstance(whole, WholeParameter):
+        return
+    whole._given_out = []
+    if whole._gathered is not None:
+        _PLAIN_DATA.__set__(whole, whole._gathered)
+        whole._gathered = None
+
+
+def _take_values(parameter: FSDPParam) -> bool:
+    """Copies this rank's rows of the whole parameter into its shard; returns False where that would not be exact."""
+    shard = parameter._sharded_param_data
+    whole = getattr(parameter._unsharded_param, "_local_tensor", parameter._unsharded_param)
+    if len(parameter.all_gather_outputs) != 1 or whole.dtype != shard.dtype or whole.shape != parameter._orig_size:
+        return False
+    # FSDP2 divides rows here (dim 0), so that the shards of all ranks follow each other, and the last ones may have padding.
+    rank = parameter.mesh_info.shard_mesh_rank
+    with torch.no_grad():
+        rows = whole.reshape(-1)[rank * shard.numel() : (rank + 1) * shard.numel()]
+        shard[: rows.numel()].copy_(rows)
     return True
 
 
 # The attributes that `WholeParameter` hides.
+_PLAIN_DATA: Any = nn.Parameter.data
 _PLAIN_GRADIENT: Any = nn.Parameter.grad
 _PLAIN_REQUIRES_GRAD: Any = nn.Parameter.requires_grad
 

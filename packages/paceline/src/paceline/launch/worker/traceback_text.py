@@ -13,20 +13,39 @@ import sys
 import traceback
 from types import TracebackType
 
-from paceline.base.errors import ConfigError, PacelineError
+from paceline.base.errors import ConfigError, PacelineError, Problem
 from paceline.base.parts import PACKAGES
 from paceline.config.sources import resolve_run
 
 _HERE = os.path.dirname(__file__)
-# Messages of torch that do not say what to do -> the text that is shown below the message.
-_EXPLAINED = {
-    "got mixed torch.Tensor and DTensor": (
-        "[model-copy] A plain tensor met a parameter of a prepared model, which is divided over ranks: for example that of a "
-        "copy (an average of weights) which was made before `prepare`.\n"
-        "  fix: prepare the copy too, `model, average, optimizer = accelerator.prepare(model, average, optimizer)`; or read "
-        "whole values inside `with accelerator.full_parameters(model):`"
-    ),
-}
+# Errors of DTensor do not say what to do: what stands below their messages.
+_MIXED = Problem(
+    "model-copy",
+    "A plain tensor met a parameter of a prepared model, which is divided over ranks: for example that of a copy (an average "
+    "of weights) which was made before `prepare`.",
+    fix="prepare the copy too, `model, average, optimizer = accelerator.prepare(model, average, optimizer)`; or read whole "
+    "values inside `with accelerator.full_parameters(model):`",
+)
+_OPERATION = Problem(
+    "shard-operation",
+    "The operation needs a whole parameter, and this one is divided over ranks.",
+    fix="read and write whole values inside `with accelerator.full_parameters(model, writeback=True):`",
+)
+_CHANGED = Problem(
+    "shard-changed",
+    "A parameter that is divided over ranks cannot be pruned or parametrized.",
+    fix="prune or parametrize the model before `prepare`, or use plan={'shard': n, 'zero': 2}, under which ranks hold whole "
+    "parameters",
+)
+# In passes and steps the parameters are not those that the script has chosen to read or write.
+_PASSES = (*PACKAGES, "torch.nn.modules.", "torch.autograd", "torch.optim")
+# Modules of torch that put other parameters in the place of those of a model.
+_CHANGES = (
+    "torch.nn.utils.parametriz",
+    "torch.nn.utils.prune",
+    "torch.nn.utils.spectral_norm",
+    "torch.nn.utils.weight_norm",
+)
 _INSIDE = frozenset({*PACKAGES, "torch", *sys.stdlib_module_names})  # packages whose frames are not the user's code
 
 
@@ -36,9 +55,9 @@ def traceback_text(error: BaseException) -> str:
     while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == _HERE:
         trace = trace.tb_next
     error.__traceback__ = trace
-    for message, explanation in _EXPLAINED.items():
-        if message in str(error):
-            error.add_note(explanation)
+    explanation = _explanation(error)
+    if explanation is not None:
+        error.add_note(str(explanation))
     if isinstance(error, PacelineError) and not _debugging():
         _shorten(error)
     # Python sets these three too, and exit handlers read them.
@@ -54,6 +73,23 @@ def traceback_text(error: BaseException) -> str:
             # A hook that fails must not hide the error.
             traceback.print_exception(error, file=text)
     return text.getvalue() or "".join(traceback.format_exception(error))
+
+
+def _explanation(error: BaseException) -> Problem | None:
+    """Returns what to do about an error of DTensor; None for any other."""
+    if isinstance(error, PacelineError):
+        return None
+    modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    is_of_dtensor = bool(modules) and modules[-1].startswith("torch.distributed.tensor")
+    if is_of_dtensor and any(module.startswith(_CHANGES) for module in modules):
+        return _CHANGED
+    if "got mixed torch.Tensor and DTensor" in str(error):
+        return _MIXED
+    if not is_of_dtensor:
+        return None
+    if any(module.startswith(_PASSES) for module in modules):
+        return None
+    return _OPERATION
 
 
 def _shorten(error: PacelineError) -> None:

@@ -237,8 +237,8 @@ def _renormalise(peers: _LayerPeers, weight: Tensor, counts: Tensor, max_norm: f
     """Shortens the rows of the weight that were looked up, as torch does, and those of this rank's shard of it."""
     with torch.no_grad():
         rows = counts.nonzero().view(-1)
-        torch.embedding_renorm_(weight.detach(), rows, max_norm, norm_type)
-        # FSDP2 computes with a copy of its shards, which it frees.
+        # FSDP2 computes with a copy of its shards, perhaps in half precision: the shards are shortened themselves.
+        torch.embedding_renorm_(internals.unnoticed(weight), rows, max_norm, norm_type)
         assert peers.model is not None
         for parameter in group_parameters(peers.model):
             if internals.whole_parameter(parameter) is not weight:

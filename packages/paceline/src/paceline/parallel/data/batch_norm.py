@@ -7,8 +7,8 @@ The modules keep their class and their own `forward` (momentum, counters, checks
 its call of `torch.nn.functional.batch_norm` is replaced. A copy of the model, and a model that is loaded from a file, has
 ordinary layers. In evaluation nothing communicates.
 
-torch's `nn.SyncBatchNorm` refuses the CPU. There, layers that a script has converted become batch norms that are
-synchronized here. On an accelerator they stay torch's.
+Layers that a script has converted to `nn.SyncBatchNorm` are synchronized here on the CPU (`converted_batch_norm.py`), and by
+torch on an accelerator.
 
 Source of the backward pass: Ioffe and Szegedy, "Batch Normalization", 2015, section 3.
 """

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from paceline.base.errors import PlanError
+from paceline.parallel.data.converted_batch_norm import ConvertedBatchNorm
 from paceline.parallel.data.peers import PEERS, Peers, ReplacedCalls
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.torch_internals.modules import BatchNormBase
-from paceline.world.forward import override_forward, rebind_forward
+from paceline.world.forward import override_forward
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
@@ -29,15 +30,10 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     for module in model.modules():
         if not isinstance(module, BatchNormBase):
             continue
-        converted = type(module) is nn.SyncBatchNorm
-        if converted and context.device.type != "cpu":
-            # torch's own layer works there; it only gets the group, unless the script has chosen one.
+        if type(module) is nn.SyncBatchNorm:
+            # torch's own layer only gets the group, unless the script has chosen one.
             module.process_group = module.process_group or group
-        elif converted or everything:
-            if converted:
-                module.__class__ = _ConvertedBatchNorm
-                # `tensor` has put its own around the forward of the class that it was.
-                rebind_forward(module, nn.SyncBatchNorm.forward, BatchNormBase.forward)
+        elif everything or isinstance(module, ConvertedBatchNorm):
             if not hasattr(module, PEERS):
                 override_forward(module, "batch_norm", _forward)
             setattr(module, PEERS, peers)
@@ -59,14 +55,6 @@ class SharedStatistics(AppliedStrategy):
             yield
         finally:
             self._peers.paused -= 1
-
-
-class _ConvertedBatchNorm(BatchNormBase):
-    """A layer that `nn.SyncBatchNorm.convert_sync_batchnorm` has converted, on the CPU. It takes any number of dimensions."""
-
-    def _check_input_dim(self, input: Tensor) -> None:
-        if input.dim() < 2:
-            raise ValueError(f"expected an input of at least 2 dimensions, got {input.dim()}")
 
 
 def is_synchronised(module: nn.Module) -> bool:

@@ -88,10 +88,8 @@ class Units(AppliedStrategy):
         self._notes = False
         self._noted: set[torch.Tensor] = set()
         self._computed: set[torch.Tensor] = set()
-        # Group parameters, with their groups, that were never gathered.
-        self._ungathered = [
-            (parameter, group) for group in self._groups for parameter in internals.group_parameters(group)
-        ]
+        for parameters in self._groups:
+            internals.carry_values(parameters, _refuse_values)
         forget_with(model, lambda set_to_none: self.forget(set_to_none=set_to_none))
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
@@ -116,12 +114,6 @@ class Units(AppliedStrategy):
             after = _versions(model)
             self._changed_buffers = [
                 name for name, version in after.items() if version != self._versions.get(name, version)
-            ]
-        if self._ungathered:
-            self._ungathered = [
-                (parameter, group)
-                for parameter, group in self._ungathered
-                if not internals.stand_for_shard(parameter, group)
             ]
         if self._notes:
             self._note_computed()
@@ -469,6 +461,16 @@ def forget_with(owner: nn.Module, forget: Callable[[bool], None]) -> None:
 
 
 # -- what cannot work ----------------------------------------------------------------------------------------------------
+
+
+def _refuse_values(parameter: internals.FSDPParam) -> NoReturn:
+    dtype = internals.sharded_parameter(parameter).dtype
+    raise PlanError(
+        "shard-written",
+        f"{internals.parameter_name(parameter)} was written while it was gathered, and its shard cannot take the new values.",
+        why=f"the gathered copy, with which passes compute, has another dtype than the shard ({dtype}), or got another shape",
+        fix="write it after `optimizer.step()`: there the model holds the shards",
+    )
 
 
 def _refuse_double_backward(gradient: torch.Tensor) -> None:

@@ -100,6 +100,8 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     collectives = context.collectives if plan.layout.pp == 1 else None
     is_pairwise = transport_of(group, context.device).is_pairwise
     applied.agree(collectives, with_statements=is_pairwise or context.collectives.debug)
+    # Before the hooks that divide what is loaded: they need shards in the place of whole parameters.
+    model.register_load_state_dict_pre_hook(lambda *_: applied.reshard())
     take_whole_values(model)
     return applied
 
