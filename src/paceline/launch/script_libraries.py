@@ -17,9 +17,11 @@ class ScriptLibrary:
 
     Attributes:
         imports: modules that all of its scripts need, and that take long to import.
+        device: how its scripts ask for the device of their process.
     """
 
     imports: tuple[str, ...] = ()
+    device: str = "accelerator.device"
 
     def variables(self, local_size: int, node: int, nodes: int) -> dict[str, str]:
         """Returns variables that its scripts read besides torchrun's.

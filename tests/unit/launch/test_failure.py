@@ -61,9 +61,21 @@ def test_one_fix_names_all_libraries_whose_names_the_script_needs(tmp_path: Path
     )
 
 
-def test_a_script_that_needs_cuda_is_told_where_it_runs_or_what_to_write(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("compat", "device"),
+    [
+        ("", "accelerator.device"),
+        ("accelerate", "accelerator.device"),
+        ("accelerate,deepspeed", "accelerator.device"),
+        ("deepspeed", "engine.device"),
+    ],
+)
+def test_a_script_that_needs_cuda_is_told_where_it_runs_or_what_to_write(
+    tmp_path: Path, compat: str, device: str
+) -> None:
     found = first_failure([ended(tmp_path, 0, 1, "AssertionError: Torch not compiled with CUDA enabled")], 0)
-    assert "accelerator.device" in problem_of(Outcome(1, found), Job(Target("script", "train.py"), procs=1)).fix
+    job = Job(Target("script", "train.py"), procs=1, compat=compat)
+    assert f"`.to({device})`" in problem_of(Outcome(1, found), job).fix
 
 
 def test_an_exit_that_is_announced_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ class DeepSpeedScripts(ScriptLibrary):
 
     # Each makes an engine and an optimizer; torch loads its compiler's front (0.8 s) with the first of those.
     imports = ("paceline.torch_internals.compiler", "paceline.compat.deepspeed.initialize")
+    device = "engine.device"
 
     def variables(self, local_size: int, node: int, nodes: int) -> dict[str, str]:
         """Returns the variables that DeepSpeed's launcher sets besides torchrun's."""
