@@ -128,7 +128,9 @@ def _served_names(report: str, job: Job) -> str:
     """
     served = job.compat.split(",") if job.compat else []
     not_served = set(DIALECTS.own_names()) - set(served)
-    missing = {library for library in not_served if f"No module named '{library}'" in report}
+    # The second is what transformers says of a distribution; it may be followed by a version, as in 'deepspeed>=0.9.3'.
+    absent = r"No module named '{0}'|The '{0}\b[^']*' distribution was not found"
+    missing = {library for library in not_served if re.search(absent.format(library), report)}
     if not missing:
         return ""
     script = Path(job.target.name)
@@ -138,7 +140,10 @@ def _served_names(report: str, job: Job) -> str:
         missing |= imported & not_served
     names = " and ".join(f"{library}'s" for library in sorted(missing))
     libraries = ",".join([*served, *sorted(missing)])
-    return f"`paceline launch --compat {libraries}` serves {names} names"
+    fix = f"`paceline launch --compat {libraries}` serves {names} names"
+    if "accelerate" in served:
+        fix += f", and so does `PACELINE_COMPAT={libraries}` before `accelerate launch`"
+    return fix
 
 
 def _misplaced_flag(report: str, target: Target) -> str:

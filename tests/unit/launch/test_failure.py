@@ -56,9 +56,16 @@ def test_one_fix_names_all_libraries_whose_names_the_script_needs(tmp_path: Path
     assert fix == "`paceline launch --compat accelerate,deepspeed` serves accelerate's and deepspeed's names"
     script.write_text("import deepspeed\n")
     job = Job(Target("script", str(script)), procs=1, compat="accelerate")
-    assert problem_of(Outcome(1, found), job).fix == (
-        "`paceline launch --compat accelerate,deepspeed` serves deepspeed's names"
-    )
+    fix = problem_of(Outcome(1, found), job).fix
+    assert "`paceline launch --compat accelerate,deepspeed`" in fix
+    assert "`PACELINE_COMPAT=accelerate,deepspeed` before `accelerate launch`" in fix
+
+
+def test_a_distribution_that_transformers_asks_for_is_one_whose_names_can_be_served(tmp_path: Path) -> None:
+    report = "PackageNotFoundError: No package metadata was found for The 'deepspeed>=0.9.3' distribution was not found"
+    found = first_failure([ended(tmp_path, 0, 1, report)], 0)
+    job = Job(Target("script", "train.py"), procs=1, compat="accelerate")
+    assert "--compat accelerate,deepspeed`" in problem_of(Outcome(1, found), job).fix
 
 
 @pytest.mark.parametrize(
