@@ -6,6 +6,7 @@ import argparse
 import enum
 import json
 import pickle
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -355,6 +356,30 @@ def numbers_of_gathered_losses() -> list[int]:
 
 def test_a_mean_loss_that_is_repeated_by_the_batch_size_counts_in_a_full_last_batch() -> None:
     assert run_ranks(numbers_of_gathered_losses, world=2) == [[8, 8]] * 2
+
+
+class DroppingBatches:
+    """Batches of four; the last short one is left out, and the loader does not know it (as in sentence-transformers)."""
+
+    batch_size = 4
+    drop_last = False
+
+    def __len__(self) -> int:
+        return 2
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield [0, 1, 2, 3]
+        yield [4, 5, 6, 7]
+
+
+def losses_of_dropping_batches() -> list[list[float]]:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(even_batches=False))
+    loader = accelerator.prepare(DataLoader(range(9), batch_sampler=DroppingBatches()))
+    return [accelerator.gather_for_metrics(batch.float().mean().repeat(4)).tolist() for batch in loader]
+
+
+def test_losses_count_on_all_ranks_if_a_sampler_drops_the_last_batch() -> None:
+    assert run_ranks(losses_of_dropping_batches, world=2) == [[[1.5] * 4 + [5.5] * 4]] * 2
 
 
 def test_a_device_that_is_not_there_is_shown_and_refused_by_prepare(monkeypatch) -> None:

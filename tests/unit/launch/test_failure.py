@@ -56,14 +56,33 @@ def test_one_fix_names_all_libraries_whose_names_the_script_needs(tmp_path: Path
     assert fix == "`paceline launch --compat accelerate,deepspeed` serves accelerate's and deepspeed's names"
     script.write_text("import deepspeed\n")
     job = Job(Target("script", str(script)), procs=1, compat="accelerate")
-    assert problem_of(Outcome(1, found), job).fix == (
-        "`paceline launch --compat accelerate,deepspeed` serves deepspeed's names"
-    )
+    fix = problem_of(Outcome(1, found), job).fix
+    assert "`paceline launch --compat accelerate,deepspeed`" in fix
+    assert "`PACELINE_COMPAT=accelerate,deepspeed` before `accelerate launch`" in fix
 
 
-def test_a_script_that_needs_cuda_is_told_where_it_runs_or_what_to_write(tmp_path: Path) -> None:
+def test_a_distribution_that_transformers_asks_for_is_one_whose_names_can_be_served(tmp_path: Path) -> None:
+    report = "PackageNotFoundError: No package metadata was found for The 'deepspeed>=0.9.3' distribution was not found"
+    found = first_failure([ended(tmp_path, 0, 1, report)], 0)
+    job = Job(Target("script", "train.py"), procs=1, compat="accelerate")
+    assert "--compat accelerate,deepspeed`" in problem_of(Outcome(1, found), job).fix
+
+
+@pytest.mark.parametrize(
+    ("compat", "device"),
+    [
+        ("", "accelerator.device"),
+        ("accelerate", "accelerator.device"),
+        ("accelerate,deepspeed", "accelerator.device"),
+        ("deepspeed", "engine.device"),
+    ],
+)
+def test_a_script_that_needs_cuda_is_told_where_it_runs_or_what_to_write(
+    tmp_path: Path, compat: str, device: str
+) -> None:
     found = first_failure([ended(tmp_path, 0, 1, "AssertionError: Torch not compiled with CUDA enabled")], 0)
-    assert "accelerator.device" in problem_of(Outcome(1, found), Job(Target("script", "train.py"), procs=1)).fix
+    job = Job(Target("script", "train.py"), procs=1, compat=compat)
+    assert f"`.to({device})`" in problem_of(Outcome(1, found), job).fix
 
 
 def test_an_exit_that_is_announced_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ class DeepSpeedScripts(ScriptLibrary):
     host_variables_from = "DS_ENV_FILE"
     # Each makes an engine and an optimizer; torch loads its compiler's front (0.8 s) with the first of those.
     imports = ("paceline.torch_internals.compiler", "paceline_deepspeed.initialize")
+    device = "engine.device"
 
     def variables(self, local_size: int, node: int, nodes: int) -> dict[str, str]:
         """Returns the variables that DeepSpeed's launcher sets besides torchrun's."""

@@ -14,6 +14,7 @@ from paceline.config.schema import launch_flags
 from paceline.launch.launcher import Job, Outcome, Target
 from paceline.launch.membership.rounds import Round
 from paceline.launch.processes.core_files import BACKTRACE
+from paceline.launch.script_libraries import ScriptLibrary, script_libraries
 
 _HINTS = {
     signal.SIGKILL: "if nobody sent it, the system was out of memory (see `dmesg`): use a smaller batch or fewer "
@@ -88,7 +89,7 @@ def problem_of(outcome: Outcome, job: Job) -> Problem:
     elif closed(failure.report) and "--debug" not in failure.report:
         fix += "; with `--debug` the error names the line of each rank"
     elif any(message in failure.report for message in _NO_CUDA):
-        fix = "run it where torch finds a GPU, or write `.to(accelerator.device)` in place of `.cuda()`"
+        fix = f"run it where torch finds a GPU, or write `.to({_device(job)})` in place of `.cuda()`"
     fix = _served_names(failure.report, job) or fix
     if failure.code < 0:  # the negative number of the signal that ended it
         fix = _HINTS.get(-failure.code, "find out who sent that signal")  # type: ignore[call-overload]
@@ -112,6 +113,14 @@ def _own_fix(report: str) -> str:
     return "".join(fixes)
 
 
+def _device(job: Job) -> str:
+    """Returns how the script asks for its device, in the names of the library that it was written for."""
+    libraries = script_libraries(job.compat.split(","))
+    # A script for several has them in one loop: accelerate's object, which is ours too, is the shortest way.
+    names = {library.device for library in libraries}
+    return names.pop() if len(names) == 1 else ScriptLibrary.device
+
+
 def _served_names(report: str, job: Job) -> str:
     """Returns what to do if the script imports a library whose names are not served to it; "" if it does not.
 
@@ -119,7 +128,9 @@ def _served_names(report: str, job: Job) -> str:
     """
     served = job.compat.split(",") if job.compat else []
     not_served = set(LIBRARIES.names()) - set(served)
-    missing = {library for library in not_served if f"No module named '{library}'" in report}
+    # The second is what transformers says of a distribution; it may be followed by a version, as in 'deepspeed>=0.9.3'.
+    absent = r"No module named '{0}'|The '{0}\b[^']*' distribution was not found"
+    missing = {library for library in not_served if re.search(absent.format(library), report)}
     if not missing:
         return ""
     script = Path(job.target.name)
@@ -129,7 +140,10 @@ def _served_names(report: str, job: Job) -> str:
         missing |= imported & not_served
     names = " and ".join(f"{library}'s" for library in sorted(missing))
     libraries = ",".join([*served, *sorted(missing)])
-    return f"`paceline launch --compat {libraries}` serves {names} names"
+    fix = f"`paceline launch --compat {libraries}` serves {names} names"
+    if "accelerate" in served:
+        fix += f", and so does `PACELINE_COMPAT={libraries}` before `accelerate launch`"
+    return fix
 
 
 def _misplaced_flag(report: str, target: Target) -> str:

@@ -17,12 +17,14 @@ class ScriptLibrary:
 
     Attributes:
         imports: modules that all of its scripts need, and that take long to import.
+        device: how its scripts ask for the device of their process.
         host_variables: name of a file in the home directory and in the working directory, with lines `NAME=VALUE` that are
             set on the other hosts; "" for none.
         host_variables_from: a variable that names another file in its place; "" for none.
     """
 
     imports: tuple[str, ...] = ()
+    device: str = "accelerator.device"
     host_variables: str = ""
     host_variables_from: str = ""
 
