@@ -16,6 +16,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Callable
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -120,6 +121,9 @@ def _parameters(found: inspect.Signature) -> list[str]:
     return shown
 
 
+PROPERTIES = (property, cached_property)
+
+
 def members(cls: type) -> list[str]:
     """Public names of a class in the order of their definition, its own after those of its bases."""
     order = [name for base in reversed(cls.__mro__[:-1]) for name in vars(base)]
@@ -127,20 +131,20 @@ def members(cls: type) -> list[str]:
 
 
 def _plain(cls: type, name: str) -> bool:
-    return not (callable(getattr(cls, name)) or isinstance(inspect.getattr_static(cls, name), property))
+    return not (callable(getattr(cls, name)) or isinstance(inspect.getattr_static(cls, name), PROPERTIES))
 
 
 def class_page(name: str, cls: type) -> list[str]:
     """A class: its docstring, its properties as a table, its methods."""
     lines = [f"### {name}", "", signature(name, cls), "", prose(cls.__doc__ or ""), ""]
-    properties = [each for each in members(cls) if isinstance(inspect.getattr_static(cls, each), property)]
+    properties = [each for each in members(cls) if isinstance(inspect.getattr_static(cls, each), PROPERTIES)]
     if properties:
         lines += ["| property | |", "|---|---|"]
         docs = {each: inspect.getdoc(inspect.getattr_static(cls, each)) or "" for each in properties}
         lines += [f"| `{each}` | {' '.join(doc.split())} |" for each, doc in docs.items()] + [""]
     for each in members(cls):
         found = inspect.getattr_static(cls, each)
-        if isinstance(found, property):
+        if isinstance(found, PROPERTIES):
             continue
         # The navigation has room for the method's name only.
         lines += [

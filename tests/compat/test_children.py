@@ -11,8 +11,7 @@ import pytest
 
 import paceline_accelerate as accelerate
 import paceline_deepspeed as deepspeed
-
-FOLDERS = Path(accelerate.__file__).parents[1] / "for_children"
+from paceline.compat.names import folder_for_children
 
 PROGRAM = """
 import subprocess
@@ -43,8 +42,8 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("library", [accelerate, deepspeed])
 def test_the_folder_for_children_says_the_version_that_is_served(library) -> None:
-    name = library.__name__.rpartition(".")[2]
-    [found] = importlib.metadata.distributions(path=[str(FOLDERS / name)])
+    name = library.__name__.removeprefix("paceline_")
+    [found] = importlib.metadata.distributions(path=[str(folder_for_children(name))])
     assert (found.metadata["Name"], found.version) == (name, library.VERSION)
 
 

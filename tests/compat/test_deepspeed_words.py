@@ -13,13 +13,15 @@ import torch
 from torch import nn
 
 import paceline
+import paceline_deepspeed
 from paceline.base import wording
 from paceline.base.errors import PacelineError
 from paceline.testing import run_ranks
 from paceline_deepspeed.initialize import initialize
 from paceline_deepspeed.phrases import PHRASES
 
-SOURCE = Path(paceline.__file__).parent
+CORE = Path(paceline.__file__).parent
+ENGINE = Path(paceline_deepspeed.__file__).parent
 # Names of Paceline's own that no script for DeepSpeed has.
 NATIVE = re.compile(
     r"accelerator\.|Accelerator\(|`prepare\b|\bprepared?\b|mixed_precision=|plan=\{|options=\{|\bzero=\d|num_items"
@@ -29,14 +31,9 @@ NATIVE = re.compile(
 ELSEWHERE = (
     *(
         "cli",
-        "compat/accelerate",
-        "compat/for_children",
-        "compat/fsdp.py",
-        "doctor",
         "inference",
         "launch",
         "planner",
-        "verify",
         "watch",
     ),
     *("observe", "config", "parallel/context", "parallel/tensor"),
@@ -78,8 +75,8 @@ def texts(node: ast.AST) -> str:
 def messages() -> Iterator[tuple[str, str]]:
     """Yields each place with the texts that a script may read there."""
     makers = {name for name, kind in vars(paceline.base.errors).items() if isinstance(kind, type)}
-    for path in sorted(SOURCE.rglob("*.py")):
-        where = path.relative_to(SOURCE).as_posix()
+    for path in sorted([*CORE.rglob("*.py"), *ENGINE.rglob("*.py")]):
+        where = path.relative_to(CORE if path.is_relative_to(CORE) else ENGINE.parent).as_posix()
         if where.startswith(ELSEWHERE):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -44,8 +44,8 @@ def environment(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("environment") / "with a blank"
     venv.create(folder, symlinks=True, with_pip=False)
     packages = next(folder.glob("lib/python*/site-packages"))
-    source = Path(paceline.__file__).parents[1]
-    (packages / "_paceline.pth").write_text(f"{source}\n{sysconfig.get_path('purelib')}\n")
+    sources = [str(source) for source in Path(paceline.__file__).parents[3].glob("*/src")]
+    (packages / "_paceline.pth").write_text("\n".join([*sources, sysconfig.get_path("purelib")]) + "\n")
     metadata = packages / "paceline-0.1.0.dist-info"
     metadata.mkdir()
     (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: paceline\nVersion: 0.1.0\n")

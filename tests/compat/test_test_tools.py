@@ -140,7 +140,7 @@ def test_scripts_pass(world: int) -> None:
 
 def test_a_script_is_found_in_the_package_and_runs_by_its_path_and_name() -> None:
     path = testing.path_in_accelerate_package("test_utils", "scripts", "test_cli.py")
-    environment = os.environ | {"PYTHONPATH": str(Path(table.__file__).parents[1] / "for_children" / "accelerate")}
+    environment = os.environ | {"PYTHONPATH": str(Path(table.__file__).parent / "for_children")}
     program = (
         "import inspect, os, runpy, accelerate.test_utils\n"
         "folder = os.path.dirname(inspect.getfile(accelerate.test_utils))\n"

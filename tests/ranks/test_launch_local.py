@@ -497,7 +497,7 @@ def test_dry_run_starts_nothing(script: Callable[..., Path], tmp_path: Path) -> 
 def test_names_of_another_library_are_served(script: Callable[..., Path], tmp_path: Path) -> None:
     path = script("import accelerate; print(accelerate.Accelerator.__mro__[1].__module__.split('.')[0], flush=True)")
     done = launch("-n", 2, "--cpu", "--compat", "accelerate", path, cwd=tmp_path)
-    assert done.stdout == "paceline\n" * 2, done.stderr
+    assert done.stdout == "paceline_accelerate\n" * 2, done.stderr
 
 
 def test_fresh_processes_report_failures_too(script: Callable[..., Path], tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -299,3 +301,27 @@ def test_both_fixes_for_other_parameter_groups_work(tmp_path):
     optimizer = anew.prepare(optimizer)
     assert all(torch.equal(saved[name], value) for name, value in model.state_dict().items())
     assert not optimizer.state
+
+
+def test_runs_that_are_collected_while_others_are_listed() -> None:
+    """In Python 3.11, garbage is collected while a list is copied; a callback that shortened this list then crashed the process."""
+    program = """
+import gc
+from paceline.run import run
+
+class Held:
+    pass
+
+for _ in range(300):
+    gc.disable()
+    for _ in range(25):
+        held = Held()
+        held.own = held
+        run.remember(held)
+    del held
+    gc.set_threshold(1, 1, 1)
+    gc.enable()
+    assert all(isinstance(each, Held) for each in run.live_runs())
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, (done.returncode, done.stderr)

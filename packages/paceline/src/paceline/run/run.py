@@ -111,7 +111,7 @@ class Run:
         self._has_stepped = False
         # Creates process groups, so that all ranks must get here.
         self.lay_out(plan)
-        _live_runs.append(weakref.ref(self, _live_runs.remove))
+        remember(self)
         _watch_optimizers()
 
     @property
@@ -189,10 +189,22 @@ class Run:
 _live_runs: list[weakref.ref[Run]] = []
 
 
+def remember(run: Run) -> None:
+    """Adds a run to those that `live_runs` returns for as long as they are referenced."""
+    # Not by a callback of the reference: Python 3.11 may collect garbage while it copies a list, and a callback that shortens
+    # the list then lets it read freed memory (a crash, or an object of any other kind in the copy).
+    _live_runs[:] = [reference for reference in _live_runs if reference() is not None]
+    _live_runs.append(weakref.ref(run))
+
+
 def live_runs() -> list[Run]:
     """Returns the runs of this process that are still referenced."""
-    runs = [reference() for reference in tuple(_live_runs)]
-    return [run for run in runs if run is not None]
+    runs = []
+    for reference in _live_runs:
+        run = reference()
+        if run is not None:
+            runs.append(run)
+    return runs
 
 
 def steps_prepared_model(optimizer: Optimizer) -> bool:
