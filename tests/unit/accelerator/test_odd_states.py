@@ -304,7 +304,7 @@ def test_both_fixes_for_other_parameter_groups_work(tmp_path):
 
 
 def test_runs_that_are_collected_while_others_are_listed() -> None:
-    """In Python 3.11, garbage is collected while a list is copied; a callback that shortened this list then crashed the process."""
+    """Python 3.11 collects garbage while it copies a list; a callback that shortened this list crashed the process."""
     program = """
 import gc
 from paceline.run import run
