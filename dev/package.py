@@ -69,7 +69,10 @@ def install(wheels: Sequence[Path], environment: Path, *, borrow: bool) -> Path:
         needed = ["matplotlib", "pillow", "scikit-learn", "tqdm"]  # by the quickstart
         run([python, "-m", "pip", "install", "--quiet", "-c", ROOT / "constraints.txt", *wheels, *needed], ROOT)
         return python.parent
-    run([sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", *wheels], ROOT)
+    run(
+        [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-index", *wheels],
+        ROOT,
+    )
     (packages,) = environment.glob("lib/python*/site-packages")
     # Searched last. An editable installation of Paceline in these folders is not found: its own `.pth` file is not read here.
     # But its entry points would be: links to everything else are borrowed.
