@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from paceline.testing import worlds
-from paceline.world.world import World
+from paceline.world.world import DETECTORS, SIGNS, World
 
 
 def test_alone_is_first_and_last() -> None:
@@ -46,3 +46,25 @@ def test_torchrun_is_believed_first() -> None:
     world = World.detect(env)
     assert (world.rank, world.size, world.local_rank, world.local_size) == (3, 4, 1, 2)
     assert (world.address, world.port) == ("node0", 29500)
+
+
+class Asked(dict):
+    """An empty environment that notes which variables are looked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = set()
+
+    def __contains__(self, name):
+        self.names.add(name)
+        return False
+
+    def get(self, name, default=None):
+        return default
+
+
+def test_the_signs_of_a_detector_are_the_variables_that_it_looks_for():
+    for name, signs in SIGNS.items():
+        env = Asked()
+        assert DETECTORS.get(name)(env) is None
+        assert env.names == set(signs), name
