@@ -51,6 +51,8 @@ def installed(text: str) -> list[str]:
                 continue
             if word in ("&&", "||", ";", "for"):  # the command, or the sentence's part about it, is over
                 break
+            if "/" in word:  # a folder or a file
+                continue
             if word.startswith("git+"):  # an address, as in the command that accelerate sends to a TPU host
                 continue
             names.append(re.split(r"[=<>,;]", word)[0])

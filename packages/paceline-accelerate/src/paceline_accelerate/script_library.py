@@ -8,6 +8,7 @@ from paceline.launch.script_libraries import ScriptLibrary
 class AccelerateScripts(ScriptLibrary):
     """Scripts that were started by accelerate's launcher."""
 
+    command = "accelerate launch"
     # Each makes an accelerator and an optimizer; torch loads its compiler's front (0.8 s) with the first of those.
     imports = ("paceline.torch_internals.compiler", "paceline_accelerate.accelerator")
 

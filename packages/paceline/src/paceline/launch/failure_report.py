@@ -116,7 +116,7 @@ def _own_fix(report: str) -> str:
 def _device(job: Job) -> str:
     """Returns how the script asks for its device, in the names of the library that it was written for."""
     libraries = script_libraries(job.compat.split(","))
-    # A script for several has them in one loop: accelerate's object, which is ours too, is the shortest way.
+    # A script for several libraries has them in one loop: an accelerator, which is ours too, is the shortest way.
     names = {library.device for library in libraries}
     return names.pop() if len(names) == 1 else ScriptLibrary.device
 
@@ -128,7 +128,7 @@ def _served_names(report: str, job: Job) -> str:
     """
     served = job.compat.split(",") if job.compat else []
     not_served = set(LIBRARIES.names()) - set(served)
-    # The second is what transformers says of a distribution; it may be followed by a version, as in 'deepspeed>=0.9.3'.
+    # The second is what transformers says of a distribution; it may be followed by a version, as in 'LIBRARY>=0.9.3'.
     absent = r"No module named '{0}'|The '{0}\b[^']*' distribution was not found"
     missing = {library for library in not_served if re.search(absent.format(library), report)}
     if not missing:
@@ -141,8 +141,9 @@ def _served_names(report: str, job: Job) -> str:
     names = " and ".join(f"{library}'s" for library in sorted(missing))
     libraries = ",".join([*served, *sorted(missing)])
     fix = f"`paceline launch --compat {libraries}` serves {names} names"
-    if "accelerate" in served:
-        fix += f", and so does `PACELINE_COMPAT={libraries}` before `accelerate launch`"
+    for library in script_libraries(served):
+        if library.command:
+            fix += f", and so does `PACELINE_COMPAT={libraries}` before `{library.command}`"
     return fix
 
 

@@ -17,6 +17,7 @@ class ScriptLibrary:
 
     Attributes:
         imports: modules that all of its scripts need, and that take long to import.
+        command: the library's own command that starts scripts, where it is served too; "" for none.
         device: how its scripts ask for the device of their process.
         host_variables: name of a file in the home directory and in the working directory, with lines `NAME=VALUE` that are
             set on the other hosts; "" for none.
@@ -24,6 +25,7 @@ class ScriptLibrary:
     """
 
     imports: tuple[str, ...] = ()
+    command: str = ""
     device: str = "accelerator.device"
     host_variables: str = ""
     host_variables_from: str = ""

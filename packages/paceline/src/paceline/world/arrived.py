@@ -46,6 +46,10 @@ class Sent:
     cpu_bytes: int
     device_bytes: int = 0
 
+    def tell_rows(self, rows: Sequence[int]) -> None:
+        """Sets the rows, which came after the head."""
+        self.rows = rows
+
 
 @dataclass(slots=True)
 class Place:
@@ -75,6 +79,10 @@ class Arrived:
     alike: bool
     cpu: Place | None = None
     device: Place | None = None
+
+    def lies_at(self, place: Place) -> None:
+        """Says where the data of all ranks on the CPU is now."""
+        self.cpu = place
 
     def bytes_of(self, rank: int) -> Tensor:
         """Returns the bytes of one rank on the CPU, which must have arrived."""

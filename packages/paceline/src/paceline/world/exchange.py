@@ -176,7 +176,7 @@ class Exchange:
             arrived = self._gather(topic, sent)
             assert arrived is not None, "no rank combines twice"
         if arrived.cpu is None:
-            arrived.cpu = self._fetch_cpu(topic, arrived, rows, parts)
+            arrived.lies_at(self._fetch_cpu(topic, arrived, rows, parts))
         # Every rank computes the same maximum, so all or none of them enter the collective.
         most = max(other.device_bytes for other in arrived.sent)
         if most:
@@ -247,7 +247,7 @@ class Exchange:
         # -1: some rank's bytes did not fit, so no rank uses those that came, and the data follows in one collective.
         if not has_rows or min(bodies) < 0:
             return arrived
-        arrived.cpu = Place(messages.data, bodies)
+        arrived.lies_at(Place(messages.data, bodies))
         if alike:
             # The buffer begins with this rank's own message, and the ranks after it follow. The bodies are copied without
             # their heads, beginning with rank 0.
@@ -255,7 +255,7 @@ class Exchange:
             table = table[:, len(head) : len(head) + sent.cpu_bytes]
             first = self.size - self.rank
             ordered = torch.cat([table[first:], table[:first]])
-            arrived.cpu = _evenly(ordered.view(-1), self.size)
+            arrived.lies_at(_evenly(ordered.view(-1), self.size))
         return arrived
 
     def _read(self, view: memoryview, starts: Sequence[int], own_head: bytes, own: Sent) -> list[tuple[int, Sent, int]]:
@@ -330,7 +330,7 @@ class Exchange:
         parts = [torch.tensor(rows, dtype=torch.int64, device="cpu").view(torch.uint8), *parts]
         place = self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu"))
         for start, sent in zip(place.starts, arrived.sent, strict=True):
-            sent.rows = place.buffer[start : start + row_bytes].view(torch.int64).tolist()
+            sent.tell_rows(place.buffer[start : start + row_bytes].view(torch.int64).tolist())
         return Place(place.buffer, [start + row_bytes for start in place.starts])
 
     def _fetch(self, topic: Topic, parts: Sequence[Tensor], most: int, group: Group, device: torch.device) -> Place:

@@ -101,9 +101,17 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     is_pairwise = transport_of(group, context.device).is_pairwise
     applied.agree(collectives, with_statements=is_pairwise or context.collectives.debug)
     # Before the hooks that divide what is loaded: they need shards in the place of whole parameters.
-    model.register_load_state_dict_pre_hook(lambda *_: applied.reshard())
+    model.register_load_state_dict_pre_hook(lambda *_: _reshard_divided(model, applied))
     take_whole_values(model)
     return applied
+
+
+def _reshard_divided(model: nn.Module, applied: Units) -> None:
+    """Frees whole parameters before values are loaded; inside `full_parameters` the model is not divided, and stays so."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(model, FSDPModule):
+        applied.reshard()
 
 
 class DividedUnits(Units):
