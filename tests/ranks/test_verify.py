@@ -35,7 +35,7 @@ from paceline_lens.verify.recorder import Recorder
 from paceline_lens.verify.recording import read_all
 from paceline_lens.verify.verifier import Verification, Verifier
 
-# Those that `make test` runs: one of each way of telling; the others take minutes together.
+# Those that `make test-all` runs: one of each way of telling; the others take minutes together.
 SHORT = {
     "dropout",
     "another order",
