@@ -110,7 +110,7 @@ def test_what_the_launcher_hands_on(tmp_path: Path) -> None:
     assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in variables, (
         "transformers would load nothing on all ranks but the first"
     )
-    run = resolve_run({}, variables)
+    run = resolve_run(env=variables)
     assert run.settings.zero == 3 and run.settings.options["shard"]["reshard"] == "no" and not run.notices
     assert not any(name.startswith(("FSDP_", "ACCELERATE_")) for name in resolve_launch([], {}).hand_over())
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
-from paceline.config import resolve_run
+from paceline.config import Overrides, resolve_run
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
 from paceline.world.joining import join
@@ -137,7 +137,7 @@ class PartialState(Participant):
             if timeout:  # a `timedelta`, as for torch's `init_process_group`
                 timeout_s = timeout.total_seconds()
             on_cpu = cpu or wanted_device() == "cpu"
-            settings = resolve_run({"cpu": on_cpu or None, "timeout_s": timeout_s}).settings
+            settings = resolve_run(Overrides(cpu=on_cpu or None, timeout_s=timeout_s)).settings
             collectives = join(_detected_world(), settings)
             self._shared_state.update(_described(collectives, cpu))
             self.device = torch.device(wanted_device() or collectives.device)

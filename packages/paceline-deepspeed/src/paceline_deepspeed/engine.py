@@ -81,16 +81,12 @@ class DeepSpeedEngine(Getters, nn.Module):
         self.accelerator = accelerator
         self.config = config
         self.batch = batch
-        accelerator.gradients.follow_script()  # a script holds its windows itself, and every micro-batch counts the same
         parameters_before = dict(model.named_parameters())
         # An engine without an optimizer trains nothing. A script may pass its model to `initialize` again, with an optimizer,
         # as trl's DPO does: so it leaves the gradients of the model to that engine, and lets its optimizer step.
-        leaves_gradients = optimizer is None and config["zero_optimization.stage"] < 3
-        if leaves_gradients:
-            accelerator.run.prepared.trained_elsewhere = True
-        with _frozen(model) if leaves_gradients else nullcontext():
-            # `prepare` hands a None back as it is.
-            prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler])
+        trains = optimizer is not None or config["zero_optimization.stage"] == 3
+        # `prepare` hands a None back as it is.
+        prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler], trains=trains)
         wrapped, self.optimizer, self.training_dataloader, prepared_scheduler = prepared
         self._prepared_model = (wrapped,)  # in a tuple: as a submodule it would show each parameter of `module` twice
         self.module = accelerator.unwrap_model(wrapped)
@@ -107,7 +103,6 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._parameter_list = list(self.module.parameters())
         self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        accelerator.steps.allow_unprepared_loaders()  # DeepSpeed's scripts divide samples themselves
         self._steps_before_window = 0  # micro-steps before the window at hand
         self._unreduced = False  # the last backward pass kept its gradients to this rank
         self._norm: torch.Tensor | None = None
@@ -522,16 +517,3 @@ def _refuse_without_pipeline(method: str, model: nn.Module) -> NoReturn:
         fix="write the loop: `loss = ...engine(inputs)...; engine.backward(loss); engine.step()`; or make the model a "
         "`deepspeed.pipe.PipelineModule(layers, loss_fn=..., num_stages=1)`",
     )
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, no parameter of a model needs a gradient; afterwards those that did need it again."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    model.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for name, parameter in model.named_parameters():
-            if name in trained:
-                parameter.requires_grad_(True)

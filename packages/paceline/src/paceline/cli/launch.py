@@ -78,7 +78,7 @@ def check_plan(resolved: Launch, job: Job) -> None:
     world_size = job.procs * job.nodes
     if job.assignment is not None:
         world_size = sum(len(host.ids) for host in job.assignment.hosts)
-    draft(resolved.run.by_name(), [Decision(**vars(row)) for row in resolved.decisions], world_size)
+    draft(resolved.run, [Decision(**vars(row)) for row in resolved.decisions], world_size)
 
 
 def _asks_for_help(words: Sequence[str]) -> bool:

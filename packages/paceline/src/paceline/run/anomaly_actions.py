@@ -91,6 +91,18 @@ def anomalies_of(run: Run, states: States) -> Anomalies | None:
                 "stop",
             )
         )
+    elif "rollback" in options.action_of.values() and run.plan.semantics.checkpoint != "paceline":
+        problems.append(
+            Problem(
+                "anomaly-rollback",
+                "this run cannot go back to a checkpoint after an anomaly.",
+                why=[
+                    f"anomalies: {_actions_in_words(options)}",
+                    f"a folder of {run.plan.semantics.library}'s holds no positions of loaders and no statistics",
+                ],
+                fix="choose skip or stop",
+            )
+        )
     if problems:
         raise ConfigError.of(problems)
     if not options.action_of or not runtime.current().keeps_files:
@@ -130,20 +142,6 @@ class Anomalies:
         run.events.clipped.subscribe(self._follow_norm)
         run.events.uneven_steps.subscribe(self._refuse_uneven_steps)
         run.admit_by(self.admits)
-
-    def refuse_rollback(self, why: str) -> None:
-        """Refuses the action "rollback", for scripts that do not save checkpoints with `save_state`.
-
-        Raises:
-            ConfigError: `anomaly-rollback`.
-        """
-        if "rollback" in self._options.action_of.values():
-            raise ConfigError(
-                "anomaly-rollback",
-                "this run cannot go back to a checkpoint after an anomaly.",
-                why=[f"anomalies: {_actions_in_words(self._options)}", why],
-                fix="choose skip or stop",
-            )
 
     def _refuse_uneven_steps(self) -> None:
         """Refuses `join_uneven_inputs`: all ranks judge each step together, so they must take the same number of steps.

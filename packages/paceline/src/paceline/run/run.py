@@ -90,6 +90,7 @@ class Run:
             self.prepared.held_gradients,
             self.prepared.took_part,
             self.prepared.finish_reduction,
+            plan.semantics,
         )
         self.precision: Precision = PRECISIONS.get(plan.precision)
         loss_scaler: LossScaler | None = None

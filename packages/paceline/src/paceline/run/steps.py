@@ -21,7 +21,6 @@ from paceline.world import runtime
 
 if TYPE_CHECKING:
     from paceline.data.unprepared import UnpreparedLoaders
-    from paceline.data.unreduced import UnreducedMetrics
 
 
 class Steps:
@@ -37,25 +36,17 @@ class Steps:
         self._gradients = run.gradients
         self._runtime = runtime.current()
         self._unprepared: UnpreparedLoaders | None = None
-        self._unreduced: UnreducedMetrics | None = None
+        semantics = run.plan.semantics
         # Both look for what only several ranks can do wrong.
-        if run.world.size > 1:
+        if run.world.size > 1 and semantics.unprepared_loaders == "warned":
             from paceline.data.unprepared import UnpreparedLoaders
-            from paceline.data.unreduced import UnreducedMetrics
 
             self._unprepared = UnpreparedLoaders(run.world)
+        if run.world.size > 1 and semantics.ungathered_metrics == "warned":
+            from paceline.data.unreduced import UnreducedMetrics
+
             self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
         self._norm = torch.zeros((), device=run.device)
-
-    def allow_unprepared_loaders(self) -> None:
-        """Turns the warning about loops over unprepared loaders off, for scripts that divide samples themselves."""
-        self._unprepared = None
-        self.allow_unreduced_metrics()
-
-    def allow_unreduced_metrics(self) -> None:
-        """Turns the warning about evaluations without any gather off, for scripts of other libraries."""
-        if self._unreduced is not None:
-            self._unreduced.stop()
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **keywords: object) -> None:
         """See `Accelerator.backward`."""

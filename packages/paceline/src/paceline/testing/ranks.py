@@ -179,7 +179,7 @@ def _warm_up() -> None:
             importlib.import_module(module.name)
     # Without an accelerator, each `torch.manual_seed` notes its stack with lines of the sources, which are read here (0.03 s).
     traceback.format_stack()
-    resolve_run({}, {})
+    resolve_run(env={})
 
 
 # ------------------------------------------------------------------------ the child's side
