@@ -20,12 +20,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.accelerator import Accelerator as NativeAccelerator
 from paceline.base import env as environment
 from paceline.base.parts import require
 from paceline.run.run import Run, live_runs
 from paceline.world import runtime
 from paceline_accelerate.accelerator_arguments import UNSAID, AcceleratorArguments, checked_placement
+from paceline_accelerate.accelerator_base import AcceleratorBase
 from paceline_accelerate.arguments import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -69,7 +69,7 @@ _PREPARE = {
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
-class Accelerator(ParticipantByState, NativeAccelerator):
+class Accelerator(ParticipantByState, AcceleratorBase):
     """Takes accelerate's arguments and has its names.
 
     Args:
@@ -84,7 +84,6 @@ class Accelerator(ParticipantByState, NativeAccelerator):
         CompatError: `compat-argument`, with all problems at once; and what the native accelerator raises.
     """
 
-    preparation: AcceleratePreparation
     deepspeed: DeepSpeedPreparation | None
     autocast_handler: AutocastKwargs | None
     profile_handler: ProfileKwargs | None
@@ -134,7 +133,15 @@ class Accelerator(ParticipantByState, NativeAccelerator):
         self.step = 0
         self.native_amp = self.run.precision.name != "no"
         self._folder = Folder(self)
-        self.state = AcceleratorState.of(self, fsdp_plugin, torch_tp_plugin, asked.dynamo, asked.plugins)
+        self.state = AcceleratorState.of(
+            self,
+            fsdp_plugin,
+            torch_tp_plugin,
+            asked.dynamo,
+            asked.plugins,
+            parallelism_config,
+            shows_wanted_device=self.preparation.device_problem is not None,
+        )
         self.deepspeed = None
         if asked.plugins:
             # Importing its engine takes a second, so only a run that uses it pays for that.

@@ -11,6 +11,6 @@ ACCELERATE = Semantics(
     unknown_objects="returned",
     unprepared_optimizers="allowed",
     ungathered_metrics="allowed",  # such scripts gather with functions of the library, or of their own
-    checkpoint="accelerate",
+    checkpoint="library",
     fp16_on_cpu="ignored",
 )

@@ -34,7 +34,7 @@ from paceline_deepspeed import (
 )
 from paceline_deepspeed.attendance import Attendance
 from paceline_deepspeed.config import Batch, DeepSpeedConfig
-from paceline_deepspeed.getters import Getters
+from paceline_deepspeed.config_view import ConfigView
 from paceline_deepspeed.loader import deepspeed_io
 from paceline_deepspeed.monitors import Events
 from paceline_deepspeed.muon import MuonWithAdam
@@ -43,8 +43,10 @@ from paceline_deepspeed.scheduler import EngineScheduler
 from paceline_deepspeed.timers import StepTimer
 
 
-class DeepSpeedEngine(Getters, nn.Module):
-    """Holds a model, its optimizer and its scheduler, and counts. What it has no name for is looked up in the model.
+class DeepSpeedEngine(nn.Module):
+    """Holds a model, its optimizer and its scheduler, and counts.
+
+    What it has no name for is looked up in `view`, which answers from the config, and then in the model.
 
     Args:
         accelerator: the run.
@@ -56,6 +58,7 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     Attributes:
         accelerator: ours, for what DeepSpeed has no name for.
+        view: the config, by DeepSpeed's names of methods: `engine.gradient_clipping()`.
         micro_steps, global_steps, global_samples, skipped_steps: counters, as DeepSpeed counts them.
         training_dataloader: the prepared loader.
         tput_timer: samples a second, and the epochs that the script counts.
@@ -80,7 +83,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         super().__init__()
         self.accelerator = accelerator
         self.config = config
-        self.batch = batch
+        self.view = ConfigView(accelerator, config, batch)
         parameters_before = dict(model.named_parameters())
         # An engine without an optimizer trains nothing. A script may pass its model to `initialize` again, with an optimizer,
         # as trl's DPO does: so it leaves the gradients of the model to that engine, and lets its optimizer step.
@@ -134,6 +137,11 @@ class DeepSpeedEngine(Getters, nn.Module):
     def shuffles(cls) -> bool:
         """Whether a loader of `training_data` is shuffled."""
         return True
+
+    @property
+    def batch(self) -> Batch:
+        """The batch triangle."""
+        return self.view.batch
 
     @property
     def prepared_model(self) -> nn.Module:
@@ -211,9 +219,8 @@ class DeepSpeedEngine(Getters, nn.Module):
                 why=f"{done} of its micro-batches {'was' if done == 1 else 'were'} divided by {self.batch.accumulate} already",
                 fix="change the batch after a step: `if engine.was_step_applied(): engine.set_train_batch_size(...)`",
             )
-        self.batch = replace(
-            self.batch, train=micro * accumulate * self.batch.width, micro=micro, accumulate=accumulate
-        )
+        train = micro * accumulate * self.batch.width
+        self.view.rebatch(replace(self.batch, train=train, micro=micro, accumulate=accumulate))
         self.accelerator.gradient_accumulation_steps = accumulate
 
     # -- forward and backward --------------------------------------------------------------------------------------
@@ -395,12 +402,13 @@ class DeepSpeedEngine(Getters, nn.Module):
     def _measure(self) -> bool:
         """Takes the norm, and clips. False where the step is to be left out. Ranks: all, since the norm is that of all."""
         clip = self.config["gradient_clipping"]
-        checks = self.bfloat16_enabled() and self.config["bf16.check_grad_overflow"]
-        if not (clip or checks or self.fp16_enabled() or self.zero_optimization()):
+        is_divided = self.view.zero_optimization()
+        checks = self.config["bf16.enabled"] and self.config["bf16.check_grad_overflow"]
+        if not (clip or checks or self.config["fp16.enabled"] or is_divided):
             return True
         parameters = [parameter for parameter in self._parameter_list if parameter.requires_grad]
         inner = getattr(self.optimizer, "optimizer", None)
-        if isinstance(inner, MuonWithAdam) and self.zero_optimization():
+        if isinstance(inner, MuonWithAdam) and is_divided:
             inner.max_norm = clip
             clip = 0.0
         # An infinite limit clips nothing: the norm alone is taken, for `get_global_grad_norm` and the check.
@@ -470,6 +478,37 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     deepspeed_io = deepspeed_io
 
+    # -- the optimizer's numbers -----------------------------------------------------------------------------------
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""
+        return self._applied
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self._groups()]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self._groups():
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Betas (or momentum) of each group."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """Returns the `type` of each group; 0.0, as DeepSpeed does, for a group without one."""
+        return [group.get("type", 0.0) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        if self.optimizer is None:
+            return []
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the micro-batch and the step that ended last, by DeepSpeed's names."""
+        return dict(self.events.timers.last)
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     save_checkpoint = checkpoint.save_checkpoint
@@ -500,6 +539,9 @@ class DeepSpeedEngine(Getters, nn.Module):
         return self.events.monitors
 
     def __getattr__(self, name: str) -> Any:
+        view = self.__dict__.get("view")
+        if not name.startswith("_") and hasattr(ConfigView, name) and view is not None:
+            return getattr(view, name)
         try:
             return super().__getattr__(name)
         except AttributeError:

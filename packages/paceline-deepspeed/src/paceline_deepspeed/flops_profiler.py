@@ -20,7 +20,7 @@ from paceline.observe.flops_text import by_depth, number, share
 from paceline.observe.operations import Part, Profile
 
 if TYPE_CHECKING:
-    from paceline_deepspeed.engine import DeepSpeedEngine
+    from paceline_deepspeed.engine_parts import Engine
 
 _RULE = "-" * 30
 
@@ -159,9 +159,7 @@ _MEASURES: dict[str, tuple[Callable[[Part], float], Callable[[float], str]]] = {
 class FlopsProfiler:
     """Counts what a model computes between `start_profile` and `stop_profile`, what is computed again included."""
 
-    def __init__(
-        self, model: nn.Module, ds_engine: DeepSpeedEngine | None = None, recompute_fwd_factor: float = 0.0
-    ) -> None:
+    def __init__(self, model: nn.Module, ds_engine: Engine | None = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model = model
         self.started = False
         self._profile = Profile(Part("", type(model).__name__))

@@ -9,5 +9,5 @@ DEEPSPEED = Semantics(
     order="library",
     unprepared_loaders="allowed",  # such scripts divide samples themselves
     ungathered_metrics="allowed",
-    checkpoint="deepspeed",
+    checkpoint="library",
 )

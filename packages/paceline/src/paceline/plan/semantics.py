@@ -35,7 +35,7 @@ class Semantics:
             a model that torch wraps already may be prepared, under a plan that leaves gradients whole.
         unprepared_loaders: whether a loop over a loader that was not prepared is warned of.
         ungathered_metrics: whether an evaluation whose ranks never gather anything is warned of.
-        checkpoint: the layout of the folders that the script's way of saving writes.
+        checkpoint: the layout of the folders that the script's way of saving writes: Paceline's own, or the library's.
         fp16_on_cpu: whether fp16 is computed on a CPU, or is ignored there.
     """
 
@@ -49,7 +49,7 @@ class Semantics:
     unprepared_optimizers: Literal["refused", "allowed"] = "refused"
     unprepared_loaders: Literal["warned", "allowed"] = "warned"
     ungathered_metrics: Literal["warned", "allowed"] = "warned"
-    checkpoint: Literal["paceline", "accelerate", "deepspeed"] = "paceline"
+    checkpoint: Literal["native", "library"] = "native"
     fp16_on_cpu: Literal["computed", "ignored"] = "computed"
 
     def explain(self) -> str:
@@ -83,7 +83,7 @@ class Semantics:
             *others, last = allowed
             yield f"{', '.join(others)} and {last} are accepted" if others else f"{last} are accepted"
         if self.checkpoint != NATIVE.checkpoint:
-            yield f"checkpoints have the files of {self.library}"
+            yield f"what the script saves has the files of {self.library}"
         if self.fp16_on_cpu == "ignored":
             yield "fp16 has no effect on a CPU"
 

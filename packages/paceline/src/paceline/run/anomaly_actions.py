@@ -91,7 +91,7 @@ def anomalies_of(run: Run, states: States) -> Anomalies | None:
                 "stop",
             )
         )
-    elif "rollback" in options.action_of.values() and run.plan.semantics.checkpoint != "paceline":
+    elif "rollback" in options.action_of.values() and run.plan.semantics.checkpoint == "library":
         problems.append(
             Problem(
                 "anomaly-rollback",

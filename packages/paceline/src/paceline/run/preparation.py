@@ -75,12 +75,14 @@ class _NewModel:
         facts: what planning needs to know of it.
         is_moved: whether it is moved to this rank's device.
         recipe: how it is initialized, if it was built on the meta device.
+        is_trained_here: whether this run trains it.
     """
 
     module: nn.Module
     facts: ModelFacts
     is_moved: bool
     recipe: Recipe | None
+    is_trained_here: bool
 
 
 class Preparation:
@@ -136,10 +138,7 @@ class Preparation:
         if plan is not None:
             other_plan = draft_beside(self.run.plan, plan, self.run.world.size)
         with nullcontext() if trains else _frozen([model for model, _ in models]):
-            names = self._prepare_models(models, optimizers, other_plan)
-        if not trains:
-            for model, _ in models:
-                self.run.prepared.leave(model)
+            names = self._prepare_models(models, optimizers, other_plan, trains)
 
         # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
         # loaders' and needs its prepared optimizer. The results go back in the user's order.
@@ -192,7 +191,11 @@ class Preparation:
     # -- models --------------------------------------------------------------------------------------------------
 
     def _prepare_models(
-        self, models: Sequence[tuple[nn.Module, bool]], optimizers: Sequence[Optimizer], other: Plan | None
+        self,
+        models: Sequence[tuple[nn.Module, bool]],
+        optimizers: Sequence[Optimizer],
+        other: Plan | None,
+        trains: bool,
     ) -> Names:
         """Prepares the models of one call.
 
@@ -200,6 +203,7 @@ class Preparation:
             models: each with whether it is moved to the device.
             optimizers: the optimizers of the same call, which are only checked here.
             other: another plan than the run's, for these models.
+            trains: whether this run trains them.
 
         Returns:
             The names of all parameters, by the ids that these had before strategies replaced them.
@@ -211,7 +215,7 @@ class Preparation:
         for module, is_moved in models:
             if run.prepared.find(module) is None and not self._take_up_again(module):
                 facts = model_facts(module)
-                new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts)))
+                new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts), trains))
         # Names are recorded before anything changes, since a strategy may replace every parameter. `rebind` then finds the
         # new parameter of each old one by its name.
         prepared_modules = [entry.module for entry in run.prepared.models]
@@ -340,7 +344,7 @@ class Preparation:
             siblings=run.prepared.applied_strategies,
         )
         chain = Chain.apply(module, context)
-        entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given))
+        entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given), model.is_trained_here)
         if model.recipe is not None and replaces_parameters:
             device = run.device
             if chain.parameters_on_host:

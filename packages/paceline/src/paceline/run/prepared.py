@@ -295,12 +295,6 @@ class Prepared:
         """Returns whether an optimizer holds parameters of a prepared model."""
         return any(model.is_stepped_by(optimizer) for model in self.models)
 
-    def leave(self, model: nn.Module) -> None:
-        """Leaves the training of a prepared model to another run, whose optimizers may step it."""
-        entry = self.find(model)
-        assert entry is not None
-        entry.is_trained_here = False
-
     def may_step(self, optimizer: Optimizer) -> None:
         """Allows an optimizer to step: it was prepared, or needs no preparation."""
         self._steppable.add(optimizer)
