@@ -25,7 +25,7 @@ from verify_scripts import (
 
 from paceline.base import env as environment
 from paceline.cli import main as command_line
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline.testing import RankFailed, run_ranks
 from paceline_lens.cli.verify import _take_own_options_after_script
 from paceline_lens.verify.case import Case, RunFailed

@@ -11,7 +11,8 @@ import pytest
 from paceline import LaunchError
 from paceline.cli.launch import wait_recorded
 from paceline.launch.failure_report import problem_of
-from paceline.launch.launcher import Failure, Job, Outcome, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import Failure, Outcome
 from paceline.launch.membership.rounds import Member, Round
 from paceline.launch.recording import NEW_FOLDER, VIEWS, Recording
 from paceline.watch import records

@@ -2,7 +2,7 @@
 
 import pytest
 
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline_lens.tune.search import Candidate, Measured, Progress, Space, Tuning
 from paceline_lens.tune.tuner import Tuned, Tuner, with_arguments
 

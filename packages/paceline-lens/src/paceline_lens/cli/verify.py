@@ -29,7 +29,7 @@ from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 
 if TYPE_CHECKING:
-    from paceline.launch.launcher import Target
+    from paceline.launch.job import Target
     from paceline_lens.verify.verifier import Verification
 
 _OWN: dict[str, dict[str, Any]] = {
@@ -124,7 +124,7 @@ def _verify(
     import tempfile  # `--help` needs none of this
 
     from paceline.launch.host import check_target
-    from paceline.launch.job import job_of, target_of
+    from paceline.launch.make_job import job_of, target_of
     from paceline.planner.rehearsal import in_child
 
     check_target(target_of(resolved.launch, script, words))
@@ -157,7 +157,7 @@ def _verify(
 
 def _plain_target(text: str, words: list[str]) -> Target | None:
     """Returns the script that `--plain` names, with its own arguments or those of the other script; None for ""."""
-    from paceline.launch.launcher import Target  # `--help` needs none of this
+    from paceline.launch.job import Target  # `--help` needs none of this
 
     if not text:
         return None

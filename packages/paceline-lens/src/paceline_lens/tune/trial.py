@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from paceline.base import env as environment
 from paceline.base.ours import is_our_module
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
 from paceline.observe.memory import of_process
 from paceline.optim.batch_size import is_out_of_memory

@@ -32,7 +32,8 @@ from paceline.base.temporary import temporary_folder
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
-from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import LAUNCHERS, Outcome
 from paceline.planner.calibration import Calibration
 from paceline.planner.device import Device
 from paceline.planner.estimate import gib

@@ -18,7 +18,8 @@ from paceline.base import env as environment
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
-from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import LAUNCHERS, Outcome
 from paceline_lens.verify.case import Case, RunFailed
 from paceline_lens.verify.plain import PlainRecorder
 from paceline_lens.verify.recorder import Recorder

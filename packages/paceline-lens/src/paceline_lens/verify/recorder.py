@@ -26,7 +26,7 @@ from paceline.base import env as environment
 from paceline.checkpoint.state.module_state import clean, unwrap
 from paceline.config import RunSettings
 from paceline.data.unprepared import iterated_loaders
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
 from paceline.plan.facts import model_facts
 from paceline.world import runtime

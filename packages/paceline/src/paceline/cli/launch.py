@@ -18,7 +18,8 @@ from paceline.config import schema
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, launch_classes, settings_of
 from paceline.config.sources import Launch, resolve_launch
-from paceline.launch.launcher import ALLOCATIONS, LAUNCHERS, Handle, Job, Launcher, Outcome
+from paceline.launch.job import Job
+from paceline.launch.launcher import ALLOCATIONS, LAUNCHERS, Handle, Launcher, Outcome
 from paceline.world.layout import AXES
 
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.launch.host import check_target
     from paceline.launch.hosts import job_on_hosts, starts_elsewhere, without_hostfile
-    from paceline.launch.job import job_of, target_of
+    from paceline.launch.make_job import job_of, target_of
 
     resolved = resolve_launch(schema.given(args))
     need_script(args, "paceline launch", "--procs 2")

@@ -28,8 +28,8 @@ from paceline.config.kinds import least_and_most
 from paceline.config.settings import launch_classes, searched_settings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.host import check_target
-from paceline.launch.job import target_of
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
+from paceline.launch.make_job import target_of
 from paceline.planner.device import Device, device_of
 from paceline.world.layout import AXES
 

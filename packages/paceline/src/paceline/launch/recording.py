@@ -30,7 +30,8 @@ from paceline.base.registry import Registry
 from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.failure_report import describe, problem_of
-from paceline.launch.launcher import Job, Outcome, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import Outcome
 from paceline.launch.membership.rounds import Round
 from paceline.watch import records
 from paceline.watch.journal import (

@@ -13,7 +13,7 @@ from paceline.base.errors import ConfigError, Problem
 from paceline.config.flags import flags_of
 from paceline.config.settings import settings_of
 from paceline.config.sources import HANDED, Launch
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline.launch.network.tls import contents_for_run
 from paceline_hosts.clusters.kubernetes import KubernetesSettings
 from paceline_hosts.launchers.kubernetes import values as values_file

@@ -18,7 +18,8 @@ from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
 from paceline.base.terminal import say
 from paceline.launch import host
-from paceline.launch.launcher import Handle, Hosts, Job, Outcome, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import Handle, Hosts, Outcome, Rendered
 from paceline.launch.processes.output import say_error
 from paceline_hosts.launchers.batch import PYTHON
 from paceline_hosts.launchers.slurm import queue

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from paceline.base.errors import LaunchError
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline.launch.processes.signals import Signals
 from paceline.world.detect.slurm import expand
 from paceline_hosts.remote.channels import Messages, RunChannels

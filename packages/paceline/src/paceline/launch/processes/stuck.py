@@ -20,10 +20,11 @@ from pathlib import Path
 
 from paceline.base.terminal import say
 from paceline.launch import host
-from paceline.launch.launcher import Failure, Job
+from paceline.launch.job import Job
+from paceline.launch.launcher import Failure
 from paceline.launch.membership.membership import Membership
 from paceline.launch.processes.signals import Signals
-from paceline.launch.processes.workers import Worker
+from paceline.launch.processes.spawn import Worker
 from paceline.launch.recording import Recording
 from paceline.launch.stack_exchange import StackExchange
 from paceline.world.stacks.groups import ProcessStacks
