@@ -99,7 +99,7 @@ def test_a_forked_worker_uses_torchs_threads_before_its_script_does(
 ) -> None:
     renewed: list[int | None] = []
     monkeypatch.setattr(forks, "renew_threads", renewed.append)
-    monkeypatch.setattr(workers, "kill_with_parent", lambda pid: None)
+    monkeypatch.setattr(spawn, "kill_with_parent", lambda pid: None)
     monkeypatch.setattr("numpy.random.seed", lambda: None)
     # Without the variable the user has set it for the launcher too, and torch knows it.
     for variables in ({}, {"OMP_NUM_THREADS": "3"}):

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from paceline.base.errors import TrainError
 from paceline.parallel.context.attention_calls import AttentionCalls
 from paceline.parallel.context.sequence_split import Region
+from paceline.parallel.key_value_caches import CACHES
 from paceline.world.forward import original_forward, override_forward
 from paceline.world.tree import map_tensors, tensors
 
 REGION = "paceline_region"
-CACHES = ("past_key_value", "past_key_values", "layer_past")  # transformers' names for kept keys and values
 _NAME = "context"
 
 

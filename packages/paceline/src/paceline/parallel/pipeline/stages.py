@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import PlanError
+from paceline.parallel.module_shell import Shell
 from paceline.parallel.pipeline.sources import ReadPlaceholder, Sources
 from paceline.parallel.pipeline.specs import Spec, placeholder, specs
 from paceline.plan.fqn import inside, listed, parent
@@ -124,26 +125,6 @@ class Stub(nn.Module):
 
     def extra_repr(self) -> str:
         return "in another stage"
-
-
-class Shell(nn.Module):
-    """Wraps a module of the current stage during a pass: replaces its input, or records its output."""
-
-    def __init__(self, name: str, held: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.held = held
-        self.__dict__["_site"] = (name, call)
-
-    def forward(self, *args: object, **kwargs: object) -> Any:
-        """Calls the module's own forward."""
-        name, call = self.__dict__["_site"]
-        return call(name, self.held, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("held"), name)
 
 
 @dataclass

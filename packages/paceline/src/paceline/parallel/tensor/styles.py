@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.base.errors import TrainError
 from paceline.parallel.differentiable import Differentiable
-from paceline.parallel.pipeline.stages import Shell
+from paceline.parallel.module_shell import Shell
 from paceline.parallel.random_streams import RandomStreams
 from paceline.torch_internals.dtensor import is_mixture
 from paceline.torch_internals.modules import parameter_table

@@ -22,6 +22,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import listed
 from paceline.plan.plan import Decision, Plan
+from paceline.plan.rules import origin
 
 if TYPE_CHECKING:
     from paceline.parallel.tensor.plan import Division
@@ -55,6 +56,15 @@ class Tensor(Strategy):
         Also hooks and sparse gradients of parameters, all of which become DTensors.
         """
         problems = list(self._division(plan, facts).problems)
+        if plan.layout.cp > 1 and self.options(plan).sequence:
+            problems.append(
+                Problem(
+                    "context-sequence",
+                    "context and tensor parallelism would divide the same positions.",
+                    why=f"{origin(plan, 'cp')}, {origin(plan, 'tp')} with options={{'tensor': {{'sequence': True}}}}",
+                    fix="remove the option `sequence`: cp divides activations already",
+                )
+            )
         if facts.hooked:
             problems.append(
                 Problem(
