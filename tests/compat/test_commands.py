@@ -69,7 +69,7 @@ def test_the_same_answers_give_the_same_config_file(tmp_path: Path, monkeypatch)
 
 
 @pytest.mark.parametrize("flag", launch.flags(), ids=lambda flag: flag.name)
-def test_paceline_launch_knows_every_flag(flag: launch.Flag) -> None:
+def test_paceline_launch_knows_every_flag(flag: launch.LaunchFlag) -> None:
     """It has an effect, or is refused by name; none is taken for the script's own."""
     known = parser_for("launch").options
     by_prefix = flag.name.startswith(("megatron_lm_", "fp8_", "aws_", "tpu_"))

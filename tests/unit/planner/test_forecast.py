@@ -17,7 +17,7 @@ from paceline.planner.estimate import Chosen
 from paceline.planner.operation_trace import Traffic
 from paceline.planner.predict import _fastest
 from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.report import Report
+from paceline.planner.report import PlanReport
 from paceline.planner.work import Computation, Work
 from paceline_lens.tune.forecast import Forecaster
 from paceline_lens.tune.search import Candidate
@@ -43,9 +43,9 @@ def rehearsal(flops: int, **settings) -> Rehearsal:
     return Rehearsal(plan, (facts,), Peak(0, NOTHING, NOTHING), Traffic(float(flops), {}, work), optimizer=2 * 4 * 100)
 
 
-def report(flops: int, lookup: Lookup | None, **settings) -> Report:
+def report(flops: int, lookup: Lookup | None, **settings) -> PlanReport:
     seen = rehearsal(flops, **settings)
-    return Report(seen.plan, 2, seen, chosen=Chosen(settings), lookup=lookup)
+    return PlanReport(seen.plan, 2, seen, chosen=Chosen(settings), lookup=lookup)
 
 
 def test_a_report_prints_the_terms_or_why_there_are_none():

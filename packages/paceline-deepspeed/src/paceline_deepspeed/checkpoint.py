@@ -32,7 +32,7 @@ from paceline_deepspeed.checkpoint_format import tag_in
 # is imported long before.
 if TYPE_CHECKING:
     from paceline.checkpoint.weights.divided import DividedModel
-    from paceline.checkpoint.weights.export import Rows
+    from paceline.checkpoint.weights.export import RowsOfTensor
     from paceline_deepspeed.engine_parts import Engine
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -318,12 +318,12 @@ class _Cast:
                 entry = replace(entry, dtype=dtype)
             self.entries.append(entry)
 
-    def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[torch.Tensor]:
+    def fetch(self, wanted: Sequence[Sequence[RowsOfTensor]]) -> list[torch.Tensor]:
         """Fetches the bytes of the rows that this rank wants. Ranks: all."""
         # The source knows tensors in their own precision: it is asked for the same rows of those.
-        source_rows: list[list[Rows]] = []
+        source_rows: list[list[RowsOfTensor]] = []
         for rows_of_rank in wanted:
-            rows_in_source: list[Rows] = []
+            rows_in_source: list[RowsOfTensor] = []
             for rows in rows_of_rank:
                 entry = self._source_entries[rows.entry.name]
                 rows_in_source.append(replace(rows, entry=entry))

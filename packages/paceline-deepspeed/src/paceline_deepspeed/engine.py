@@ -36,7 +36,7 @@ from paceline_deepspeed.attendance import Attendance
 from paceline_deepspeed.config import Batch, DeepSpeedConfig
 from paceline_deepspeed.config_view import ConfigView
 from paceline_deepspeed.loader import deepspeed_io
-from paceline_deepspeed.monitors import Events
+from paceline_deepspeed.monitors import StepEvents
 from paceline_deepspeed.muon import MuonWithAdam
 from paceline_deepspeed.offload_states import OffloadedTensors
 from paceline_deepspeed.scheduler import EngineScheduler
@@ -117,7 +117,7 @@ class DeepSpeedEngine(nn.Module):
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
         self._script_backward = script_backward.ScriptBackward(self._begin_script_backward, self._finish_pass)
         self._has_passes = False  # whether the window at hand has had a backward pass
-        self.events = Events(self)
+        self.events = StepEvents(self)
         self.tput_timer = StepTimer(batch.train)
         self.attendance = Attendance(accelerator.world)
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from paceline.accelerator import Accelerator
+from paceline.accelerator import Accelerator, start_accelerator
 from paceline.base import wording
 from paceline.base.log import warn_once
 from paceline.config.given import Given
@@ -152,7 +152,7 @@ def _accelerator(model: nn.Module, parsed: DeepSpeedConfig, batch: Batch, settin
         if parsed["fp16.enabled"] or parsed["bf16.enabled"]:
             _make_masters(model)
         scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
-        return Accelerator.of(RunArguments(overrides=Overrides(plan=settings), scaler=scaler, semantics=DEEPSPEED))
+        return start_accelerator(RunArguments(overrides=Overrides(plan=settings), scaler=scaler, semantics=DEEPSPEED))
     accelerator = engine_before.accelerator
     if engine_before.optimizer is not None:
         accelerator.clear()

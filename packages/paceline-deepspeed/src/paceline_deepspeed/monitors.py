@@ -128,7 +128,7 @@ class Monitors:
             group.finish()
 
 
-class Events:
+class StepEvents:
     """What an engine says after a step: to its monitors, a line every `steps_per_print` steps, and how long phases took."""
 
     def __init__(self, engine: Engine) -> None:

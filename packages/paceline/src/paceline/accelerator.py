@@ -6,7 +6,7 @@ the loop           accumulate, backward, clip, step, gather_for_metrics   (run/s
 save_state         one TrainState                                         (run/states.py, checkpoint/)
 
 The doors build other libraries' interfaces on the attributes `run`, `preparation`, `steps` and `states` of an accelerator, on
-`run.live_runs()`, and on `Accelerator.of`, which takes a door's `Semantics`. Scripts use none of these.
+`run.live_runs()`, and on `start_accelerator`, which takes a door's `Semantics`. Scripts use none of these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Self, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -149,13 +149,6 @@ class Accelerator(Participant):
             overrides=overrides, profile=profile, anomalies=anomalies, scaler=scaler, project_dir=project_dir
         )
         self._start(arguments, log_with, Keep.of(total_limit, keep))
-
-    @classmethod
-    def of(cls, arguments: RunArguments) -> Self:
-        """Makes an accelerator for a door, whose arguments say how its library means a loop. Ranks: all."""
-        accelerator = cls.__new__(cls)
-        accelerator._start(arguments)
-        return accelerator
 
     def _start(
         self,
@@ -641,3 +634,10 @@ class Accelerator(Participant):
 
     def __repr__(self) -> str:
         return f"Accelerator({self.plan.layout}, precision {self.mixed_precision}, device {self.device})"
+
+
+def start_accelerator(arguments: RunArguments) -> Accelerator:
+    """Makes an accelerator for a door, whose arguments say how its library means a loop. Ranks: all."""
+    accelerator = Accelerator.__new__(Accelerator)
+    accelerator._start(arguments)
+    return accelerator

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
 from paceline.base.terminal import say
-from paceline.cli.script import Progress, add_script, need_script, script_words
+from paceline.cli.script import ScriptProgress, add_script, need_script, script_words
 from paceline.cli.script_text import reads
 from paceline.config import schema
 from paceline.config.settings import RunSettings, settings_of
@@ -147,7 +147,7 @@ def _verify(
 
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         runs = LaunchedRuns(job, resolved.not_in_environment, steps, Path(folder), plain)
-        progress = Progress("paceline verify")
+        progress = ScriptProgress("paceline verify")
         verifier = Verifier(runs, lambda case: progress.show(f"running {case}"))
         try:
             return verifier.verify(cases_of(widths, plans))

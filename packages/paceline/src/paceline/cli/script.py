@@ -91,7 +91,7 @@ def misplaced_options(args: argparse.Namespace, command: str, flags: Collection[
     return notices
 
 
-class Progress:
+class ScriptProgress:
     """Shows progress on standard error: in a terminal one line that changes, otherwise one line for each step."""
 
     def __init__(self, command: str) -> None:

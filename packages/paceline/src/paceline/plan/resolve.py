@@ -22,7 +22,7 @@ from paceline.plan.semantics import NATIVE, Semantics
 from paceline.world.layout import AXES, DATA_AXES, Layout, model_axes
 
 
-class Pass(Protocol):
+class PlannedStrategy(Protocol):
     """The part of a strategy that planning uses, which is pure; `paceline.parallel.strategy` has the whole interface."""
 
     name: str
@@ -192,7 +192,10 @@ def _stage(settings: RunSettings, layout: Layout) -> tuple[int, str]:
 
 
 def resolve(
-    plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass], problems_before: Iterable[Problem] = ()
+    plan: Plan,
+    models: Iterable[ModelFacts],
+    strategies: Iterable[PlannedStrategy],
+    problems_before: Iterable[Problem] = (),
 ) -> Plan:
     """Chooses the chain of strategies for these models, and checks everything before any model is changed.
 
@@ -232,7 +235,9 @@ def resolve(
     return replace(plan, strategies=names, decisions=(*_with_idle_options(plan, names), *decisions, chain))
 
 
-def _unserved_axes(plan: Plan, chosen: Iterable[Pass], strategies: Iterable[Pass]) -> list[Problem]:
+def _unserved_axes(
+    plan: Plan, chosen: Iterable[PlannedStrategy], strategies: Iterable[PlannedStrategy]
+) -> list[Problem]:
     """Returns a problem for each axis that is asked for and that no chosen strategy serves."""
     served: set[str] = set()
     for strategy in chosen:
@@ -248,7 +253,7 @@ def _unserved_axes(plan: Plan, chosen: Iterable[Pass], strategies: Iterable[Pass
 
 
 def option_problems(
-    options: Mapping[str, Mapping[str, Any]], decisions: Iterable[Decision], strategies: Iterable[Pass]
+    options: Mapping[str, Mapping[str, Any]], decisions: Iterable[Decision], strategies: Iterable[PlannedStrategy]
 ) -> list[Problem]:
     """Returns what is wrong with the options of strategies, also of those that a plan does not use.
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
-from paceline.parallel.microbatches import Microbatches, Part
+from paceline.parallel.microbatches import BatchPart, Microbatches
 from paceline.run.run import Run
 from paceline.world import runtime
 
@@ -67,14 +67,14 @@ class Steps:
         self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: float | None
     ) -> torch.Tensor:
         """See `Accelerator.forward_backward`."""
-        parts: list[Part] | None = None
+        parts: list[BatchPart] | None = None
         if isinstance(batch, Microbatches):
-            parts = list(map(Part.of, batch))
+            parts = list(map(BatchPart.of, batch))
         entry = self._prepared.find(model)
         runner = None if entry is None else entry.chain.runner
         # Without micro-batches and without a pipeline this is an ordinary forward and backward pass.
         if parts is None and runner is None:
-            whole = Part.of(batch)
+            whole = BatchPart.of(batch)
             with self._run.explaining_memory("forward"):
                 loss = loss_fn(model(*whole.inputs, **whole.named), whole.target)
             self.backward(loss, num_items)
@@ -94,7 +94,7 @@ class Steps:
         try:
             with self._run.explaining_memory("forward"), phase, without_communication:
                 if parts is None:
-                    loss = runner.forward_backward(Part.of(batch), loss_fn, factor, mean)
+                    loss = runner.forward_backward(BatchPart.of(batch), loss_fn, factor, mean)
                 else:
                     loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
         except BaseException as error:
@@ -110,7 +110,7 @@ class Steps:
     def _run_each(
         self,
         model: nn.Module,
-        parts: Sequence[Part],
+        parts: Sequence[BatchPart],
         loss_fn: Callable[..., torch.Tensor],
         share: torch.Tensor,
         factor: torch.Tensor,

@@ -33,7 +33,7 @@ _ENDED_TASK = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
 _NO_PROGRAM = re.compile(r"execve\(\): (\S+): (.+)")
 
 
-class Step(RunChannels):
+class SrunStep(RunChannels):
     """One srun, which runs a launcher on each node.
 
     Args:

@@ -53,7 +53,7 @@ from paceline.launch.processes.spawn import (
     stop,
 )
 from paceline.launch.processes.stuck import StuckWatch
-from paceline.launch.recording import Recording
+from paceline.launch.recording import LaunchRecording
 from paceline.launch.script_libraries import script_libraries
 from paceline.launch.worker import pickling, worker
 
@@ -161,7 +161,7 @@ class LocalHandle:
                 where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
         place = temporary_folder()
-        self.recording = Recording(self.job)
+        self.recording = LaunchRecording(self.job)
         self.nodes = Nodes.open_for(self.job)
         self.journals = JournalExchange(self.nodes.membership)
         if self.job.core_files:

@@ -1,6 +1,6 @@
 """`tensor`: tensor parallelism. The matrices of layers are divided over the `tp` ranks, which compute each sample together.
 
-    check, decide, cost    from a `Division` (`plan`), which says how each layer is divided; pure
+    check, decide, cost    from a `LayerDivision` (`plan`), which says how each layer is divided; pure
     apply                  parameters become DTensors with rank 0's values; numbers of heads become those of this rank;
                            the forward of the layers computes this rank's share (`styles`)
     first forward          compares the divided modules with the undivided ones (`proof`)
@@ -25,7 +25,7 @@ from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 
 if TYPE_CHECKING:
-    from paceline.parallel.tensor.plan import Division
+    from paceline.parallel.tensor.plan import LayerDivision
 
 
 class Tensor(Strategy):
@@ -44,7 +44,7 @@ class Tensor(Strategy):
     replaces_parameters = True
     divides_steps = True
 
-    def _division(self, plan: Plan, facts: ModelFacts) -> Division:
+    def _division(self, plan: Plan, facts: ModelFacts) -> LayerDivision:
         # How layers are divided is a subject of its own, which a plan with tp=1 does not load.
         from paceline.parallel.tensor.plan import divide
 
