@@ -1,7 +1,7 @@
 """Functions that tests of scripts for accelerate may replace, where other modules of ours call them.
 
-`unittest.mock.patch("accelerate.module.name")` replaces a function in its own module, and in the modules that stand here. A test
-compares the table with the imports of these modules.
+`unittest.mock.patch("accelerate.module.name")` replaces a function in its own module, and in the modules that stand here. A
+test compares the table with the imports of these modules.
 """
 
 # Function, with its module -> the other modules that call it by its name.
@@ -10,7 +10,9 @@ REPLACEABLE = {
     "available:is_torchao_available": "recipes",
     "available:is_transformer_engine_available": "recipes",
     "checkpoint_functions:load_custom_state": "checkpoint",
-    "commands.config.config_args:load_config_from_file": "commands.config.update commands.env commands.launch_validation commands.tpu",
+    "commands.config.config_args:load_config_from_file": (
+        "commands.config.update commands.env commands.launch_validation commands.tpu"
+    ),
     "data_loader:prepare_data_loader": "preparation",
     "data_loader:skip_first_batches": "accelerator",
     "deepspeed_plugin:get_active_deepspeed_plugin": "deepspeed_preparation deepspeed_wrappers",
