@@ -23,7 +23,6 @@ from torch import nn
 from paceline.base import env as environment
 from paceline.base.parts import require
 from paceline.run.run import Run, live_runs
-from paceline.world import runtime
 from paceline_accelerate.accelerator_arguments import UNSAID, AcceleratorArguments, checked_placement
 from paceline_accelerate.accelerator_base import AcceleratorBase
 from paceline_accelerate.arguments import (
@@ -434,7 +433,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
     def gather(self, tensor: object) -> Any:
         """Concatenates tensors of all processes along dim 0; with one process they stay as they are. Ranks: all."""
         result = gather(tensor)
-        runtime.current().gathered("gather", tensor, result)
+        self.run.runtime.gathered("gather", tensor, result)
         return result
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
@@ -446,7 +445,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         Ranks: all.
         """
         result = gather_for_metrics(self.run, input_data, use_gather_object)
-        runtime.current().gathered("gather_for_metrics", input_data, result)
+        self.run.runtime.gathered("gather_for_metrics", input_data, result)
         return result
 
     def set_trigger(self) -> None:

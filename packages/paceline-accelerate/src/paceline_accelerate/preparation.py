@@ -22,7 +22,6 @@ from paceline.plan.plan import Plan
 from paceline.run.preparation import Kind, Names, Preparation
 from paceline.run.prepared import EntryOfModel, PreparedModel
 from paceline.run.run import Run
-from paceline.world import runtime
 from paceline.world.mesh import Mesh
 from paceline.world.param_groups import parameters_of
 from paceline_accelerate.accelerator_arguments import problem_of_wanted_device
@@ -172,7 +171,7 @@ class AcceleratePreparation(Preparation):
             rng_types=list(self._rng_types),
             dispatch_batches=settings.dispatch_batches,
             even_batches=self.tail == "pad",
-            use_seedable_sampler=is_seeded or runtime.current().compares_widths,
+            use_seedable_sampler=is_seeded or run.runtime.compares_widths,
             data_seed=settings.data_seed,
             non_blocking=settings.non_blocking,
             use_stateful_dataloader=self._loading.use_stateful_dataloader,

@@ -23,7 +23,6 @@ from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
 from paceline.config.given import Given
 from paceline.torch_internals.modules import is_compiled_in_place
-from paceline.world import runtime
 from paceline_deepspeed import (
     checkpoint,
     missing_gradients,
@@ -230,7 +229,7 @@ class DeepSpeedEngine(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self.prepared_model(*inputs, **keywords)
         self._compare_rows(inputs, keywords)
-        runtime.current().micro_batch((inputs, keywords), self.batch.train)
+        self.accelerator.run.runtime.micro_batch((inputs, keywords), self.batch.train)
         self.attendance.begins(self.micro_steps + 1)
         inputs, keywords = self._script_backward.hook_inputs((inputs, keywords))
         with self._hold():

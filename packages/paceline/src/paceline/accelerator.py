@@ -36,7 +36,7 @@ from paceline.run.run import Run
 from paceline.run.starting import RunArguments, start_run
 from paceline.run.states import Start, States
 from paceline.run.steps import Steps
-from paceline.world import rendezvous, runtime
+from paceline.world import rendezvous
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
 from paceline.world.places import user_frame
@@ -458,7 +458,7 @@ class Accelerator(Participant):
         Ranks: all; each gets the result. The whole structure takes one collective.
         """
         result = gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
-        runtime.current().gathered("gather_for_metrics", input_data, result)
+        self.run.runtime.gathered("gather_for_metrics", input_data, result)
         self.run.events.gathered()
         return result
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from paceline.config.settings import OnHang
     from paceline.launch.assignment import Assignment
 
 
@@ -121,7 +122,7 @@ class Job:
     compat: str = ""
     cores: tuple[int, ...] = ()
     core_files: bool = False
-    on_hang: str = "report"
+    on_hang: OnHang = "report"
     assignment: Assignment | None = None
     reach: Reach = Reach()
     cluster: Any = None

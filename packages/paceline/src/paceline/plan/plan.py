@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from paceline.config.settings import Offload
 from paceline.plan.semantics import NATIVE, Semantics
 from paceline.world.layout import Layout
 
@@ -61,7 +62,7 @@ class Plan:
     zero: int = 0
     recompute: str = "no"
     compile: bool = False
-    offload: str = "no"
+    offload: Offload = "no"
     open: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -41,7 +41,6 @@ from paceline.plan.data import Position
 from paceline.plan.options import read
 from paceline.run.run import Run
 from paceline.run.states import States
-from paceline.world import runtime
 from paceline.world.events import StepAnomaly
 from paceline.world.param_groups import parameters_of
 
@@ -105,7 +104,7 @@ def anomalies_of(run: Run, states: States) -> Anomalies | None:
         )
     if problems:
         raise ConfigError.of(problems)
-    if not options.action_of or not runtime.current().keeps_files:
+    if not options.action_of or not run.runtime.keeps_files:
         return None
     return Anomalies(run, states, options)
 

@@ -53,7 +53,6 @@ from paceline.run.prepared import EntryOfModel, PreparedModel
 from paceline.run.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
-from paceline.world import runtime
 from paceline.world.layout import model_axes
 from paceline.world.mesh import Mesh
 from paceline.world.param_groups import inner_optimizers
@@ -103,7 +102,7 @@ class Preparation:
         self._semantics = run.plan.semantics
         if self._semantics.unprepared_optimizers == "refused":
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
-        if run.world.size > 1 and runtime.current().others_answer:
+        if run.world.size > 1 and run.runtime.others_answer:
             from paceline.optim.unprepared import UnpreparedModels  # what only several ranks can do wrong
 
             run.events.before_step.subscribe(UnpreparedModels(run.world, steps_prepared_model).look)
@@ -209,7 +208,7 @@ class Preparation:
             The names of all parameters, by the ids that these had before strategies replaced them.
         """
         run = self.run
-        surroundings = runtime.current()
+        surroundings = run.runtime
         surroundings.preparing(run, [module for module, _ in models])
         new: list[_NewModel] = []
         for module, is_moved in models:

@@ -31,7 +31,6 @@ from paceline.optim.optimizer import PreparedOptimizer
 from paceline.plan.data import Position
 from paceline.run.prepared import PreparedModel
 from paceline.run.run import Run
-from paceline.world import runtime
 from paceline.world.param_groups import parameters_of
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class States:
     @classmethod
     def of(cls, run: Run, keep: Keep) -> States:
         """Returns the states of a run; they write nothing in a rehearsal or a trial."""
-        return States(run, keep) if runtime.current().keeps_files else UnkeptStates(run, keep)
+        return States(run, keep) if run.runtime.keeps_files else UnkeptStates(run, keep)
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:

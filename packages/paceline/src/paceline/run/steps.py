@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 from paceline.base.errors import PlanError
 from paceline.parallel.microbatches import BatchPart, Microbatches
 from paceline.run.run import Run
-from paceline.world import runtime
 
 if TYPE_CHECKING:
     from paceline.data.unprepared import UnpreparedLoaders
@@ -34,7 +33,7 @@ class Steps:
         self._run = run
         self._prepared = run.prepared
         self._gradients = run.gradients
-        self._runtime = runtime.current()
+        self._runtime = run.runtime
         self._unprepared: UnpreparedLoaders | None = None
         semantics = run.plan.semantics
         # Both look for what only several ranks can do wrong.

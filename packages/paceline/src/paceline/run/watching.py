@@ -31,7 +31,6 @@ from paceline.torch_internals.modules import is_compiled
 from paceline.watch.forwarding import is_there
 from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
 from paceline.watch.records import AnomalyFound, CheckpointSaved, Hello, PlanMade
-from paceline.world import runtime
 from paceline.world.events import SavedCheckpoint
 
 _MAIN_BYTES = 32 << 20
@@ -44,7 +43,7 @@ def telemetry_of(run: Run) -> Telemetry | None:
     Ranks: each by itself. A rank that cannot write to the folder logs a warning, and the run goes on.
     """
     folder = run.settings.watch_dir
-    if folder is None or not runtime.current().keeps_files:
+    if folder is None or not run.runtime.keeps_files:
         return None
     if not _take_over(run):
         return None
