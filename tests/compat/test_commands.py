@@ -69,7 +69,7 @@ def test_the_same_answers_give_the_same_config_file(tmp_path: Path, monkeypatch)
 
 
 @pytest.mark.parametrize("flag", launch.flags(), ids=lambda flag: flag.name)
-def test_paceline_launch_knows_every_flag(flag: launch.Flag) -> None:
+def test_paceline_launch_knows_every_flag(flag: launch.LaunchFlag) -> None:
     """It has an effect, or is refused by name; none is taken for the script's own."""
     known = parser_for("launch").options
     by_prefix = flag.name.startswith(("megatron_lm_", "fp8_", "aws_", "tpu_"))
@@ -110,7 +110,7 @@ def test_what_the_launcher_hands_on(tmp_path: Path) -> None:
     assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in variables, (
         "transformers would load nothing on all ranks but the first"
     )
-    run = resolve_run({}, variables)
+    run = resolve_run(env=variables)
     assert run.settings.zero == 3 and run.settings.options["shard"]["reshard"] == "no" and not run.notices
     assert not any(name.startswith(("FSDP_", "ACCELERATE_")) for name in resolve_launch([], {}).hand_over())
 

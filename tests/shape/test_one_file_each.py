@@ -436,7 +436,7 @@ def test_a_precision(add: Add) -> None:
         Accelerator(mixed_precision="toy", cpu=True)
     add("paceline.precisions", PRECISION)
     assert (kind.metavar, kind.expected) == ("toy|no|fp16|bf16", "toy, no, fp16 or bf16")
-    assert resolve_run({}, {"PACELINE_MIXED_PRECISION": "Toy"}).settings.mixed_precision == "toy"
+    assert resolve_run(env={"PACELINE_MIXED_PRECISION": "Toy"}).settings.mixed_precision == "toy"
 
     accelerator = Accelerator(mixed_precision="toy", cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 2))

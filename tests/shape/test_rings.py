@@ -22,16 +22,6 @@ RINGS = {
     "membership: one state in five classes": """
         paceline.launch.membership: errors following leadership membership search store
     """,
-    "the engine of DeepSpeed's names and its collaborators": """
-        paceline_deepspeed: checkpoint consolidation engine flops_profiler getters loader module_state monitors
-        profiling scheduler
-    """,
-    "the accelerator of accelerate's names, which its states know": """
-        paceline_accelerate: accelerator accelerator_arguments checkpoint checkpoint_functions data_loader
-        deepspeed_preparation deepspeed_wrappers dispatch_reader gradient_state loader_classes loader_feed metrics
-        offloaded_state operations optimizer parallelism_config participation preparation random_streams rank_logger scheduler
-        state surroundings tracking wrapping
-    """,
 }
 
 # Fields of objects of other libraries that some class of ours has too, and what a command line was parsed to.

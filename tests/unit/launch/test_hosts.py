@@ -16,8 +16,9 @@ from paceline.config.sources import resolve_launch
 from paceline.launch import host
 from paceline.launch.assignment import Assignment
 from paceline.launch.hosts import job_on_hosts, without_hostfile
-from paceline.launch.job import job_of
-from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import LAUNCHERS, Outcome, Rendered
+from paceline.launch.make_job import job_of
 
 ENV = {"HOME": "/nonexistent", "NCCL_DEBUG": "s3cret", "PYTHONPATH": "/a b"}
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.base.errors import ConfigError
 from paceline.launch import host
-from paceline.launch.launcher import Job, Target
+from paceline.launch.job import Job, Target
 from paceline.launch.membership.membership import Membership
 from paceline.launch.membership.messages import Heartbeat, Message
 from paceline.launch.membership.rounds import Member, Report, Rules

@@ -16,7 +16,8 @@ from paceline.config.sources import resolve_launch
 from paceline.launch.assignment import Assignment
 from paceline.launch.hostfile import Slots
 from paceline.launch.hosts import job_on_hosts
-from paceline.launch.launcher import LAUNCHERS, Job
+from paceline.launch.job import Job
+from paceline.launch.launcher import LAUNCHERS
 from paceline_hosts.clusters.ray import RaySettings
 from paceline_hosts.launchers.ray import cluster
 from paceline_hosts.launchers.ray.host import RayHost, reason

@@ -15,7 +15,7 @@ from paceline.config.sources import resolve_launch
 from paceline.launch import host
 from paceline.launch.assignment import Assignment
 from paceline.launch.hostfile import Slots
-from paceline.launch.job import job_of
+from paceline.launch.make_job import job_of
 from paceline_hosts.remote import agent
 from paceline_hosts.remote.agent import addresses, reachable, store, survey
 from paceline_hosts.remote.channels import HostChannel

@@ -6,6 +6,7 @@ import json
 
 from paceline.base.errors import PlanError
 from paceline.config.given import Choice
+from paceline.config.settings import RunSettings
 from paceline.config.sources import HANDED
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import ModelFacts
@@ -39,7 +40,7 @@ def rehearse(code, seen):
         decisions = [
             Decision(name, value, "code" if name in code else "command line") for name, value in values.items()
         ]
-        plan = resolve(draft(values, decisions, simulated.world_size), (FACTS,), STRATEGIES)
+        plan = resolve(draft(RunSettings.of(values), decisions, simulated.world_size), (FACTS,), STRATEGIES)
         largest = {**dict.fromkeys(KINDS, 0), "activations": ACTIVATIONS}
         return Rehearsal(plan, (FACTS,), Peak(peak_of(plan), largest, largest), Traffic(), optimizer=8 * 10**9)
 

@@ -223,9 +223,10 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         self._set_by_script = {}
 
     def _begin(self) -> Any:
-        if self._mark is not None and self._chosen is None:
+        mark = self.cursor.mark
+        if mark is not None and self.cursor.chosen is None:
             # accelerate counts only epochs that were read to their end: after a `break` the next loop has the same number.
-            return Position(self._mark.epoch), NOTHING
+            return Position(mark.epoch), NOTHING
         return super()._begin()
 
     def train(self) -> None:

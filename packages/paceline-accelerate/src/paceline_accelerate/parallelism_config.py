@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from paceline.base import env as environment
 from paceline.base.errors import CompatError
+from paceline.plan.plan import Plan
 from paceline_accelerate.engine_fields import AXES, CONTEXT_HANDLER, SEQUENCE_HANDLER
 from paceline_accelerate.errors import CompatRuntimeError
 from paceline_accelerate.said_fields import SaidFields
@@ -18,7 +19,6 @@ from paceline_accelerate.said_fields import SaidFields
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from paceline_accelerate.accelerator import Accelerator
 
 # The order of the axes in a mesh, the outermost first.
 _ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -258,7 +258,17 @@ class ParallelismConfig(SaidFields):
         setattr(self, f"{parallelism}_size", size)
 
 
-def rank_along(accelerator: Accelerator, axis: str) -> int:
+class _Placed(Protocol):
+    """The part of an accelerator that says where its process stands."""
+
+    parallelism_config: Any
+    process_index: Any
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+def rank_along(accelerator: _Placed, axis: str) -> int:
     """Returns the coordinate of this rank along an axis of the plan.
 
     Raises:
@@ -275,7 +285,7 @@ def rank_along(accelerator: Accelerator, axis: str) -> int:
     return layout.coordinate(accelerator.process_index)[axis]
 
 
-def no_rank_along(accelerator: Accelerator) -> NoReturn:
+def no_rank_along(accelerator: object) -> NoReturn:
     """Raises an error for a stage or a part of a sequence, because accelerate has no such property either."""
     raise CompatError(
         "compat-argument", "a rank's stage is no property.", why="accelerate has none", fix="leave it out"

@@ -80,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.cli.launch import carry_out
     from paceline.launch.host import check_target
     from paceline.launch.hosts import job_on_hosts
-    from paceline.launch.job import job_of, target_of
+    from paceline.launch.make_job import job_of, target_of
 
     _check(args)
     env = environment.snapshot()

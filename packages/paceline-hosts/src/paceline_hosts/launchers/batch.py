@@ -20,7 +20,8 @@ from typing import Any
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.launch.assignment import VARIABLE
-from paceline.launch.launcher import Job, Outcome
+from paceline.launch.job import Job
+from paceline.launch.launcher import Outcome
 from paceline.launch.processes.signals import Signals, kill_with_parent
 from paceline_hosts.remote.agent import MARK
 from paceline_hosts.remote.channels import unfit_hosts_error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import shutil
 
 from paceline.launch.assignment import VARIABLE
-from paceline.launch.launcher import Hosts, Job, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import Hosts, Rendered
 from paceline_hosts.launchers.batch import PYTHON, BatchHandle, check, environment_with
 
 

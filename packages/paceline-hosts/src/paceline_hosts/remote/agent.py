@@ -41,8 +41,8 @@ from paceline.base.terminal import say
 from paceline.base.version import VERSION
 from paceline.launch import host
 from paceline.launch.assignment import VARIABLE, Assignment, python_version
-from paceline.launch.job import job_of, target_of
 from paceline.launch.launcher import LAUNCHERS
+from paceline.launch.make_job import job_of, target_of
 from paceline.launch.membership.rounds import Place
 from paceline.launch.processes.signals import Signals, kill_with_parent
 from paceline.world.network.interface import address_towards

@@ -18,7 +18,8 @@ from paceline.config import schema
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, launch_classes, settings_of
 from paceline.config.sources import Launch, resolve_launch
-from paceline.launch.launcher import ALLOCATIONS, LAUNCHERS, Handle, Job, Launcher, Outcome
+from paceline.launch.job import Job
+from paceline.launch.launcher import ALLOCATIONS, LAUNCHERS, Handle, Launcher, Outcome
 from paceline.world.layout import AXES
 
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.launch.host import check_target
     from paceline.launch.hosts import job_on_hosts, starts_elsewhere, without_hostfile
-    from paceline.launch.job import job_of, target_of
+    from paceline.launch.make_job import job_of, target_of
 
     resolved = resolve_launch(schema.given(args))
     need_script(args, "paceline launch", "--procs 2")
@@ -78,7 +79,7 @@ def check_plan(resolved: Launch, job: Job) -> None:
     world_size = job.procs * job.nodes
     if job.assignment is not None:
         world_size = sum(len(host.ids) for host in job.assignment.hosts)
-    draft(resolved.run.by_name(), [Decision(**vars(row)) for row in resolved.decisions], world_size)
+    draft(resolved.run, [Decision(**vars(row)) for row in resolved.decisions], world_size)
 
 
 def _asks_for_help(words: Sequence[str]) -> bool:
@@ -147,9 +148,9 @@ def carry_out(job: Job, resolved: Launch) -> int:
 
 def wait_recorded(handle: Handle, job: Job) -> Outcome:
     """Waits for a job on other hosts, and records it on this host, so that `paceline ps` shows it."""
-    from paceline.launch.recording import Recording
+    from paceline.launch.recording import LaunchRecording
 
-    recording = Recording(replace(job, watch=""))
+    recording = LaunchRecording(replace(job, watch=""))
     recording.begin()
     # This code is recorded if the wait raises an error.
     exit_code = 1

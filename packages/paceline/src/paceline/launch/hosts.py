@@ -14,8 +14,9 @@ from paceline.config.sources import Launch
 from paceline.launch import hostfile
 from paceline.launch.assignment import VARIABLE, Assignment
 from paceline.launch.hostfile import Slots
-from paceline.launch.job import target_of
-from paceline.launch.launcher import LAUNCHERS, Hosts, Job, Reach
+from paceline.launch.job import Job, Reach
+from paceline.launch.launcher import LAUNCHERS, Hosts
+from paceline.launch.make_job import target_of
 from paceline.launch.script_libraries import script_libraries
 
 _NEEDS_HOSTS = ("include", "exclude", "ssh_port", "launcher", "launcher_args")

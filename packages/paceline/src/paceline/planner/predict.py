@@ -15,7 +15,7 @@ from paceline.planner.calibration import Lookup
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Need, Rejected, choose, estimate, gib, settings_of, shown
 from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, rehearse
-from paceline.planner.report import Report
+from paceline.planner.report import PlanReport
 from paceline.world.layout import model_axes
 
 _TRIES = 4  # rehearsals of one search
@@ -30,7 +30,7 @@ def predict(
     opened: Sequence[str] = (),
     lookup: Lookup | None = None,
     progress: Callable[[str], None] = lambda step: None,
-) -> Report:
+) -> PlanReport:
     """What a run will take.
 
     Args:
@@ -46,7 +46,7 @@ def predict(
     Raises:
         PlanError: those of `rehearse`.
     """
-    search = _Search(work, simulated, decisions, lookup, progress)
+    search = _PredictedSearch(work, simulated, decisions, lookup, progress)
     if opened and device is not None:
         return search.run(device, opened)
     rehearsal = search.rehearse({}, "the plan")
@@ -70,7 +70,7 @@ def predict(
 
 
 @dataclass
-class _Search:
+class _PredictedSearch:
     """Looks for the cheapest plan that fits: formulas sort most plans out, and what they let through is rehearsed.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Search:
         self.progress(f"rehearsing {name} on rank 0 of {self.simulated.world_size}")
         return rehearse(self.work, _with_settings(self.simulated, self.decisions, settings))
 
-    def run(self, device: Device, opened: Sequence[str], known: Sequence[Rejected] = ()) -> Report:
+    def run(self, device: Device, opened: Sequence[str], known: Sequence[Rejected] = ()) -> PlanReport:
         """Returns the report of the plan that is chosen, or of the last one that was rehearsed if none fits.
 
         Args:
@@ -142,13 +142,13 @@ class _Search:
         return _fastest(reports)
 
 
-def _fastest(reports: Sequence[Report]) -> Report:
+def _fastest(reports: Sequence[PlanReport]) -> PlanReport:
     """The report of the plan that takes the least time for a sample; of equal ones, and where no time is known, the first.
 
     The others become plans that were rejected.
     """
 
-    def seconds_per_sample(report: Report) -> float:
+    def seconds_per_sample(report: PlanReport) -> float:
         # Every rank reads batches of the same size, but ranks that divide the model read the same ones.
         return report.time.total_s / report.plan.layout.width if report.time is not None else inf
 
@@ -197,9 +197,9 @@ def _report(
     chosen: Chosen | None,
     rejected: Sequence[Rejected],
     lookup: Lookup | None,
-) -> Report:
+) -> PlanReport:
     need = _need(rehearsal)
     by_formula = estimate(rehearsal.plan, need) if rehearsal.memory is None else None
-    return Report(
+    return PlanReport(
         rehearsal.plan, simulated.world_size, rehearsal, by_formula, device, chosen, tuple(rejected), lookup=lookup
     )

@@ -16,7 +16,7 @@ from paceline.base.version import VERSION
 from paceline.config.flags import flags_of
 from paceline.config.settings import settings_of
 from paceline.launch.assignment import Assignment
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline_hosts.clusters.slurm import SlurmSettings
 
 _SIGNAL_LATE_S = 60.0  # SLURM sends the warning up to this much earlier than it was asked to

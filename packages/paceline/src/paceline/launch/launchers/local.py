@@ -33,16 +33,16 @@ from paceline.base.temporary import temporary_folder
 from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.failure_report import begun, describe
+from paceline.launch.job import Job
 from paceline.launch.journals import JournalExchange
-from paceline.launch.launcher import Failure, Hosts, Job, Outcome, Process, Rendered
+from paceline.launch.launcher import Failure, Hosts, Outcome, Process, Rendered
 from paceline.launch.membership.rounds import End, Place, Report, Round
 from paceline.launch.network.nodes import Nodes
 from paceline.launch.processes import core_files
 from paceline.launch.processes.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
 from paceline.launch.processes.output import Output
 from paceline.launch.processes.signals import Signals
-from paceline.launch.processes.stuck import StuckWatch
-from paceline.launch.processes.workers import (
+from paceline.launch.processes.spawn import (
     FUNCTION_FILE,
     Reaper,
     Worker,
@@ -52,7 +52,8 @@ from paceline.launch.processes.workers import (
     spawn,
     stop,
 )
-from paceline.launch.recording import Recording
+from paceline.launch.processes.stuck import StuckWatch
+from paceline.launch.recording import LaunchRecording
 from paceline.launch.script_libraries import script_libraries
 from paceline.launch.worker import pickling, worker
 
@@ -160,7 +161,7 @@ class LocalHandle:
                 where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
         place = temporary_folder()
-        self.recording = Recording(self.job)
+        self.recording = LaunchRecording(self.job)
         self.nodes = Nodes.open_for(self.job)
         self.journals = JournalExchange(self.nodes.membership)
         if self.job.core_files:

@@ -25,7 +25,7 @@ from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.terminal import say
 from paceline.launch import host
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline.launch.membership import errors as membership_errors
 from paceline.launch.membership.membership import Membership
 from paceline.launch.membership.messages import Announce, Join, StopMode
