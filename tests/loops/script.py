@@ -234,7 +234,12 @@ def standalone(case: Case, result: Outcome) -> str:
         world, plan = case.then
         first += f"Saved on {case.world} processes under {case.plan}, it goes on on {world} under {plan}.\n"
     command = f"paceline launch --cpu --procs {case.world} {case.name}.py"
-    text = first.replace("\\", "/") + f'Run: {command}\n"""\n\n' + script(program, case.settings)
+    own = script(program, case.settings)
+    if case.door:
+        from loops.accelerate_door import accelerate_script
+
+        own = accelerate_script(program, case.settings)
+    text = first.replace("\\", "/") + f'Run: {command}\n"""\n\n' + own
     shown = ", ".join(f"{name}={{{name}}}" for name in ("losses", "norms", "metrics", "gradients"))
     text += f"weights = [accelerator.get_state_dict(model) for model in ({_names(program, 'model')},)]\n"
     text += "sizes = [round(float(value.abs().sum()), 8) for each in weights for value in each.values()]\n"
