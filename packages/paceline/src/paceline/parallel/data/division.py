@@ -514,11 +514,11 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
             del optimizer.state[parameter]
 
 
-def taken_for_whole(what: str) -> TrainError:
+def taken_for_whole(operation: str) -> TrainError:
     """Returns the error for code that takes the rows of a gradient for the whole of it."""
     return TrainError(
         "zero-gradients",
-        f"{what} takes gradients for whole tensors, and each rank has some rows.",
+        f"`{operation}` got a gradient, of which each rank has some rows, and a whole tensor.",
         why="zero=2: after `backward`, the gradient of each parameter is a DTensor; only `step` gets whole ones",
         fix="use zero=1, under which every rank has whole gradients",
     )

@@ -36,10 +36,9 @@ from torch import Tensor, nn
 
 from paceline.parallel.data.averages import begin_average, broadcast_tensors, values_of
 from paceline.parallel.data.buckets import Bucket, ReductionForm, Slot
-from paceline.parallel.data.division import DIRECT, batches, taken_for_whole
+from paceline.parallel.data.division import DIRECT, batches
 from paceline.parallel.data.votes import Vote
 from paceline.torch_internals.dispatch import after_backward_pass, backward_pass, is_in_function_backward
-from paceline.torch_internals.dtensor import is_mixture
 from paceline.world import runtime
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.sharded import local
@@ -412,12 +411,7 @@ class Reducer:
     def _call_hooks(self, slot: Slot) -> None:
         """Calls the user's hooks on a gradient that is the mean now."""
         for hook in list(slot.later.values()):
-            try:
-                hook(slot.parameter)
-            except RuntimeError as error:
-                if is_mixture(error):
-                    raise taken_for_whole("a hook on an accumulated gradient") from error
-                raise
+            hook(slot.parameter)
 
     def _send_small(self) -> list[Slot]:
         """Reduces the only bucket together with the votes, in one message. Returns the parameters that any rank has used."""
