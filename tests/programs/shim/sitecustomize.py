@@ -90,6 +90,12 @@ def shim_torch(torch: Any) -> None:
     functional = torch.nn.functional
     for name in LOSSES:
         setattr(functional, name, recorded(getattr(functional, name)))
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    if os.environ.get("PROGRAMS_ACCELERATOR"):  # for programs that ask which one there is, and take no answer "none"
+        torch.accelerator.is_available = lambda: True
+        torch.accelerator.device_count = lambda: 8
+        torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
+        torch.accelerator.set_device_index = lambda *_: None
     for owner in (torch.Tensor, torch.nn.Module):
         owner.to = on_cpu(owner.to)
         owner.cuda = lambda self, *_, **__: self
@@ -106,6 +112,17 @@ def shim_torch(torch: Any) -> None:
         setattr(torch.cuda, name, lambda *_, **__: None)
     for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
         setattr(torch.cuda, name, lambda *_, **__: 0)
+
+
+def shim_distributed(distributed: Any) -> None:
+    """Makes DDP take modules on the CPU from programs that name a device."""
+    plain = distributed.DistributedDataParallel.__init__
+
+    @wraps(plain)
+    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+        plain(self, module, None, None, *args, **kwargs)
+
+    distributed.DistributedDataParallel.__init__ = init
 
 
 def shim_torchvision(datasets: Any) -> None:
@@ -165,6 +182,7 @@ def shim_config(config: Any) -> None:
 SHIMS = {
     "deepspeed.runtime.config": shim_config,
     "torch": shim_torch,
+    "torch.nn.parallel.distributed": shim_distributed,
     "torchvision.datasets": shim_torchvision,
     "deepspeed.comm.torch": shim_deepspeed,
     "deepspeed.accelerator.cpu_accelerator": shim_accelerator,
