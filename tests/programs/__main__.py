@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,6 +105,9 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
+        if args.logs:
+            log = Path(args.logs) / f"{program.name.replace(' ', '-')}-{procs}-{side}.log"
+            log.write_text(output, encoding="utf-8")
         losses: dict[str, list[float]] = {}
         for file in sorted(record.iterdir()):
             losses[file.stem] = [float(line) for line in file.read_text().split()]
@@ -132,7 +136,9 @@ def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
         if path.suffix == ".safetensors":
             flatten(load_file(path), name, tensors)
         elif path.suffix in (".pt", ".pth", ".bin", ".ckpt") or path.name.endswith(".pth.tar"):
-            flatten(torch.load(path, map_location="cpu", weights_only=False), name, tensors)
+            # Arguments of a training need the program's own classes, and are no weights.
+            with suppress(ImportError, AttributeError):
+                flatten(torch.load(path, map_location="cpu", weights_only=False), name, tensors)
     return tensors
 
 
@@ -223,8 +229,11 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a part of a name")
     parser.add_argument("--procs", type=int, help="only this number of processes")
     parser.add_argument("--library", default="", help="only programs of this one: deepspeed, accelerate or torchrun")
+    parser.add_argument("--logs", default="", help="a folder for what the programs print")
     parser.add_argument("--report", default="programs.md")
     args = parser.parse_args()
+    if args.accelerate:
+        sys.path.append(args.accelerate)  # libraries that make models for `inputs` import it
     rows: list[str] = []
     counts: Counter[str] = Counter()
     unexpected = 0

@@ -88,8 +88,13 @@ def chats(folder: Path) -> None:
 
 
 def preferences(folder: Path) -> None:
-    """Makes `preferences`, pairs of a better and a worse conversation."""
-    _split(folder, "preferences", lambda draw: {"chosen": _chat(draw), "rejected": _chat(draw)})
+    """Makes `preferences`, pairs of a better and a worse answer to a question."""
+
+    def row(draw: random.Random) -> dict[str, Any]:
+        question, answer = _chat(draw)
+        return {"prompt": [question], "chosen": [answer], "rejected": [_chat(draw)[1]]}
+
+    _split(folder, "preferences", row)
 
 
 def judged(folder: Path) -> None:
