@@ -81,6 +81,7 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",  # some programs draw by the order of a set
             "PROGRAMS_RECORD": str(record),
             "PROGRAMS_SAMPLES": str(program.samples),
             "PYTHONPATH": os.pathsep.join(filter(None, before)),

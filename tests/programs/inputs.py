@@ -193,7 +193,11 @@ def diffusion_model(folder: Path) -> None:
     tokenizer = CLIPTokenizer(str(files / "vocab.json"), str(files / "merges.txt"), model_max_length=77)
     torch.manual_seed(1)
     text = CLIPTextConfig(
-        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=37, num_hidden_layers=2, num_attention_heads=4
+        vocab_size=len(vocabulary) + 10,
+        hidden_size=32,
+        intermediate_size=37,
+        num_hidden_layers=2,
+        num_attention_heads=4,
     )
     text.bos_token_id, text.eos_token_id = vocabulary["<|startoftext|>"], vocabulary["<|endoftext|>"]
     unet = UNet2DConditionModel(

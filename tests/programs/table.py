@@ -138,15 +138,15 @@ PROGRAMS = (
           "--log-interval 1 --seed 0 --output out --experiment one", inputs=("images",),
           env={"PROGRAMS_BACKWARD": "1"}),
     *(
-        hugging(f"trl {name}", "huggingface/trl/examples/scripts", f"{name}.py {_TRL}{data}", "language_model", data)
-        for name, data in (("cpo", "preferences"), ("kto", "judged"), ("orpo", "preferences"), ("bco", "judged"))
+        hugging(f"trl {name}", f"huggingface/trl/{folder}", f"{name}.py {_TRL}{data}", "language_model", data,
+                env={"PROGRAMS_BACKWARD": "1"})
+        for folder, name, data in (
+            ("examples/scripts", "cpo", "preferences"), ("examples/scripts", "kto", "judged"),
+            ("examples/scripts", "orpo", "preferences"), ("examples/scripts", "bco", "judged"),
+            ("trl/scripts", "sft", "chats"), ("trl/scripts", "dpo", "preferences"),
+            ("examples/scripts", "reward_modeling", "preferences"),
+        )
     ),
-    *(
-        hugging(f"trl {name}", "huggingface/trl/trl/scripts", f"{name}.py {_TRL}{data}", "language_model", data)
-        for name, data in (("sft", "chats"), ("dpo", "preferences"))
-    ),
-    hugging("trl reward_modeling", "huggingface/trl/examples/scripts", f"reward_modeling.py {_TRL}preferences",
-            "language_model", "preferences"),
     hugging("trl prm", "huggingface/trl/examples/scripts", f"prm.py {_TRL}steps", "language_model", "steps"),
     hugging("diffusers dreambooth", "huggingface/diffusers/examples/dreambooth",
             f"train_dreambooth.py {_DIFFUSION} --instance_data_dir images/train/cat --instance_prompt w1 "

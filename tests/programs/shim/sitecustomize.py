@@ -111,10 +111,11 @@ def shim_torch(torch: Any) -> None:
     """Replaces what needs CUDA, and the losses."""
     torch.manual_seed(0)
     functional = torch.nn.functional
-    for name in LOSSES:
+    by_backward = bool(os.environ.get("PROGRAMS_BACKWARD"))
+    for name in () if by_backward else LOSSES:
         setattr(functional, name, recorded(getattr(functional, name)))
     torch.distributed.init_process_group = over_gloo(torch.distributed.init_process_group)
-    if os.environ.get("PROGRAMS_BACKWARD"):
+    if by_backward:
         torch.Tensor.backward = recorded_backward(torch.Tensor.backward)
     torch.Tensor.pin_memory = lambda self, *_, **__: self
     if os.environ.get("PROGRAMS_ACCELERATOR"):  # for programs that ask which one there is, and take no answer "none"
@@ -145,7 +146,9 @@ def shim_distributed(distributed: Any) -> None:
     plain = distributed.DistributedDataParallel.__init__
 
     @wraps(plain)
-    def init(self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any) -> None:
+    def init(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
         plain(self, module, None, None, *args, **kwargs)
 
     distributed.DistributedDataParallel.__init__ = init
