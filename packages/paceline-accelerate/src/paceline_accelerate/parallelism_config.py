@@ -100,7 +100,7 @@ class ParallelismConfig(SaidFields):
         tp_handler, cp_handler, sp_handler: options of an axis; None is the default options if the axis is larger than 1.
 
     Attributes:
-        device_mesh: the mesh, once it was built.
+        device_mesh: the mesh, once `get_device_mesh` has built it.
 
     Raises:
         ValueError: sizes below 1, an unknown backend, or axes that cannot be combined.
@@ -212,12 +212,12 @@ class ParallelismConfig(SaidFields):
         return (names, sizes) if names else ()
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Builds the mesh of all ranks; returns None if all sizes are 1.
+        """Builds the mesh of all ranks; returns None if all sizes are 1, or where DeepSpeed makes the groups of `sp` itself.
 
         Ranks: all; the process group must exist.
         """
         mesh = self._get_mesh()
-        if not mesh:
+        if not mesh or (self.sp_enabled and self.sp_backend == "deepspeed"):
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -233,8 +233,7 @@ class ParallelismConfig(SaidFields):
         for name, axes in joined_axes.items():
             if axes:
                 # The mesh remembers it, and `device_mesh[name]` finds it.
-                flattened(device_mesh[tuple(axes)], name)
-        self.device_mesh = device_mesh
+                flattened(device_mesh[axes], name)
         return device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
@@ -246,8 +245,8 @@ class ParallelismConfig(SaidFields):
         if self.device_mesh is None:
             if device_type is None:
                 raise ValueError("You need to pass a device_type, such as cuda, to build the device mesh")
-            return self.build_device_mesh(device_type)
-        if device_type is not None and self.device_mesh.device_type != device_type:
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type is not None and self.device_mesh.device_type != device_type:
             raise ValueError(f"The mesh is for {self.device_mesh.device_type}, and {device_type} was asked for.")
         return self.device_mesh
 
