@@ -1,8 +1,9 @@
 """The same programs through accelerate's names: the part of them to which accelerate gives the numbers of plain PyTorch.
 
 accelerate divides a loss by the number of micro-batches of a window, averages over processes, and completes short batches with
-samples of the beginning. So batches and windows are made full. What it does not have goes (items, `forward_backward`, saves in
-an epoch), and what it means otherwise is written as its guides say: clipping waits for `sync_gradients`.
+samples of the beginning, which it takes off for the loader only that began last. So batches and windows are made full. What
+it does not have goes (items, `forward_backward`, saves in an epoch), and what it means otherwise is written as its guides say:
+clipping waits for `sync_gradients`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from loops.programs import (
     Clip,
     Continue,
     Evaluate,
-    EvaluateBatch,
     ForwardBackward,
     Program,
     Statement,
@@ -35,7 +35,7 @@ PLANS = ("one", "replicate", "shard")  # those that its names can ask for on the
 def adapted(program: Program) -> Program | None:
     """The program as accelerate defines it; None where accelerate gives another number than plain PyTorch, or none."""
     flat = list(statements(program.body))
-    evaluated = {each.loader for each in flat if isinstance(each, Evaluate | EvaluateBatch)}
+    evaluated = {each.loader for each in flat if isinstance(each, Evaluate)}
     if not _has_the_same_meaning(program, flat, evaluated):
         return None
     loaders = []

@@ -535,8 +535,8 @@ class _Drawing:
         )
         if kind not in ("load", "load all", "draw") and not under_way and self.chance(0.3):
             write = replace(write, early=True)
-        if kind in ("average", "blend") and under_way:
-            return body  # under `shard` the copy and the parameter are not of one kind there; same-numbers.md says so
+        if kind in ("average", "blend", "from") and under_way:
+            return body  # under `shard` one is whole there and the other is not; same-numbers.md says so
         if kind in ("average", "blend"):
             keep = When("every", self.random.choice([2, 3]), 0, (replace(write, kind="keep"),))
             return (keep, *_at(body, place, write))

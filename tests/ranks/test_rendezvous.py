@@ -189,8 +189,8 @@ def test_sizes_that_disagree() -> None:
 @pytest.mark.timeout(400)
 def test_a_restart_over_the_agents_store() -> None:
     """The store survives with all that dead processes left in it, as torchelastic's does."""
-    # Nothing waits for these seconds: on a busy machine the first processes took 58 s, of which most was imports. The default of
-    # `run_ranks` is 60 s: a rank that was late by itself looked like one that hangs, and the others waited for it.
+    # Nothing waits for these seconds: on a busy machine the first processes took 58 s, of which most was imports. The default
+    # of `run_ranks` is 60 s: a rank that was late by itself looked like one that hangs, and the others waited for it.
     limit_s = 120
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit_s))
     env = {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
