@@ -1,4 +1,4 @@
-"""Data and models for programs of others, made here and small, in place of downloads. Each function takes the program's folder."""
+"""Small data and models for programs of others, in place of downloads. Each function takes the folder of the program."""
 
 from __future__ import annotations
 
