@@ -23,9 +23,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
+
 from programs import inputs
 from programs.table import PROGRAMS, Program
-from safetensors.torch import load_file
 
 HERE = Path(__file__).parent
 LIMIT_S = 600.0

@@ -73,10 +73,6 @@ _TRL = (
     "--logging_steps 1 --report_to none --use_cpu --bf16 False --gradient_checkpointing False --eval_strategy no "
     "--save_strategy no --dataset_name "
 )
-_DIFFUSION = (
-    "--pretrained_model_name_or_path diffusion --resolution 64 --train_batch_size 1 --max_train_steps 4 --seed 0 "
-    "--learning_rate 1e-3 --output_dir out --checkpointing_steps 100 "
-)
 _EXAMPLES = "pytorch/examples"
 PROGRAMS = (
     *(
@@ -137,36 +133,6 @@ PROGRAMS = (
           "train.py images --device cpu --model resnet18 --num-classes 2 --img-size 32 -b 4 -j 1 --epochs 2 --lr 0.01 "
           "--log-interval 1 --seed 0 --output out --experiment one", inputs=("images",),
           env={"PROGRAMS_BACKWARD": "1"}),
-    *(
-        hugging(f"trl {name}", f"huggingface/trl/{folder}", f"{name}.py {_TRL}{data}", "language_model", data,
-                env={"PROGRAMS_BACKWARD": "1"})
-        for folder, name, data in (
-            ("examples/scripts", "cpo", "preferences"), ("examples/scripts", "kto", "judged"),
-            ("examples/scripts", "orpo", "preferences"), ("examples/scripts", "bco", "judged"),
-            ("trl/scripts", "sft", "chats"), ("trl/scripts", "dpo", "preferences"),
-            ("examples/scripts", "reward_modeling", "preferences"),
-        )
-    ),
-    hugging("trl prm", "huggingface/trl/examples/scripts", f"prm.py {_TRL}steps", "language_model", "steps"),
-    hugging("diffusers dreambooth", "huggingface/diffusers/examples/dreambooth",
-            f"train_dreambooth.py {_DIFFUSION} --instance_data_dir images/train/cat --instance_prompt w1 "
-            "--train_text_encoder", "diffusion_model", "images"),
-    hugging("diffusers dreambooth lora", "huggingface/diffusers/examples/dreambooth",
-            f"train_dreambooth_lora.py {_DIFFUSION} --instance_data_dir images/train/cat --instance_prompt w1",
-            "diffusion_model", "images"),
-    hugging("diffusers controlnet", "huggingface/diffusers/examples/controlnet",
-            f"train_controlnet.py {_DIFFUSION} --train_data_dir conditioned --conditioning_image_column conditioning_image",
-            "diffusion_model", "conditioned"),
-    hugging("diffusers text_to_image", "huggingface/diffusers/examples/text_to_image",
-            f"train_text_to_image.py {_DIFFUSION} --train_data_dir pictures --use_ema --gradient_accumulation_steps 2",
-            "diffusion_model", "pictures"),
-    hugging("diffusers text_to_image lora", "huggingface/diffusers/examples/text_to_image",
-            f"train_text_to_image_lora.py {_DIFFUSION} --train_data_dir pictures", "diffusion_model", "pictures"),
-    hugging("diffusers textual_inversion", "huggingface/diffusers/examples/textual_inversion",
-            f"textual_inversion.py {_DIFFUSION} --train_data_dir images/train/cat --placeholder_token xyz "
-            "--initializer_token a --repeats 2", "diffusion_model", "images"),
-    hugging("diffusers unconditional", "huggingface/diffusers/examples/unconditional_image_generation",
-            "train_unconditional.py --train_data_dir pictures --resolution 32 --train_batch_size 2 --num_epochs 1 "
-            "--dataloader_num_workers 0 --ddpm_num_steps 10 --ddpm_num_inference_steps 2 --save_images_epochs 9 "
-            "--save_model_epochs 9 --output_dir out --lr_warmup_steps 1", "pictures", procs=(1,)),
+    hugging("trl sft", "huggingface/trl/trl/scripts", f"sft.py {_TRL}chats", "language_model", "chats",
+            env={"PROGRAMS_BACKWARD": "1"}),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base import env as environment
+from paceline.base.errors import Problem
 from paceline_accelerate.commands.arguments import parser_for
 from paceline_accelerate.errors import CompatImportError, MissingModel
 
@@ -58,7 +59,8 @@ def create_empty_model(
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
         fix = "name a folder that holds the model's config.json, as `save_pretrained` writes it"
-        raise MissingModel("compat-model", f"{model_name} is no model on this machine.", reason, fix) from None
+        problem = Problem("compat-model", f"{model_name} is no model on this machine.", reason, fix)
+        raise MissingModel.of([problem]) from None
     with init_empty_weights():
         return AutoModel.from_config(config, trust_remote_code=trust_remote_code)
 
