@@ -160,9 +160,9 @@ class Toy(CheckpointFormat):
         return Summary(step=7)
 
     def read(self, store, folder, state, names):
-        from paceline.checkpoint.format.translation import Translation
+        from paceline.checkpoint.format.translation import StateTranslation
 
-        translation = Translation(state, {"models"}, names)
+        translation = StateTranslation(state, {"models"}, names)
         translation.add_model("model", self.weights(store, folder, ""))
         translation.set("run", {**state.run.state_dict(), "step": 7})
         return translation.opened()
