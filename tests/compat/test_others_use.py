@@ -219,7 +219,6 @@ def test_a_hook_leaves_a_forward_that_was_set_before() -> None:
     model = nn.Linear(2, 2)
     add_hook_to_module(model, PlusOne())
     remove_hook_from_module(model)
-    assert "forward" not in vars(model)
     model.forward = lambda x: x  # type: ignore[method-assign]
     add_hook_to_module(model, PlusOne())
     remove_hook_from_module(model)

@@ -169,7 +169,8 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         module._hf_hook.detach_hook(module)  # type: ignore[operator, union-attr]
         delattr(module, "_hf_hook")
     if hasattr(module, "_old_forward"):
-        if _is_of_class(module, module._old_forward):
+        if isinstance(module._old_forward, _GraphForward):
+            # The forward of the class, which `recompile` changes.
             vars(module).pop("forward", None)
         else:
             module.forward = module._old_forward  # type: ignore[assignment]
@@ -180,14 +181,6 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         for child in module.children():
             remove_hook_from_module(child, recurse)
     return module
-
-
-def _is_of_class(module: nn.Module, forward: Any) -> bool:
-    """Whether the forward that a hook replaced is the one of the module's class, which needs no attribute of the module."""
-    if isinstance(forward, _GraphForward):
-        return True
-    is_own = getattr(forward, "__self__", None) is module
-    return is_own and getattr(forward, "__func__", None) is type(module).forward
 
 
 def remove_hook_from_submodules(module: nn.Module) -> None:
