@@ -7,7 +7,7 @@ libraries use for it are defined in their dialects (`config/dialects.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
 from typing import Any, Literal
@@ -247,6 +247,11 @@ class RunSettings:
         axes = {name: value for name, value in values.items() if name in AXES}
         others = {name: value for name, value in values.items() if name not in AXES}
         return cls(axes=axes, **others)
+
+    @classmethod
+    def names(cls) -> Set[str]:
+        """Returns the names of the settings of a run, axes included. Others are those of a launcher."""
+        return settings_of(cls).keys()
 
     def by_name(self) -> dict[str, Any]:
         """Returns the values by the names of the settings; it is the inverse of `of`."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from paceline.base.errors import PlanError
 from paceline.config.given import Choice
-from paceline.config.settings import searched_settings
+from paceline.config.settings import RunSettings, searched_settings
 from paceline.config.sources import HANDED, hand_over
 from paceline.planner.calibration import Lookup
 from paceline.planner.device import Device
@@ -104,7 +104,8 @@ class _PredictedSearch:
         simulated, lookup = self.simulated, self.lookup
         fixed = dict(self.fixed)
         for decision in self.decisions:
-            if decision.field not in opened and decision.value != "auto":
+            is_of_run = decision.field in RunSettings.names()
+            if is_of_run and decision.field not in opened and decision.value != "auto":
                 fixed.setdefault(decision.field, decision.value)
         undivided = _undivided(simulated.world_size, fixed, opened)
         first = self.rehearse(undivided, "the model undivided")
