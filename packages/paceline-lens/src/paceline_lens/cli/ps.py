@@ -60,7 +60,7 @@ def _of(word: str, runs: list[RegisteredRun]) -> list[RegisteredRun]:
         folders = [Path(entry.directory)]
         if entry.watch:
             folders.append(Path(entry.watch))
-        is_below = any(each.resolve().is_relative_to(folder) for each in folders)
+        is_below = any(path.resolve().is_relative_to(folder) for path in folders)
         if entry.name == word or is_below:
             of_word.append(entry)
     return of_word
