@@ -54,6 +54,13 @@ def predicted(monkeypatch, device, code=None, opened=(), **flags):
     return module.predict(lambda: None, WORLD, device=device_of(device), decisions=decisions, opened=opened), seen
 
 
+def test_settings_of_a_launcher_are_no_settings_of_a_plan(monkeypatch) -> None:
+    opened = module.searched_settings()
+    plain, _ = predicted(monkeypatch, "a100-14GB", opened=opened)
+    launched, _ = predicted(monkeypatch, "a100-14GB", opened=opened, procs=8)
+    assert launched.chosen.settings == plain.chosen.settings
+
+
 def test_it_is_what_auto_takes_and_was_rehearsed(monkeypatch):
     asked, seen = predicted(monkeypatch, "a100-14GB", shard=8)
     chosen, _ = predicted(monkeypatch, "a100-14GB", opened=module.searched_settings())
