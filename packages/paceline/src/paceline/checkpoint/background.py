@@ -20,7 +20,8 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from paceline.world import rendezvous
+from paceline.world import lifetime
+from paceline.world.lifetime import Stage
 
 _log = logging.getLogger("paceline.checkpoint")
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
@@ -52,7 +53,7 @@ class Background:
         _watch_for_end_of_python()
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(work,), name="paceline-save")
-        self._forget = rendezvous.before_leaving(self._leave)
+        self._forget = lifetime.at_end(Stage.RUN, lambda _: self._leave())
         self._thread.start()
 
     def wait(self) -> Exception | None:
