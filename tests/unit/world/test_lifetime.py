@@ -6,7 +6,6 @@ import pytest
 import torch.distributed as dist
 
 from paceline.world import lifetime
-from paceline.world.lifetime import Stage
 
 
 class Thread:
@@ -21,9 +20,9 @@ class Thread:
 def test_the_run_ends_before_what_watches_its_group() -> None:
     ended: list[str] = []
     lifetime.keep(Thread("links", ended))
-    lifetime.at_end(Stage.GROUP, lambda why: ended.append(f"store: {why}"))
-    lifetime.at_end(Stage.RUN, lambda why: ended.append(f"save: {why}"))
-    forget = lifetime.at_end(Stage.RUN, lambda _: ended.append("forgotten"))
+    lifetime.at_end_of_group(lambda why: ended.append(f"store: {why}"))
+    lifetime.at_end_of_run(lambda why: ended.append(f"save: {why}"))
+    forget = lifetime.at_end_of_run(lambda _: ended.append("forgotten"))
     forget()
     forget()  # twice is as good as once
     kept = lifetime.kept(Thread)
@@ -36,7 +35,7 @@ def test_the_run_ends_before_what_watches_its_group() -> None:
 
 def test_what_is_registered_at_the_end_ends_too() -> None:
     ended: list[str] = []
-    lifetime.at_end(Stage.RUN, lambda _: lifetime.at_end(Stage.RUN, ended.append))
+    lifetime.at_end_of_run(lambda _: lifetime.at_end_of_run(ended.append))
     lifetime.end("late")
     assert ended == ["late"]
 
@@ -47,8 +46,8 @@ def test_a_store_that_has_ended_stops_nothing() -> None:
     def write(_: str) -> None:
         raise dist.DistNetworkError("closed")
 
-    lifetime.at_end(Stage.GROUP, write)
-    lifetime.at_end(Stage.GROUP, ended.append)
+    lifetime.at_end_of_group(write)
+    lifetime.at_end_of_group(ended.append)
     lifetime.end("over")
     assert ended == ["over"]
 

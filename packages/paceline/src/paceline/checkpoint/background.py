@@ -21,7 +21,6 @@ import weakref
 from collections.abc import Callable
 
 from paceline.world import lifetime
-from paceline.world.lifetime import Stage
 
 _log = logging.getLogger("paceline.checkpoint")
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
@@ -53,7 +52,7 @@ class Background:
         _watch_for_end_of_python()
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(work,), name="paceline-save")
-        self._forget = lifetime.at_end(Stage.RUN, lambda _: self._leave())
+        self._forget = lifetime.at_end_of_run(lambda _: self._leave())
         self._thread.start()
 
     def wait(self) -> Exception | None:

@@ -24,7 +24,6 @@ from paceline.base.log import logger
 from paceline.torch_internals.groups import collectives_so_far
 from paceline.world import lifetime, rendezvous
 from paceline.world.events import Events
-from paceline.world.lifetime import Stage
 from paceline.world.places import user_frame
 from paceline.world.world import World
 
@@ -74,7 +73,7 @@ class UnreducedMetrics:
                 events.trains.subscribe(self._decide),
             ]
             itself = weakref.ref(self)
-            lifetime.at_end(Stage.RUN, lambda _: _at_the_end(itself()))
+            lifetime.at_end_of_run(lambda _: _at_the_end(itself()))
 
     def stop(self) -> None:
         """Looks no longer."""

@@ -1,10 +1,10 @@
 """What ends as this process leaves its group, in one order.
 
-    RUN       saves in the background, locks, an evaluation that nobody gathered: they may still talk to the other ranks
-    GROUP     threads that watch the group, connections between its ranks, words for the other ranks in the store
+    run       saves in the background, locks, an evaluation that nobody gathered: they may still talk to the other ranks
+    group     threads that watch the group, connections between its ranks, words for the other ranks in the store
     then      `rendezvous.leave` ends the group itself
 
-Each is told once. What a stage has got first ends first. All of it belongs to the process that registered it: a forked child
+Each is told once, and what was registered first ends first. All of it belongs to the process that registered it: a forked child
 inherits this table, but not the threads and connections that would be ended.
 """
 
@@ -13,17 +13,9 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from enum import Enum
 from typing import Protocol, TypeVar, cast
 
 import torch.distributed as dist
-
-
-class Stage(Enum):
-    """When something ends; see the module."""
-
-    RUN = "run"
-    GROUP = "group"
 
 
 class Companion(Protocol):
@@ -35,6 +27,7 @@ class Companion(Protocol):
 
 
 C = TypeVar("C", bound=Companion)
+_Ends = dict[object, Callable[[str], object]]
 
 
 class _Table:
@@ -42,7 +35,8 @@ class _Table:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.ends: dict[Stage, dict[object, Callable[[str], object]]] = {stage: {} for stage in Stage}
+        self.run_ends: _Ends = {}
+        self.group_ends: _Ends = {}
         self.companions: dict[type[Companion], Companion] = {}
 
 
@@ -57,13 +51,25 @@ def _own() -> _Table:
     return _table
 
 
-def at_end(stage: Stage, call: Callable[[str], object]) -> Callable[[], None]:
-    """Has `call` called with the reason for which this process leaves its group; also if there is no group.
+def at_end_of_run(call: Callable[[str], object]) -> Callable[[], None]:
+    """Has `call` called with the reason for which this process leaves, while its group is there; also if there is none.
 
     Returns:
         A function that takes this back.
     """
-    ends = _own().ends[stage]
+    return _add(_own().run_ends, call)
+
+
+def at_end_of_group(call: Callable[[str], object]) -> Callable[[], None]:
+    """Has `call` called with the reason for which this process leaves, after the run has ended.
+
+    Returns:
+        A function that takes this back.
+    """
+    return _add(_own().group_ends, call)
+
+
+def _add(ends: _Ends, call: Callable[[str], object]) -> Callable[[], None]:
     key = object()
     ends[key] = call
 
@@ -76,7 +82,7 @@ def at_end(stage: Stage, call: Callable[[str], object]) -> Callable[[], None]:
 def keep(companion: Companion) -> None:
     """Keeps an object until this process leaves its group, and closes it then. It replaces an earlier one of its class."""
     _own().companions[type(companion)] = companion
-    at_end(Stage.GROUP, companion.close)
+    at_end_of_group(companion.close)
 
 
 def kept(kind: type[C]) -> C | None:
@@ -87,12 +93,11 @@ def kept(kind: type[C]) -> C | None:
 def end(why: str) -> None:
     """Ends all of it. What is registered meanwhile ends too."""
     table = _own()
-    runs, groups = table.ends[Stage.RUN], table.ends[Stage.GROUP]
-    while runs:
-        runs.pop(next(iter(runs)))(why)
+    while table.run_ends:
+        table.run_ends.pop(next(iter(table.run_ends)))(why)
     # Companions may keep groups, whose connections would stay open. So no reference to one stays here.
     table.companions.clear()
-    while groups:
+    while table.group_ends:
         # It may write into the store. If rank 0 is gone, so is the store, and nobody is left to read the reason.
         with contextlib.suppress(dist.DistNetworkError):
-            groups.pop(next(iter(groups)))(why)
+            table.group_ends.pop(next(iter(table.group_ends)))(why)
