@@ -11,6 +11,7 @@ ACCELERATE = Semantics(
     unknown_objects="returned",
     unprepared_optimizers="allowed",
     ungathered_metrics="allowed",  # such scripts gather with functions of the library, or of their own
+    diverging_ranks="warned",
     checkpoint="library",
     fp16_on_cpu="ignored",
 )

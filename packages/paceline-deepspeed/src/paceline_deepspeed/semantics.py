@@ -9,5 +9,6 @@ DEEPSPEED = Semantics(
     order="library",
     unprepared_loaders="allowed",  # such scripts divide samples themselves
     ungathered_metrics="allowed",
+    diverging_ranks="warned",
     checkpoint="library",
 )

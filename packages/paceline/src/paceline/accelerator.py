@@ -551,7 +551,9 @@ class Accelerator(Participant):
         Raises:
             CheckpointError: earlier checkpoints are untouched. The error of a save in the background is raised by the next
                 call that saves, loads, waits for a save or ends the run.
+            TrainError: `replicas-differ`, where ranks that should train the same model have come apart.
         """
+        self.steps.compare_ranks()
         folder = None if output_dir is None else str(output_dir)
         return self.states.save(folder, background=background, busy=busy, metrics=metrics)
 

@@ -35,6 +35,7 @@ class Semantics:
             a model that torch wraps already may be prepared, under a plan that leaves gradients whole.
         unprepared_loaders: whether a loop over a loader that was not prepared is warned of.
         ungathered_metrics: whether an evaluation whose ranks never gather anything is warned of.
+        diverging_ranks: what happens where ranks that should train the same model have come apart.
         checkpoint: the layout of the folders that the script's way of saving writes: Paceline's own, or the library's.
         fp16_on_cpu: whether fp16 is computed on a CPU, or is ignored there.
     """
@@ -49,6 +50,7 @@ class Semantics:
     unprepared_optimizers: Literal["refused", "allowed"] = "refused"
     unprepared_loaders: Literal["warned", "allowed"] = "warned"
     ungathered_metrics: Literal["warned", "allowed"] = "warned"
+    diverging_ranks: Literal["refused", "warned"] = "refused"
     checkpoint: Literal["native", "library"] = "native"
     fp16_on_cpu: Literal["computed", "ignored"] = "computed"
 
@@ -82,6 +84,8 @@ class Semantics:
         if allowed:
             *others, last = allowed
             yield f"{', '.join(others)} and {last} are accepted" if others else f"{last} are accepted"
+        if self.diverging_ranks == "warned":
+            yield "ranks whose models have come apart are warned of"
         if self.checkpoint != NATIVE.checkpoint:
             yield f"what the script saves has the files of {self.library}"
         if self.fp16_on_cpu == "ignored":

@@ -20,6 +20,7 @@ from paceline.run.run import Run
 
 if TYPE_CHECKING:
     from paceline.data.unprepared import UnpreparedLoaders
+    from paceline.run.replicas import Replicas
 
 
 class Steps:
@@ -45,6 +46,11 @@ class Steps:
             from paceline.data.unreduced import UnreducedMetrics
 
             self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
+        self._replicas: Replicas | None = None
+        if run.world.size > 1 and run.runtime.others_answer:
+            from paceline.run.replicas import Replicas
+
+            self._replicas = Replicas(run)
         self._norm = torch.zeros((), device=run.device)
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **keywords: object) -> None:
@@ -255,7 +261,18 @@ class Steps:
                 stack.enter_context(entry.chain.uneven_steps())
             if wrapped and self._run.world.size > 1:
                 stack.enter_context(Join(wrapped))
+            if self._replicas is not None:
+                stack.enter_context(self._replicas.uneven())
             yield
+
+    def compare_ranks(self) -> None:
+        """Raises an error if ranks that should train the same model have come apart. Ranks: all.
+
+        Raises:
+            TrainError: `replicas-differ`, on every rank.
+        """
+        if self._replicas is not None:
+            self._replicas.compare()
 
     def finish_reduction(self) -> None:
         """Ends a backward pass, and finishes the reduction of gradients if it was the last of its window. Ranks: all."""
@@ -263,3 +280,5 @@ class Steps:
         if self._gradients.sync:
             with self._run.explaining_memory("backward"), self._run.events.phase("reduce"):
                 self._prepared.finish_reduction()
+            if self._replicas is not None:
+                self._replicas.passed()

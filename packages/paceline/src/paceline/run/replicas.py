@@ -1,0 +1,223 @@
+"""`Replicas`: finds out that ranks which should train the same model have come apart, and says in what.
+
+Nothing in a loop keeps a rank from deciding by its own numbers: a learning rate that follows its own loss, a batch that it
+leaves out, noise that only it draws. The gradients are averaged all the same, and the runs of all ranks look healthy.
+
+    when                 after the 2nd, 4th, 8th, ... 64th and then each 64th backward pass whose gradients were averaged, and
+                         before the script saves
+    each rank tells      where it is in its loader, the steps and settings of its optimizers, and norms of its parameters
+    must be equal        places, steps and settings on all ranks; norms, up to rounding, on those that hold the same parts
+
+The ranks count passes, because all of them take part in each: ranks that have left out different batches are still in the same
+pass, and would wait for each other anywhere else.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.base.errors import TrainError
+from paceline.base.log import warn_once
+from paceline.plan.plan import Plan
+from paceline.world.layout import AXES
+from paceline.world.sharded import local
+
+if TYPE_CHECKING:
+    from paceline.optim.optimizer import PreparedOptimizer
+    from paceline.run.run import Run
+
+_EVERY = 64  # passes between two checks, after the first ones
+# The norms of equal parameters may differ where hosts add in another order.
+_ROUNDING = 1e-5
+
+Settings = tuple[tuple[str, float], ...]  # of one group of parameters
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What one rank tells the others.
+
+    Attributes:
+        part: where the rank stands on the axes along which ranks hold different parts of the model.
+        position: epoch and samples of the loader whose loop runs; () outside of all loops.
+        steps: of each optimizer, and a number that says after which backward passes they were taken.
+        settings: numbers in each group of each optimizer.
+        norms: of the parameters of each model that trains, each parameter with another weight.
+    """
+
+    part: tuple[int, ...]
+    position: tuple[int, ...]
+    steps: tuple[tuple[int, int], ...]
+    settings: tuple[tuple[Settings, ...], ...]
+    norms: tuple[float, ...]
+
+
+class Replicas:
+    """Compares the ranks of one run, at a few of its backward passes.
+
+    Args:
+        run: the run, on several processes.
+    """
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._passes = 0
+        self._equal_after = 0  # the last pass after which all were equal
+        self._is_uneven = False
+        self._histories: weakref.WeakKeyDictionary[PreparedOptimizer, int] = weakref.WeakKeyDictionary()
+
+    @contextmanager
+    def uneven(self) -> Iterator[None]:
+        """While it is open, ranks may take different numbers of steps."""
+        before, self._is_uneven = self._is_uneven, True
+        try:
+            yield
+        finally:
+            self._is_uneven = before
+
+    def passed(self) -> None:
+        """Called after each backward pass whose gradients were averaged. Ranks: all.
+
+        Raises:
+            TrainError: `replicas-differ`, on every rank.
+        """
+        self._passes += 1
+        for optimizer in self._run.prepared.optimizers:
+            # A rank that leaves out one step now and another rank one later have taken as many.
+            history = self._histories.get(optimizer, 0)
+            self._histories[optimizer] = (31 * history + optimizer.steps) % (1 << 61)
+        if self._passes % _EVERY == 0 or (1 < self._passes < _EVERY and self._passes.bit_count() == 1):
+            self.compare()
+
+    def compare(self) -> None:
+        """Compares the ranks now. Ranks: all.
+
+        Raises:
+            TrainError: `replicas-differ`, on every rank.
+        """
+        if self._is_uneven or not self._run.gradients.replicas_equal:
+            return
+        states: list[Standing] = self._run.collectives.gather_object(self._state())
+        why = difference(states)
+        if not why:
+            self._equal_after = self._passes
+            return
+        what = "ranks that should train the same model have come apart."
+        why.append(f"seen after backward pass {self._passes}; the last comparison without a difference: {self._last()}")
+        fix = (
+            'decide by a value that is the same on all ranks, such as `accelerator.reduce(loss.detach(), "mean")`, and draw '
+            "what changes weights by the same seed on each rank"
+        )
+        if self._run.plan.semantics.diverging_ranks == "warned":
+            warn_once("train", f"{what} {'; '.join(why)}. To mend it, {fix}.")
+            return
+        raise TrainError("replicas-differ", what, why=why, fix=fix)
+
+    def _last(self) -> str:
+        return f"after pass {self._equal_after}" if self._equal_after else "none"
+
+    def _state(self) -> Standing:
+        run = self._run
+        loader = run.active_loaders.top
+        position = () if loader is None else (loader.position.epoch, loader.position.samples)
+        optimizers = run.prepared.optimizers
+        return Standing(
+            _part(run.plan, run.world.rank),
+            position,
+            tuple((optimizer.steps, self._histories.get(optimizer, 0)) for optimizer in optimizers),
+            tuple(tuple(map(_numbers, optimizer.param_groups)) for optimizer in optimizers),
+            tuple(_norm(model.module) for model in run.prepared.models),
+        )
+
+
+def _part(plan: Plan, rank: int) -> tuple[int, ...]:
+    """Returns the coordinates of a rank that decide which parts of the model it holds."""
+    coordinate = plan.layout.coordinate(rank)
+    divided = [
+        name for name, axis in AXES.items() if axis.divides_parameters or (name == "shard" and plan.fully_sharded)
+    ]
+    return tuple(coordinate[name] for name in divided)
+
+
+def _numbers(group: Mapping[str, Any]) -> Settings:
+    """Returns the numbers in a group of parameters, such as its learning rate."""
+    numbers = []
+    for name, value in group.items():
+        values = value if isinstance(value, (tuple, list)) and name != "params" else [value]
+        for one in values:
+            if isinstance(one, (int, float)) or (
+                isinstance(one, torch.Tensor) and one.numel() == 1 and name != "params"
+            ):
+                numbers.append((name, float(one)))
+    return tuple(numbers)
+
+
+@torch.no_grad()
+def _norm(model: torch.nn.Module) -> float:
+    """Returns a weighted sum of the norms of this rank's parts of the parameters that are trained."""
+    parts = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
+    parts = [
+        part for part in parts if part.numel() and not part.is_meta and (part.is_floating_point() or part.is_complex())
+    ]
+    if not parts:
+        return 0.0
+    norms = [torch.linalg.vector_norm(part.detach()).double() for part in parts]
+    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    # Ranks whose parameters have changed places, or of which one is larger and another smaller, have another sum.
+    weights = torch.linspace(1, 2, len(norms), dtype=torch.float64, device=stacked.device)
+    return float(stacked @ weights)
+
+
+def difference(states: Sequence[Standing]) -> list[str]:
+    """Returns what two ranks have that should be equal, in words; [] if nothing differs."""
+    first = states[0]
+    seen: dict[tuple[int, ...], int] = {}  # part of the model -> the first rank that holds it
+    for rank, state in enumerate(states):
+        if state.position != first.position:
+            return [f"rank 0 is at {_place(first)}, and rank {rank} at {_place(state)}: one has left out a batch"]
+        if state.steps != first.steps:
+            words = f"rank 0 has taken {_steps(first)}, and rank {rank} {_steps(state)}"
+            return [f"{words}, not after the same backward passes"]
+        other = seen.setdefault(state.part, rank)
+        words = _of_settings(first, rank, state) or _of_norms(other, states[other], rank, state)
+        if words:
+            return [words]
+    return []
+
+
+def _of_settings(first: Standing, rank: int, state: Standing) -> str:
+    for number, (groups, others) in enumerate(zip(first.settings, state.settings, strict=True)):
+        for place, (group, theirs) in enumerate(zip(groups, others, strict=False)):
+            for (name, value), (_, other) in zip(group, theirs, strict=False):
+                if value != other:
+                    where = f"group {place} of optimizer {number}"
+                    return f"`{name}` in {where} is {value:g} on rank 0, and {other:g} on rank {rank}"
+    return ""
+
+
+def _of_norms(other: int, same_part: Standing, rank: int, state: Standing) -> str:
+    for number, (norm, theirs) in enumerate(zip(same_part.norms, state.norms, strict=True)):
+        # Equal where both are NaN: that is another fault.
+        if math.isclose(norm, theirs, rel_tol=_ROUNDING) or (math.isnan(norm) and math.isnan(theirs)):
+            continue
+        norms = f"norms of {norm:.8g} on rank {other}, and {theirs:.8g} on rank {rank}"
+        return f"the parameters of model {number} have {norms}"
+    return ""
+
+
+def _place(state: Standing) -> str:
+    if not state.position:
+        return "no batch of a prepared loader"
+    epoch, samples = state.position
+    return f"sample {samples} of epoch {epoch}"
+
+
+def _steps(state: Standing) -> str:
+    return ", ".join(f"{steps} steps of optimizer {number}" for number, (steps, _) in enumerate(state.steps))

@@ -1,0 +1,108 @@
+"""Ranks that should train the same model, and come apart: a rank decides by numbers that only it has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Accelerator, PacelineError, set_seed
+from paceline.base.errors import TrainError
+from paceline.testing import run_ranks
+
+HARMLESS = ("nothing", "reduced rate", "shared noise", "all skip")
+HARMFUL = (
+    "own rate",
+    "own plateau",
+    "own skip of a batch",
+    "own skip of a step",
+    "own noise",
+    "own weights before a save",
+)
+
+
+def train(accelerator: Accelerator, how: str, folder: str) -> None:
+    set_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(64, 4, generator=generator), torch.arange(64) % 3)
+    model, optimizer, loader, plateau = accelerator.prepare(model, optimizer, DataLoader(data, 4), plateau)
+    rank = accelerator.process_index
+    set_seed(rank if how == "own noise" else 0)
+    for number, (x, y) in enumerate(loader):
+        if how == "own skip of a batch" and number == 3 + rank:
+            continue
+        if how == "all skip" and number == 3:
+            continue
+        loss = F.cross_entropy(model(x), y)
+        accelerator.backward(loss)
+        value = loss.detach()
+        if how == "reduced rate":
+            value = accelerator.reduce(value, "mean")
+        if how in ("own rate", "reduced rate"):
+            optimizer.param_groups[0]["lr"] = 0.1 * float(value)
+        if how == "own plateau":
+            plateau.step(1.0 - number * rank)
+        if how != "own skip of a step" or number != 1 + rank:
+            optimizer.step()
+        optimizer.zero_grad()
+        if how in ("own noise", "shared noise"):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 0.1 * torch.randn(parameter.shape)
+    if how == "own weights before a save" and rank == 1:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter *= 2
+    if number == 7:  # after pass 8, at which ranks are compared
+        accelerator.save_state(folder)
+
+
+def outcomes(plan: dict[str, int], hows: tuple[str, ...], folder: str) -> dict[str, str]:
+    seen = {}
+    for number, how in enumerate(hows):
+        accelerator = Accelerator(cpu=True, plan=plan)
+        try:
+            train(accelerator, how, f"{folder}/{number}")
+            seen[how] = "trained"
+        except PacelineError as error:
+            seen[how] = error.code
+        accelerator.free_memory()
+    return seen
+
+
+PLANS = [{}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 2}, {"shard": 2}]
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_ranks_that_come_apart_are_refused(plan: dict[str, int], tmp_path) -> None:
+    leave_out = {
+        "{}": (),
+        # The step itself is one that all ranks take together: a hang report says who waits for whom.
+        "{'shard': 2, 'zero': 1}": ("own skip of a step",),
+        "{'shard': 2, 'zero': 2}": ("own skip of a step",),
+        # No other rank has what a rank changes, and a whole tensor does not meet a shard.
+        "{'shard': 2}": ("own noise", "shared noise", "own weights before a save"),
+    }[str(plan)]
+    harmful = [how for how in HARMFUL if how not in leave_out]
+    harmless = [how for how in HARMLESS if how not in leave_out]
+    expected = dict.fromkeys(harmless, "trained") | dict.fromkeys(harmful, "replicas-differ")
+    assert run_ranks(outcomes, 2, args=(plan, tuple(expected), str(tmp_path))) == [expected] * 2
+
+
+def words_of_the_error() -> list[str]:
+    accelerator = Accelerator(cpu=True)
+    with pytest.raises(TrainError) as caught:
+        train(accelerator, "own rate", "")
+    why = caught.value.problems[0].why
+    return [why] if isinstance(why, str) else list(why)
+
+
+def test_the_error_says_what_differs_and_since_when() -> None:
+    differs, since = run_ranks(words_of_the_error, 2)[0]
+    assert "`lr` in group 0 of optimizer 0 is" in differs
+    assert "pass 2" in since
