@@ -41,7 +41,7 @@ Settings = tuple[tuple[str, float], ...]  # of one group of parameters
 
 
 @dataclass(frozen=True)
-class Standing:
+class Whereabouts:
     """What one rank tells the others.
 
     Attributes:
@@ -104,7 +104,7 @@ class Replicas:
         """
         if self._is_uneven or not self._run.gradients.replicas_equal:
             return
-        states: list[Standing] = self._run.collectives.gather_object(self._state())
+        states: list[Whereabouts] = self._run.collectives.gather_object(self._state())
         why = difference(states)
         if not why:
             self._equal_after = self._passes
@@ -123,12 +123,12 @@ class Replicas:
     def _last(self) -> str:
         return f"after pass {self._equal_after}" if self._equal_after else "none"
 
-    def _state(self) -> Standing:
+    def _state(self) -> Whereabouts:
         run = self._run
         loader = run.active_loaders.top
         position = () if loader is None else (loader.position.epoch, loader.position.samples)
         optimizers = run.prepared.optimizers
-        return Standing(
+        return Whereabouts(
             _part(run.plan, run.world.rank),
             position,
             tuple((optimizer.steps, self._histories.get(optimizer, 0)) for optimizer in optimizers),
@@ -175,7 +175,7 @@ def _norm(model: torch.nn.Module) -> float:
     return float(stacked @ weights)
 
 
-def difference(states: Sequence[Standing]) -> list[str]:
+def difference(states: Sequence[Whereabouts]) -> list[str]:
     """Returns what two ranks have that should be equal, in words; [] if nothing differs."""
     first = states[0]
     seen: dict[tuple[int, ...], int] = {}  # part of the model -> the first rank that holds it
@@ -192,7 +192,7 @@ def difference(states: Sequence[Standing]) -> list[str]:
     return []
 
 
-def _of_settings(first: Standing, rank: int, state: Standing) -> str:
+def _of_settings(first: Whereabouts, rank: int, state: Whereabouts) -> str:
     for number, (groups, others) in enumerate(zip(first.settings, state.settings, strict=True)):
         for place, (group, theirs) in enumerate(zip(groups, others, strict=False)):
             for (name, value), (_, other) in zip(group, theirs, strict=False):
@@ -202,7 +202,7 @@ def _of_settings(first: Standing, rank: int, state: Standing) -> str:
     return ""
 
 
-def _of_norms(other: int, same_part: Standing, rank: int, state: Standing) -> str:
+def _of_norms(other: int, same_part: Whereabouts, rank: int, state: Whereabouts) -> str:
     for number, (norm, theirs) in enumerate(zip(same_part.norms, state.norms, strict=True)):
         # Equal where both are NaN: that is another fault.
         if math.isclose(norm, theirs, rel_tol=_ROUNDING) or (math.isnan(norm) and math.isnan(theirs)):
@@ -212,12 +212,12 @@ def _of_norms(other: int, same_part: Standing, rank: int, state: Standing) -> st
     return ""
 
 
-def _place(state: Standing) -> str:
+def _place(state: Whereabouts) -> str:
     if not state.position:
         return "no batch of a prepared loader"
     epoch, samples = state.position
     return f"sample {samples} of epoch {epoch}"
 
 
-def _steps(state: Standing) -> str:
+def _steps(state: Whereabouts) -> str:
     return ", ".join(f"{steps} steps of optimizer {number}" for number, (steps, _) in enumerate(state.steps))
