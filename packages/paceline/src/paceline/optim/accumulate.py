@@ -37,6 +37,7 @@ from torch import Tensor
 
 from paceline.base.errors import PlanError, TrainError
 from paceline.base.log import warn_once
+from paceline.optim import uncounted
 from paceline.optim.changes import Gradients
 from paceline.optim.mean import ITEMS, MICRO_BATCHES, SAMPLES, Mean, checked_count, mixed, power_of_two
 from paceline.optim.window import Window, Windows
@@ -341,6 +342,8 @@ class Accumulation:
         if num_items is not None:
             mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
         elif loader is not None and batch is not None:
+            if self.width > 1 or self.steps > 1:
+                uncounted.look(loss, self.passes)
             mean, part = self._samples(window, loader, batch)
         else:
             mean, part = self._micro_batches(window)

@@ -1,0 +1,36 @@
+"""Losses that are means over something else than the samples of their micro-batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from paceline.optim import uncounted
+
+logits = torch.randn(4, 3, requires_grad=True)
+whole, some = torch.tensor([0, 1, 2, 2]), torch.tensor([0, -100, 2, 2])
+weight = torch.tensor([1.0, 2.0, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("loss", "is_told"),
+    [
+        (F.cross_entropy(logits, whole), False),
+        (F.cross_entropy(logits, some), True),
+        (F.cross_entropy(logits, whole, weight=weight), True),
+        (F.cross_entropy(logits, some, reduction="sum"), False),
+        (F.cross_entropy(logits, some, label_smoothing=0.1), True),
+        (2 * F.cross_entropy(logits, some) / 3 + logits.square().mean(), True),
+        (F.cross_entropy(logits[None].transpose(1, 2), some[None]), True),
+        (F.cross_entropy(logits, some, reduction="none").mean(), False),
+        (logits.square().mean(), False),
+    ],
+)
+def test_a_mean_over_some_targets_is_told(loss, is_told, monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr(uncounted, "warn_once", lambda *words: told.append(words))
+    uncounted.look(loss, 1)
+    assert bool(told) is is_told
+    uncounted.look(loss, 100)
+    assert len(told) <= 1
