@@ -134,10 +134,22 @@ class Reducer:
         """Plans the buckets anew if parameters were added, replaced, frozen or unfrozen. Ranks: all, if any were."""
         for table, entries in self._tables:
             if len(table) != len(entries) or tuple(map(id, table.values())) != entries:
-                self._search(broadcasts=True)
-                return
+                if not self._is_called_with_others():
+                    self._search(broadcasts=True)
+                    return
         if [slot.parameter.requires_grad for slot in self._slots.values()] != self._trained:
             self.plan_anew()
+
+    def _is_called_with_others(self) -> bool:
+        """Whether `torch.func.functional_call` has put tensors that are no parameters into the model, for one call.
+
+        Gradients go through them to the parameters of which they were computed, and these are still the model's own.
+        """
+        return any(
+            tensor is not None and not isinstance(tensor, nn.Parameter)
+            for module in self._modules
+            for tensor in module._parameters.values()
+        )
 
     def _search(self, broadcasts: bool) -> None:
         """Finds the parameters of the model. New ones get rank 0's values, if `broadcasts`."""
