@@ -23,15 +23,12 @@ class Script:
         only_main: whether rank 0 alone evaluates.
         backward: whether a backward pass follows in the loop.
         mode: whether the model is in evaluation mode.
-        again: whether the evaluation reads the training data.
         epochs: how many; the run ends after one epoch, and goes on after several.
     """
 
-    def __init__(
-        self, body=None, after=None, early=False, only_main=False, backward=False, mode=True, epochs=2, again=False
-    ):
+    def __init__(self, body=None, after=None, early=False, only_main=False, backward=False, mode=True, epochs=2):
         self.body, self.after, self.early, self.only_main = body, after, early, only_main
-        self.backward, self.mode, self.epochs, self.again = backward, mode, epochs, again
+        self.backward, self.mode, self.epochs = backward, mode, epochs
 
     def run(self):
         accelerator = Accelerator(cpu=True)
@@ -39,7 +36,6 @@ class Script:
         train, held_out = DataLoader(DATA, 2, shuffle=True), DataLoader(DATA, 2)
         optimizer = torch.optim.SGD(net.parameters(), lr=1e-4)
         net, optimizer, train, held_out = accelerator.prepare(net, optimizer, train, held_out)
-        evaluated = train if self.again else held_out
         for _ in range(self.epochs):
             net.train()
             for (x,) in train:
@@ -49,7 +45,7 @@ class Script:
             net.train(not self.mode)
             total = torch.zeros(1)
             if not self.only_main or accelerator.is_main_process:
-                for (x,) in evaluated:
+                for (x,) in held_out:
                     with torch.set_grad_enabled(self.backward):
                         out = (accelerator.unwrap_model(net) if self.only_main else net)(x)
                     if self.backward:
@@ -65,11 +61,7 @@ class Script:
             accelerator.end_training()
 
 
-WRONG = {
-    "training goes on": Script(),
-    "the run ends": Script(epochs=1),
-    "training data": Script(mode=False, again=True),
-}
+WRONG = {"training goes on": Script(), "the run ends": Script(epochs=1)}
 RIGHT = {
     "gather_for_metrics": Script(lambda accelerator, out: accelerator.gather_for_metrics(out)),
     "gathered objects": Script(lambda accelerator, out: accelerator.gather_for_metrics([1] * len(out), True)),
@@ -105,7 +97,7 @@ def of_all(names, world):
 
 def test_a_metric_of_one_part_is_told_once_with_the_line_of_its_loop() -> None:
     lines = Path(__file__).read_text().splitlines()
-    loop = next(number for number, line in enumerate(lines, 1) if line.strip() == "for (x,) in evaluated:")
+    loop = next(number for number, line in enumerate(lines, 1) if line.strip() == "for (x,) in held_out:")
     for name, messages in of_all(WRONG, 2).items():
         (message,) = messages
         assert f"{Path(__file__).name}:{loop} " in message, name

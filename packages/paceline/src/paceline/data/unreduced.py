@@ -41,13 +41,11 @@ class _Loop:
         loader: what it iterates; weakly, so that a loader which the script drops ends its workers at once.
         place: file and line of the script.
         gathered: how often anything had been gathered when the loop began.
-        passes: how many backward passes had begun then.
     """
 
     loader: weakref.ref[PreparedLoader]
     place: str
     gathered: tuple[int, int]
-    passes: int
 
 
 class UnreducedMetrics:
@@ -64,7 +62,6 @@ class UnreducedMetrics:
         self._evaluates = evaluates
         self._number = next(_NUMBERS)
         self._calls = 0  # of the accelerator's `gather`, `reduce` and the like
-        self._passes = 0
         self._running: list[_Loop] = []
         self._ended: _Loop | None = None  # an evaluation after which nothing was gathered yet
         self._subscriptions: list[Callable[[], None]] = []
@@ -73,7 +70,7 @@ class UnreducedMetrics:
                 events.loop_began.subscribe(self._begin),
                 events.loop_over.subscribe(self._end),
                 events.gathered.subscribe(self._count),
-                events.trains.subscribe(self._train),
+                events.trains.subscribe(self._decide),
             ]
             itself = weakref.ref(self)
             lifetime.at_end_of_run(lambda _: _at_the_end(itself()))
@@ -83,10 +80,6 @@ class UnreducedMetrics:
         for unsubscribe in self._subscriptions:
             unsubscribe()
         self._ended = None
-
-    def _train(self) -> None:
-        self._passes += 1
-        self._decide()
 
     def _count(self) -> None:
         self._calls += 1
@@ -99,7 +92,7 @@ class UnreducedMetrics:
         if self._ended is not None and self._ended.loader() is loader:
             self._decide()
         if loader.plan.width > 1:
-            self._running.append(_Loop(weakref.ref(loader), _place(), self._gathered(), self._passes))
+            self._running.append(_Loop(weakref.ref(loader), _place(), self._gathered()))
 
     def _end(self, loader: PreparedLoader, finished: bool) -> None:
         for loop in reversed(self._running):
@@ -108,9 +101,7 @@ class UnreducedMetrics:
                 break
         else:
             return
-        # The training data may be read without training, too, as `update_bn` does for an average of weights.
-        trained = loop.passes != self._passes
-        if not finished or trained or (torch.is_grad_enabled() and not self._evaluates()):
+        if not finished or loader.trains or (torch.is_grad_enabled() and not self._evaluates()):
             return
         if self._ended is not None and self._ended.gathered != self._gathered():
             self._ended = None
