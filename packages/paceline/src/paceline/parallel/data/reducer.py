@@ -132,11 +132,12 @@ class Reducer:
 
     def _follow(self) -> None:
         """Plans the buckets anew if parameters were added, replaced, frozen or unfrozen. Ranks: all, if any were."""
-        for table, entries in self._tables:
-            if len(table) != len(entries) or tuple(map(id, table.values())) != entries:
-                if not self._is_called_with_others():
-                    self._search(broadcasts=True)
-                    return
+        is_changed = any(
+            len(table) != len(entries) or tuple(map(id, table.values())) != entries for table, entries in self._tables
+        )
+        if is_changed and not self._is_called_with_others():
+            self._search(broadcasts=True)
+            return
         if [slot.parameter.requires_grad for slot in self._slots.values()] != self._trained:
             self.plan_anew()
 
