@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint.files import is_safetensors, read_tensors, reading
 from paceline.compat.absent import refuse
+from paceline.plan.fqn import nearest
 from paceline_accelerate.device_map import (
     DeviceMap,
     check_tied_parameters_on_same_device,
-    covers,
     device_of,
     incomplete,
-    nearest_device,
     without_folder,
 )
 from paceline_accelerate.errors import CheckpointOSError, CheckpointValueError, MissingFile, refused_as
@@ -79,9 +78,10 @@ def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) 
     tensors = {}
     with reading(path), safe_open(path, framework="pt", device="cpu") as weights:
         for name in weights.keys():  # noqa: SIM118 - it is no mapping
-            device = nearest_device(name, device_map)
             # Tensors for the disk are written from the CPU later, and names outside of the map are reported by the caller.
-            if device in (None, "disk"):
+            key = nearest(name, device_map)
+            device = "cpu" if key is None else device_map[key]
+            if device == "disk":
                 device = "cpu"
             tensors[name] = weights.get_tensor(name).to(device)
     return tensors
@@ -240,7 +240,7 @@ class _TensorPlacement:
         """Raises an error if the map gives some tensors of a file no device, before any of them is placed."""
         missing: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
-            if name in self._names and not covers(self._device_map, name):
+            if name in self._names and nearest(name, self._device_map) is None:
                 missing[name] = tensor
         if missing:
             raise incomplete(missing, self._device_map)

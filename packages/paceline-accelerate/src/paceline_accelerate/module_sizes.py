@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import ConfigError
+from paceline.plan.fqn import parent, within
 from paceline_accelerate.kinds import text_of
 from paceline_accelerate.module_tensors import dtype_of, is_fractional, named_module_tensors
 
@@ -133,7 +134,7 @@ def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
     containers: set[str] = set()
     for name in module_sizes:
         while name:
-            name = name.rpartition(".")[0]
+            name = parent(name)
             containers.add(name)
     return [name for name in module_sizes if name and name not in containers]
 
@@ -199,7 +200,7 @@ def get_module_size_with_ties(
     total = module_size
     for parameter in tied_params:
         for name, module in modules_to_treat:
-            if f"{parameter}.".startswith(f"{name}."):
+            if within(parameter, name):
                 if name not in names:
                     names.append(name)
                     modules.append(module)

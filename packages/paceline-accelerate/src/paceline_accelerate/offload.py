@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from paceline.base.errors import CheckpointError, PacelineError, Problem
 from paceline.checkpoint.agree import os_problem
 from paceline.checkpoint.files import reading, writing
+from paceline.plan.fqn import within
 from paceline.torch_internals.tensors import times_written
 from paceline_accelerate.errors import MissingFile
 from paceline_accelerate.module_tensors import Device, dtype_of, set_module_tensor_to_device
@@ -301,7 +302,7 @@ def extract_submodules_state_dict(
     part: dict[str, Tensor] = {}
     for module_name in submodule_names:
         for name, tensor in state_dict.items():
-            if module_name == "" or name == module_name or name.startswith(f"{module_name}."):
+            if within(name, module_name):
                 part[name] = tensor
     return part
 

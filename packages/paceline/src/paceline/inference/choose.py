@@ -20,7 +20,7 @@ from paceline.inference.placement import (
     cache_bytes_per_block,
 )
 from paceline.inference.workload import Rates, Workload, readable
-from paceline.plan.fqn import inside, parent, within
+from paceline.plan.fqn import inside, nearest, within
 
 _FIX_MEMORY = "give more in memory=, a smaller dtype or Workload, or other devices"
 
@@ -104,7 +104,7 @@ def placement_from_map(
     placed = []
     uncovered = []
     for block in facts.blocks:
-        key_of_module = {module: _key_of(module, places) for module in block.modules}
+        key_of_module = {module: nearest(module, places) for module in block.modules}
         # A block has several modules if these share a parameter. Then the map must give all of them the same place.
         keys = {key for key in key_of_module.values() if key is not None}
         homes = {places[key] for key in keys}
@@ -309,16 +309,6 @@ def _cache_of(block: Block, facts: PlacementFacts, workload: Workload) -> int:
     return cache_bytes_per_block(facts, workload) if block.repeated else 0
 
 
-def _key_of(module: str, places: Mapping[str, str]) -> str | None:
-    """Returns the longest name of the map that contains a module, or None."""
-    name = module
-    while name not in places:
-        if not name:
-            return None
-        name = parent(name)
-    return name
-
-
 def _unknown_names(facts: PlacementFacts, places: Mapping[str, str]) -> list[Problem]:
     modules: list[str] = []
     for block in facts.blocks:
@@ -362,7 +352,7 @@ def _not_covered(blocks: Sequence[Block], places: Mapping[str, str]) -> Problem:
 def _tied_apart(block: Block, places: Mapping[str, str]) -> Problem:
     given = []
     for module in block.modules:
-        key = _key_of(module, places)
+        key = nearest(module, places)
         if key is not None:
             given.append(f"{module} = {places[key]}")
     return Problem(
