@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch import nn
 
 from paceline import CheckpointError, ConfigError, PlanError
 from paceline.base import env
+from paceline.inference import memory
 from paceline_accelerate import offload
 from paceline_accelerate.accelerator import Accelerator
 from paceline_accelerate.big_modeling import (
@@ -53,6 +55,17 @@ def test_words_for_maps_devices_and_sizes() -> None:
         get_max_memory({"gpu": 1})
     with pytest.raises(ValueError, match=r"(?s)'lots' is not in a valid format.*\[size-text\].*10GB"):
         get_max_memory({"cpu": "lots"})
+
+
+def test_free_memory_of_the_host_is_that_of_the_engine_which_sees_a_containers_limit(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "_free_on_host", lambda group: 1234)
+    assert get_max_memory()["cpu"] == 1234
+
+
+def test_a_model_that_another_thread_builds_has_weights() -> None:
+    with init_empty_weights(), ThreadPoolExecutor(1) as threads:
+        other = threads.submit(network).result()
+        assert not other[0].weight.is_meta and network()[0].weight.is_meta
 
 
 def test_limits_for_generation_may_leave_accelerator_0_out() -> None:

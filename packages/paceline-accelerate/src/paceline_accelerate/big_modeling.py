@@ -6,15 +6,15 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.base.errors import PlanError
+from paceline.inference.placing import built_on
 from paceline_accelerate import device_map as device_maps
 from paceline_accelerate.device_map import (
     DeviceMap,
@@ -51,29 +51,13 @@ log = logging.getLogger("accelerate.big_modeling")
 _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-@contextmanager
-def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+def init_on_device(
+    device: torch.device | str | int, include_buffers: bool | None = None
+) -> AbstractContextManager[Any, Any]:
     """Puts parameters that modules register in the block on a device, and with `include_buffers` also their buffers."""
     device = torch.device(device)
-    if include_buffers:
-        # torch's own context makes all new tensors on the device, buffers included.
-        with device:
-            yield
-        return
-
-    def place(module: nn.Module, name: str, parameter: Any) -> Any:
-        if parameter is None or parameter.device == device:
-            return parameter
-        moved = type(parameter)(parameter.to(device), requires_grad=parameter.requires_grad)
-        # Marks that a library has set on the parameter, for example how it is divided or initialized.
-        moved.__dict__.update(parameter.__dict__)
-        return moved
-
-    hook = register_module_parameter_registration_hook(place)
-    try:
-        yield
-    finally:
-        hook.remove()
+    # A device is torch's own context, which makes all new tensors on it.
+    return device if include_buffers else built_on(device)
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> Any:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import ConfigError
+from paceline.inference.memory import free_memory
 from paceline.plan.fqn import parent, within
 from paceline_accelerate.kinds import text_of
 from paceline_accelerate.module_tensors import dtype_of, is_fractional, named_module_tensors
@@ -221,14 +222,12 @@ def get_max_memory(max_memory: Memory | None = None) -> Memory:
     Raises:
         ConfigError: `size-text`, `device-name`.
     """
+    if max_memory is None:
+        *of_accelerators, of_host = free_memory().values()
+        return {**dict(enumerate(of_accelerators)), "cpu": of_host}
     num_accelerators = 0
     if torch.accelerator.is_available():
         num_accelerators = torch.accelerator.device_count()
-    if max_memory is None:
-        free: Memory = {}
-        for index in range(num_accelerators):
-            free[index] = torch.accelerator.get_memory_info(index)[0]
-        return free | {"cpu": _free_host_memory()}
     for device, size in max_memory.items():
         if isinstance(size, str):
             max_memory[device] = convert_file_size_to_int(size)
@@ -246,13 +245,6 @@ def get_max_memory(max_memory: Memory | None = None) -> Memory:
         )
     named_devices = [device for device in _NAMED_DEVICES if device in max_memory]
     return {device: max_memory[device] for device in (*accelerators, *named_devices)}
-
-
-def _free_host_memory() -> int:
-    """Returns the bytes that new programs can take without swapping; the file says them in KiB."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        available = next(line for line in file if line.startswith("MemAvailable"))
-    return int(available.split()[1]) * 1024
 
 
 def get_balanced_memory(

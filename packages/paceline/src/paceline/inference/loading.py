@@ -8,15 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.base.errors import CheckpointError, PlanError, PrepareError, Problem, short_repr
 from paceline.base.files import expanded
@@ -31,7 +27,7 @@ from paceline.inference.choose import choose_placement, placement_from_map
 from paceline.inference.execution import PlacedModel
 from paceline.inference.memory import available_memory, parse_device, parse_memory
 from paceline.inference.placement import PlacedBlock, Placement
-from paceline.inference.placing import ParameterSlots, block_buffers, check_placement
+from paceline.inference.placing import ParameterSlots, block_buffers, check_placement, empty_weights
 from paceline.inference.workload import Rates, Workload, readable
 
 _log = logging.getLogger("paceline.inference")
@@ -39,27 +35,6 @@ Factory = Callable[[], nn.Module]
 FilePath = str | os.PathLike[str]
 Places = Mapping[str, str | int | torch.device]
 Memory = Mapping[str | int, int | str]
-
-
-@contextmanager
-def empty_weights() -> Iterator[None]:
-    """Makes models that are built inside it have parameters without values, on the meta device.
-
-    Buffers are real, since files do not contain all of them.
-    """
-    thread = threading.get_ident()
-
-    def without_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        # torch calls the hook for the modules of all threads, and another thread may build an ordinary model meanwhile.
-        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
-            return parameter
-        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(without_values)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def plan(

@@ -1,17 +1,52 @@
-"""`place` puts a model that is built already where a placement says, with its own weights or those of a mapping."""
+"""`empty_weights` builds a model without weights; `place` puts one where a placement says, with its own weights or others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.base.errors import PlanError, Problem
 from paceline.inference.execution import PlacedModel
 from paceline.inference.memory import missing_devices
 from paceline.inference.placement import PlacedBlock, Placement
 from paceline.inference.workload import readable
+
+
+@contextmanager
+def built_on(device: torch.device) -> Iterator[None]:
+    """Puts the parameters of models that are built inside it on a device. Buffers stay where the model makes them."""
+    thread = threading.get_ident()
+
+    def on_device(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        # torch calls the hook for the modules of all threads, and another thread may build an ordinary model meanwhile.
+        if parameter is None or parameter.device == device or threading.get_ident() != thread:
+            return parameter
+        moved = type(parameter)(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+        # Marks that a library has set on the parameter, for example how it is divided or initialized.
+        moved.__dict__.update(parameter.__dict__)
+        return moved
+
+    hook = register_module_parameter_registration_hook(on_device)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Makes models that are built inside it have parameters without values, on the meta device.
+
+    Buffers are real, since files do not contain all of them.
+    """
+    with built_on(torch.device("meta")):
+        yield
 
 
 class ParameterSlots:
