@@ -129,6 +129,45 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
             load_checkpoint_in_model(network(), path)
 
 
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_weights_in_memory_do_not_change_with_the_file_that_they_were_read_from(
+    tmp_path: Path, ending: str, device_map, on_meta: bool
+) -> None:
+    path = tmp_path / f"model.{ending}"
+    saved = dict(nn.Linear(512, 512).state_dict())
+    if ending == "bin":
+        torch.save(saved, path)
+    else:
+        save_file(saved, path)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = nn.Linear(512, 512)
+    load_checkpoint_in_model(model, path, device_map)
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.write(bytes(size))
+    assert torch.equal(model.weight, saved["weight"])
+
+
+def test_a_file_of_a_training_state_holds_weights_too(tmp_path: Path) -> None:
+    model = network()
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "state.bin")
+    other = network()
+    load_checkpoint_in_model(other, tmp_path / "state.bin", {"": "cpu"}, strict=True)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_what_was_written_before_a_damaged_file_is_removed(tmp_path: Path) -> None:
+    table = {"weight_map": {"0.weight": "a.safetensors", "0.bias": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(table))
+    save_file({"0.weight": torch.ones(3, 2)}, tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").write_bytes(b"X" * 60)
+    with pytest.raises(CheckpointError, match=r"\[checkpoint-damaged\]"):
+        load_checkpoint_in_model(network(), tmp_path, {"": "disk"}, tmp_path / "offload")
+    assert not list((tmp_path / "offload").iterdir())
+
+
 def test_strict_finds_missing_names_but_not_tied_ones(tmp_path: Path) -> None:
     model = network()
     torch.save({"0.weight": model[0].weight}, tmp_path / "part.bin")

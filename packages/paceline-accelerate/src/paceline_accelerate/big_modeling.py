@@ -328,7 +328,6 @@ def load_checkpoint_and_dispatch(
         max_memory: as in `get_max_memory`, for a map that is made here.
         no_split_module_classes: names of classes that stay on one device, for a map that is made here.
         offload_folder: folder for modules on "disk".
-        offload_state_dict: as in `load_checkpoint_in_model`; None is True if some modules go to the disk.
         others: as in `load_checkpoint_in_model` and `dispatch_model`.
 
     Raises:
@@ -340,16 +339,12 @@ def load_checkpoint_and_dispatch(
     if device_map is not None:
         # `dispatch_model` checks the map too, but only after the weights have been read, which may take minutes.
         _check_as_served(model, device_map)
-    # A map that needs the disk means that memory is short, also while the files are read.
-    if offload_state_dict is None:
-        offload_state_dict = device_map is not None and "disk" in device_map.values()
     load_checkpoint_in_model(
         model,
         checkpoint,
         device_map=device_map,
         offload_folder=offload_folder,
         dtype=dtype,
-        offload_state_dict=offload_state_dict,
         offload_buffers=offload_buffers,
         strict=strict,
         full_state_dict=full_state_dict,

@@ -428,14 +428,14 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     unknown = [name for name in device_map if name not in module_names and name not in tensors]
     if unknown:
         warnings.warn(f"The device map names modules that the model does not have: {unknown}", stacklevel=2)
-    missing = {name: tensor for name, tensor in tensors.items() if nearest(name, device_map) is None}
+    missing = {name: tensor.nbytes for name, tensor in tensors.items() if nearest(name, device_map) is None}
     if missing:
         raise incomplete(missing, device_map)
 
 
-def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanError:
-    """Makes the error for tensors to which a map gives no device."""
-    num_bytes = sum(tensor.nbytes for tensor in missing.values())
+def incomplete(missing: Mapping[str, int], device_map: DeviceMap) -> PlanError:
+    """Makes the error for tensors (name -> bytes) to which a map gives no device."""
+    num_bytes = sum(missing.values())
     shown = ", ".join(list(missing)[:8])
     if len(missing) > 8:
         shown += ", ..."
