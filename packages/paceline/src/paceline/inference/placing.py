@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -106,14 +106,42 @@ def place(model: nn.Module, placement: Placement, weights: Mapping[str, Tensor] 
         problems += _missing_values(placed, slots, weights)
     if problems:
         raise PlanError.of(problems)
-    for placed in placement.blocks:
+
+    def values(placed: PlacedBlock) -> dict[str, Tensor]:
+        parameters = {}
         for name in placed.block.parameters:
             value = weights[name] if name in weights else slots.get(name).detach()
-            if placed.home != "disk":
-                value = value.to(placed.home)
-            slots.put(name, value, frozen=not placement.ordinary)
-        for module, key in block_buffers(model, placed):
-            setattr(module, key, getattr(module, key).to(placed.device))
+            parameters[name] = value if placed.home == "disk" else value.to(placed.home)
+        return parameters
+
+    return put_blocks(model, placement, slots, values)
+
+
+def put_blocks(
+    model: nn.Module,
+    placement: Placement,
+    slots: ParameterSlots,
+    values: Callable[[PlacedBlock], Mapping[str, Tensor]],
+) -> PlacedModel:
+    """Gives a model its parameters and buffers, block by block, and the hooks that run it.
+
+    Args:
+        model: is changed.
+        placement: of this model.
+        slots: of this model.
+        values: returns the parameters of a block, where they wait, and those of its buffers that do not keep their values.
+            It is called when the blocks before have their values: no more than one block is on its way to its device.
+    """
+    for placed in placement.blocks:
+        new = values(placed)
+        for name in placed.block.parameters:
+            slots.put(name, new[name], frozen=not placement.ordinary)
+        # A buffer that several modules share has its first name, and stays one.
+        moved: dict[str, Tensor] = {}
+        for name, module, key in block_buffers(model, placed):
+            if name not in moved:
+                moved[name] = new.get(name, getattr(module, key)).to(placed.device)
+            setattr(module, key, moved[name])
     return PlacedModel(model, placement)
 
 
@@ -142,15 +170,17 @@ def check_placement(model: nn.Module, placement: Placement) -> None:
         raise PlanError.of(problems)
 
 
-def block_buffers(model: nn.Module, placed: PlacedBlock) -> list[tuple[nn.Module, str]]:
-    """Returns the buffers of a block: for each one its module, and its name there."""
+def block_buffers(model: nn.Module, placed: PlacedBlock) -> list[tuple[str, nn.Module, str]]:
+    """Returns the buffers of a block: for each one its first name in the model, its module, and its name there."""
+    first_names = {id(buffer): name for name, buffer in model.named_buffers()}
     buffers = []
     for name in placed.block.modules:
         top = model.get_submodule(name)
         # If `own` is true, the modules below `top` are blocks of their own.
         modules = [top] if placed.block.own else top.modules()
         for module in modules:
-            buffers += [(module, key) for key, _ in module.named_buffers(recurse=False)]
+            for key, buffer in module.named_buffers(recurse=False):
+                buffers.append((first_names[id(buffer)], module, key))
     return buffers
 
 
