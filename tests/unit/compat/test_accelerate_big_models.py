@@ -14,9 +14,11 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from unit.inference.models import IDS, Model, made
 
-from paceline import CheckpointError, ConfigError, PlanError
+from paceline import CheckpointError, ConfigError, PlanError, inference
 from paceline.base import env
+from paceline.checkpoint import save_model
 from paceline.inference import memory
 from paceline_accelerate import offload
 from paceline_accelerate.accelerator import Accelerator
@@ -336,6 +338,22 @@ def test_a_tied_buffer_stays_a_buffer() -> None:
         norm = nn.BatchNorm1d(2)
         set_module_tensor_to_device(norm, "running_mean", "cpu", value=value, tied_params_map=shared)
         assert "running_mean" in norm._buffers and "running_mean" not in norm._parameters
+
+
+@pytest.mark.parametrize("limit", [7000, 10_000, 30_000])
+def test_a_device_map_is_a_placement_of_the_engine(tmp_path: Path, limit: int) -> None:
+    plain = made()
+    save_model(plain, tmp_path)
+    with init_empty_weights():
+        empty = Model()
+    device_map = infer_auto_device_map(empty, {"cpu": limit}, no_split_module_classes=["Block"])
+    model = inference.load(Model, tmp_path, placement=device_map)
+    with torch.no_grad():
+        assert torch.equal(model(IDS), plain(IDS))
+    model.placed.remove()
+    homes = {placed.block.name: placed.home for placed in model.placed.placement.blocks}
+    assert set(homes.values()) == {"cpu", "disk"} if limit < 30_000 else {"cpu"}
+    assert homes["(model)"] == "cpu", "what a model itself holds is used in many calls, and not offloaded"
 
 
 def test_buffers_of_divided_modules_are_in_the_map() -> None:
