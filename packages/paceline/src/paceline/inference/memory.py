@@ -67,7 +67,7 @@ def parse_memory(memory: Mapping[str | int, int | str]) -> dict[str, int]:
         PlanError: `placement-device`.
         CheckpointError: `checkpoint-size`.
     """
-    # Imported here because it takes half a second, and the names of accelerate only ask for free bytes.
+    # Imported here because it takes half a second, and whoever asks for free bytes alone does not need it.
     from paceline.checkpoint.weights.export import parse_size
 
     sizes = {}
