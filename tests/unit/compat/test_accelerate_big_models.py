@@ -7,15 +7,19 @@ import errno
 import json
 import os
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from unit.inference.models import IDS, Model, made
 
-from paceline import CheckpointError, ConfigError, PlanError
+from paceline import CheckpointError, ConfigError, PlanError, inference
 from paceline.base import env
+from paceline.checkpoint import save_model
+from paceline.inference import memory
 from paceline_accelerate import offload
 from paceline_accelerate.accelerator import Accelerator
 from paceline_accelerate.big_modeling import (
@@ -53,6 +57,17 @@ def test_words_for_maps_devices_and_sizes() -> None:
         get_max_memory({"gpu": 1})
     with pytest.raises(ValueError, match=r"(?s)'lots' is not in a valid format.*\[size-text\].*10GB"):
         get_max_memory({"cpu": "lots"})
+
+
+def test_free_memory_of_the_host_is_that_of_the_engine_which_sees_a_containers_limit(monkeypatch) -> None:
+    monkeypatch.setattr(memory, "_free_on_host", lambda group: 1234)
+    assert get_max_memory()["cpu"] == 1234
+
+
+def test_a_model_that_another_thread_builds_has_weights() -> None:
+    with init_empty_weights(), ThreadPoolExecutor(1) as threads:
+        other = threads.submit(network).result()
+        assert not other[0].weight.is_meta and network()[0].weight.is_meta
 
 
 def test_limits_for_generation_may_leave_accelerator_0_out() -> None:
@@ -114,6 +129,45 @@ def test_paths_that_are_no_checkpoint(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "nothing"):
         with pytest.raises(ValueError, match=r"\[checkpoint-path\]"):
             load_checkpoint_in_model(network(), path)
+
+
+@pytest.mark.parametrize("ending", ["safetensors", "bin"])
+@pytest.mark.parametrize("device_map", [None, {"": "cpu"}])
+@pytest.mark.parametrize("on_meta", [True, False])
+def test_weights_in_memory_do_not_change_with_the_file_that_they_were_read_from(
+    tmp_path: Path, ending: str, device_map, on_meta: bool
+) -> None:
+    path = tmp_path / f"model.{ending}"
+    saved = dict(nn.Linear(512, 512).state_dict())
+    if ending == "bin":
+        torch.save(saved, path)
+    else:
+        save_file(saved, path)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = nn.Linear(512, 512)
+    load_checkpoint_in_model(model, path, device_map)
+    size = path.stat().st_size
+    with open(path, "r+b") as file:
+        file.write(bytes(size))
+    assert torch.equal(model.weight, saved["weight"])
+
+
+def test_a_file_of_a_training_state_holds_weights_too(tmp_path: Path) -> None:
+    model = network()
+    torch.save({"model": model.state_dict(), "epoch": 3}, tmp_path / "state.bin")
+    other = network()
+    load_checkpoint_in_model(other, tmp_path / "state.bin", {"": "cpu"}, strict=True)
+    assert torch.equal(other[0].weight, model[0].weight)
+
+
+def test_what_was_written_before_a_damaged_file_is_removed(tmp_path: Path) -> None:
+    table = {"weight_map": {"0.weight": "a.safetensors", "0.bias": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(table))
+    save_file({"0.weight": torch.ones(3, 2)}, tmp_path / "a.safetensors")
+    (tmp_path / "b.safetensors").write_bytes(b"X" * 60)
+    with pytest.raises(CheckpointError, match=r"\[checkpoint-damaged\]"):
+        load_checkpoint_in_model(network(), tmp_path, {"": "disk"}, tmp_path / "offload")
+    assert not list((tmp_path / "offload").iterdir())
 
 
 def test_strict_finds_missing_names_but_not_tied_ones(tmp_path: Path) -> None:
@@ -284,6 +338,22 @@ def test_a_tied_buffer_stays_a_buffer() -> None:
         norm = nn.BatchNorm1d(2)
         set_module_tensor_to_device(norm, "running_mean", "cpu", value=value, tied_params_map=shared)
         assert "running_mean" in norm._buffers and "running_mean" not in norm._parameters
+
+
+@pytest.mark.parametrize("limit", [7000, 10_000, 30_000])
+def test_a_device_map_is_a_placement_of_the_engine(tmp_path: Path, limit: int) -> None:
+    plain = made()
+    save_model(plain, tmp_path)
+    with init_empty_weights():
+        empty = Model()
+    device_map = infer_auto_device_map(empty, {"cpu": limit}, no_split_module_classes=["Block"])
+    model = inference.load(Model, tmp_path, placement=device_map)
+    with torch.no_grad():
+        assert torch.equal(model(IDS), plain(IDS))
+    model.placed.remove()
+    homes = {placed.block.name: placed.home for placed in model.placed.placement.blocks}
+    assert set(homes.values()) == {"cpu", "disk"} if limit < 30_000 else {"cpu"}
+    assert homes["(model)"] == "cpu", "what a model itself holds is used in many calls, and not offloaded"
 
 
 def test_buffers_of_divided_modules_are_in_the_map() -> None:

@@ -95,6 +95,19 @@ def test_a_model_may_be_given_in_place_of_a_function(how: str, tmp_path) -> None
         assert torch.equal(model(IDS), plain(IDS))
 
 
+def test_a_buffer_of_two_modules_stays_one(tmp_path) -> None:
+    class Pair(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+            self.first.register_buffer("table", torch.ones(2))
+            self.second.register_buffer("table", self.first.table)
+
+    folder = saved(Pair(), tmp_path / "model")
+    model = inference.load(Pair, folder)
+    assert model.first.table is model.second.table
+
+
 def test_buffers_without_values_are_refused(tmp_path) -> None:
     folder = saved(made(), tmp_path / "model")
     with torch.device("meta"):

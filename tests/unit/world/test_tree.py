@@ -122,6 +122,14 @@ def test_to_device_copies_nothing_that_is_there() -> None:
     assert tree.to_device([tensor], "cpu")[0] is tensor
 
 
+def test_all_on_is_whether_to_device_has_nothing_to_do() -> None:
+    cpu = torch.device("cpu")
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    assert tree.all_on({"x": [torch.ones(2)], "names": ("a", None), "any": object()}, cpu)
+    assert not tree.all_on((torch.ones(2), {"x": torch.ones(2, device="meta")}), cpu)
+    assert not tree.all_on((packed,), torch.device("meta"))
+
+
 def test_packed_sequences_keep_their_lengths_on_the_cpu() -> None:
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
     moved = tree.to_device((packed,), "meta")[0]

@@ -6,15 +6,15 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.base.errors import PlanError
+from paceline.inference.placing import built_on
 from paceline_accelerate import device_map as device_maps
 from paceline_accelerate.device_map import (
     DeviceMap,
@@ -51,29 +51,13 @@ log = logging.getLogger("accelerate.big_modeling")
 _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 
 
-@contextmanager
-def init_on_device(device: torch.device | str | int, include_buffers: bool | None = None) -> Iterator[None]:
+def init_on_device(
+    device: torch.device | str | int, include_buffers: bool | None = None
+) -> AbstractContextManager[Any, Any]:
     """Puts parameters that modules register in the block on a device, and with `include_buffers` also their buffers."""
     device = torch.device(device)
-    if include_buffers:
-        # torch's own context makes all new tensors on the device, buffers included.
-        with device:
-            yield
-        return
-
-    def place(module: nn.Module, name: str, parameter: Any) -> Any:
-        if parameter is None or parameter.device == device:
-            return parameter
-        moved = type(parameter)(parameter.to(device), requires_grad=parameter.requires_grad)
-        # Marks that a library has set on the parameter, for example how it is divided or initialized.
-        moved.__dict__.update(parameter.__dict__)
-        return moved
-
-    hook = register_module_parameter_registration_hook(place)
-    try:
-        yield
-    finally:
-        hook.remove()
+    # A device is torch's own context, which makes all new tensors on it.
+    return device if include_buffers else built_on(device)
 
 
 def init_empty_weights(include_buffers: bool | None = None) -> Any:
@@ -344,7 +328,6 @@ def load_checkpoint_and_dispatch(
         max_memory: as in `get_max_memory`, for a map that is made here.
         no_split_module_classes: names of classes that stay on one device, for a map that is made here.
         offload_folder: folder for modules on "disk".
-        offload_state_dict: as in `load_checkpoint_in_model`; None is True if some modules go to the disk.
         others: as in `load_checkpoint_in_model` and `dispatch_model`.
 
     Raises:
@@ -356,16 +339,12 @@ def load_checkpoint_and_dispatch(
     if device_map is not None:
         # `dispatch_model` checks the map too, but only after the weights have been read, which may take minutes.
         _check_as_served(model, device_map)
-    # A map that needs the disk means that memory is short, also while the files are read.
-    if offload_state_dict is None:
-        offload_state_dict = device_map is not None and "disk" in device_map.values()
     load_checkpoint_in_model(
         model,
         checkpoint,
         device_map=device_map,
         offload_folder=offload_folder,
         dtype=dtype,
-        offload_state_dict=offload_state_dict,
         offload_buffers=offload_buffers,
         strict=strict,
         full_state_dict=full_state_dict,

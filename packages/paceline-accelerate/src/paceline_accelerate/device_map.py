@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from paceline.base import env as environment
 from paceline.base.errors import PlanError
+from paceline.plan.fqn import nearest, parent, within
 from paceline_accelerate.module_sizes import (
     Dtype,
     Memory,
@@ -243,7 +244,7 @@ class _Allocation:
 
     def _forget_layer(self, name: str) -> None:
         """Removes a part from the largest ones that are still to come, and finds the next largest if none is left."""
-        self._largest_names = [layer for layer in self._largest_names if not _is_within(layer, name)]
+        self._largest_names = [layer for layer in self._largest_names if not within(layer, name)]
         if not self._largest_names:
             self._find_largest_layers()
 
@@ -267,16 +268,11 @@ def _tied_elsewhere(name: str, tied_groups: Iterable[Sequence[str]]) -> list[str
     """Lists the names outside of a part that share a parameter with a name inside it."""
     elsewhere: list[str] = []
     for group in tied_groups:
-        outside = [parameter for parameter in group if not _is_within(parameter, name)]
+        outside = [parameter for parameter in group if not within(parameter, name)]
         # A group that is wholly outside has nothing to do with the part.
         if len(outside) < len(group):
             elsewhere += outside
     return elsewhere
-
-
-def _is_within(name: str, module_name: str) -> bool:
-    """Whether a name is that of a module or of something inside the module; "" is the whole model."""
-    return module_name == "" or f"{name}.".startswith(f"{module_name}.")
 
 
 def fallback_allocate(
@@ -319,7 +315,7 @@ def _without(modules: NamedModules, wanted: str) -> NamedModules:
     for name, part in modules:
         if name == wanted:
             continue
-        if _is_within(wanted, name):
+        if within(wanted, name):
             others += _without(_parts_of(name, part, ()), wanted)
         else:
             others.append((name, part))
@@ -408,23 +404,17 @@ def device_of(name: str, device_map: DeviceMap) -> Any:
     Raises:
         PlanError: `device-map-incomplete`, if the map names none.
     """
-    if not covers(device_map, name):
+    key = nearest(name, device_map)
+    if key is None:
         # A tensor of the model itself is in no submodule.
-        holder = name.rpartition(".")[0] or name
+        holder = parent(name) or name
         raise PlanError(
             "device-map-incomplete",
             f"the device map gives {name} no device.",
             why=f"it names {_first_names(device_map)}",
             fix=f"add to it: {holder!r}: 'cpu'",
         )
-    return nearest_device(name, device_map)
-
-
-def nearest_device(name: str, device_map: DeviceMap) -> Any:
-    """Returns the device of the innermost module around a tensor that the map names; None where it names none."""
-    while name and name not in device_map:
-        name = name.rpartition(".")[0]
-    return device_map.get(name)
+    return device_map[key]
 
 
 def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
@@ -438,26 +428,21 @@ def check_device_map(model: nn.Module, device_map: DeviceMap) -> None:
     unknown = [name for name in device_map if name not in module_names and name not in tensors]
     if unknown:
         warnings.warn(f"The device map names modules that the model does not have: {unknown}", stacklevel=2)
-    missing = {name: tensor for name, tensor in tensors.items() if not covers(device_map, name)}
+    missing = {name: tensor.nbytes for name, tensor in tensors.items() if nearest(name, device_map) is None}
     if missing:
         raise incomplete(missing, device_map)
 
 
-def covers(device_map: DeviceMap, name: str) -> bool:
-    """Whether a map names a tensor, or a module around it."""
-    return any(_is_within(name, module_name) for module_name in device_map)
-
-
-def incomplete(missing: Mapping[str, Tensor], device_map: DeviceMap) -> PlanError:
-    """Makes the error for tensors to which a map gives no device."""
-    num_bytes = sum(tensor.nbytes for tensor in missing.values())
+def incomplete(missing: Mapping[str, int], device_map: DeviceMap) -> PlanError:
+    """Makes the error for tensors (name -> bytes) to which a map gives no device."""
+    num_bytes = sum(missing.values())
     shown = ", ".join(list(missing)[:8])
     if len(missing) > 8:
         shown += ", ..."
     entries: dict[str, None] = {}  # in order, and each once
     for name in missing:
         # A tensor of the model itself is in no submodule, so its own name has to be in the map.
-        holder = name.rpartition(".")[0] or name
+        holder = parent(name) or name
         entries[f"{holder!r}: 'cpu'"] = None
     return PlanError(
         "device-map-incomplete",

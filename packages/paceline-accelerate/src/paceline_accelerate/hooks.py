@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import pickle
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from paceline.torch_internals.modules import parameter_table
+from paceline.world.tree import all_on
 from paceline_accelerate.module_tensors import (
     Device,
     TiedParamsMap,
@@ -35,7 +36,6 @@ from paceline_accelerate.nested import find_device, send_to_device
 SkipKeys = str | list[str] | None
 # Methods that `dispatch_model` replaces by ones that warn; libraries import this list by accelerate's name.
 _accelerate_added_attributes = ["to", "cuda", "xpu"]
-_PLAIN = (bool, int, float, str)  # values that are on no device
 
 
 class ModelHook:
@@ -299,9 +299,9 @@ class AlignDevicesHook(ModelHook):
             return args, kwargs
         device = torch.device(self.execution_device)
         # `send_to_device` rebuilds every container, which costs more than a look at a few tensors.
-        if not _all_on(device, args):
+        if not all_on(args, device):
             args = send_to_device(args, self.execution_device)
-        if not _all_on(device, kwargs.values()):
+        if not all_on(kwargs, device):
             kwargs = send_to_device(kwargs, self.execution_device, skip_keys=self.skip_keys)
         return args, kwargs
 
@@ -376,17 +376,6 @@ class AlignDevicesHook(ModelHook):
                     value = self.weights_map.get(name)
                     set_module_tensor_to_device(module, name, device, value=value)
         return module
-
-
-def _all_on(device: torch.device, values: Iterable[Any]) -> bool:
-    """Whether all values surely are on a device already; containers give False, because only `send_to_device` opens them."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if value.device != device:
-                return False
-        elif value is not None and not isinstance(value, _PLAIN):
-            return False
-    return True
 
 
 class CpuOffload(ModelHook):

@@ -1,34 +1,32 @@
 """Loads weights from files into a model whose parameters may be on several devices, or still on the meta device.
 
-load_checkpoint_in_model reads one file after the other: the file that was named, or those of an index.
-  no device_map                      -> model.load_state_dict
-  device "disk"                      -> the tensor is written to the offload folder; the model's own is on meta
-  device "cpu" (offload_state_dict)  -> the same with a temporary folder, until all files have been read
-  any other device                   -> the tensor is moved to it
+load_checkpoint_in_model reads one file after the other: the file that was named, or those of an index. Files are opened as
+`paceline.inference` opens them: mapped, and read tensor by tensor.
+  no device_map        -> model.load_state_dict
+  device "disk"        -> the tensor is written to the offload folder; the model's own is on meta
+  any other device     -> the tensor is copied to it
 """
 
 from __future__ import annotations
 
 import json
 import os
-import tempfile
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
 from paceline.base.errors import CheckpointError, Problem
-from paceline.checkpoint.files import is_safetensors, read_tensors, reading
+from paceline.checkpoint.files import is_safetensors, reading
 from paceline.compat.absent import refuse
+from paceline.plan.fqn import nearest
 from paceline_accelerate.device_map import (
     DeviceMap,
     check_tied_parameters_on_same_device,
-    covers,
     device_of,
     incomplete,
-    nearest_device,
     without_folder,
 )
 from paceline_accelerate.errors import CheckpointOSError, CheckpointValueError, MissingFile, refused_as
@@ -37,13 +35,13 @@ from paceline_accelerate.module_tensors import (
     dtype_of,
     find_tied_parameters,
     is_fractional,
+    recursive_getattr,
     retie_parameters,
     set_module_tensor_to_device,
 )
 from paceline_accelerate.offload import (
     Index,
     Path,
-    load_offloaded_weights,
     make_offload_folder,
     missing_file,
     offload_weight,
@@ -51,6 +49,9 @@ from paceline_accelerate.offload import (
     save_offload_index,
     share_offloaded_weight,
 )
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.weights.sources import Weights
 
 _WHOLE = ("model.safetensors", "pytorch_model.bin")
 _OTHER_FORMATS = ("tf", "flax")
@@ -61,7 +62,7 @@ def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) 
 
     Args:
         checkpoint_file: safetensors, or torch's format, which is read without running code from it.
-        device_map: sends tensors of a safetensors file straight to their devices; without it all are on the CPU.
+        device_map: sends tensors straight to their devices; without it all are on the CPU.
 
     Raises:
         CheckpointError: `checkpoint-damaged`, `checkpoint-unsafe`.
@@ -70,21 +71,37 @@ def load_state_dict(checkpoint_file: Path, device_map: DeviceMap | None = None) 
             format than "pt".
     """
     path = os.fspath(checkpoint_file)
-    with refused_as(MissingFile, "checkpoint-missing"), reading(path), open(path, "rb") as file:
-        is_safe = is_safetensors(file)
-    if is_safe:
-        _check_format(path)
-    if not is_safe or not device_map:
-        return read_tensors(path)
+    weights = _opened(path)
     tensors = {}
-    with reading(path), safe_open(path, framework="pt", device="cpu") as weights:
-        for name in weights.keys():  # noqa: SIM118 - it is no mapping
-            device = nearest_device(name, device_map)
-            # Tensors for the disk are written from the CPU later, and names outside of the map are reported by the caller.
-            if device in (None, "disk"):
-                device = "cpu"
-            tensors[name] = weights.get_tensor(name).to(device)
+    for name in weights.entries:
+        key = nearest(name, device_map or {})
+        device = "cpu"
+        # Tensors for the disk are written from the CPU later, and names outside of the map are reported by the caller.
+        if device_map and key is not None and device_map[key] != "disk":
+            device = device_map[key]
+        tensors[name] = _mapped(weights, name, path).to(device, copy=True)
     return tensors
+
+
+def _opened(path: str) -> Weights:
+    """Opens one file of weights; its tensors are mapped, so that only what is read takes memory."""
+    # Imported here because it takes half a second.
+    from paceline.checkpoint.weights.opening import weights_in_files
+
+    with refused_as(MissingFile, "checkpoint-missing"):
+        with reading(path), open(path, "rb") as file:
+            is_safe = is_safetensors(file)
+        if is_safe:
+            _check_format(path)
+        return weights_in_files([path])
+
+
+def _mapped(weights: Weights, name: str, path: str) -> Tensor:
+    """Returns one tensor of a file, as a part of the mapped file: without a copy it would change with the file."""
+    from paceline.checkpoint.weights.sources import read_whole
+
+    with reading(path):
+        return read_whole(weights, name)
 
 
 def _check_format(path: str) -> None:
@@ -130,8 +147,7 @@ def load_checkpoint_in_model(
         device_map: name of a module -> device; None leaves each tensor where it is.
         offload_folder: for modules on "disk".
         dtype: dtype of the weights; None is that of the model.
-        offload_state_dict: whether weights for the CPU are kept in temporary files until all files have been read. The
-            memory then need not hold these weights and a whole file of weights at the same time.
+        offload_state_dict: has no effect, because a file of weights is never in memory as a whole: it is mapped.
         offload_buffers: whether buffers of modules on "disk" are written there too.
         keep_in_fp32_modules: parts of names of weights that stay float32 when `dtype` is another one.
         offload_8bit_bnb: asks for 8-bit weights, which are refused.
@@ -164,8 +180,9 @@ def load_checkpoint_in_model(
     if device_map is None:
         names_in_files = _load_in_place(model, files, dtype_of(dtype), keep_in_fp32)
     else:
-        placement = _TensorPlacement(model, device_map, offload_folder, dtype_of(dtype), keep_in_fp32, offload_buffers)
-        names_in_files = placement.load(files, tied_groups, through_temporary_files=offload_state_dict)
+        names_in_files = _load_by_map(
+            model, files, tied_groups, device_map, offload_folder, dtype_of(dtype), keep_in_fp32, offload_buffers
+        )
     retie_parameters(model, tied_groups)
     if strict:
         # As under accelerate: a RuntimeError of `load_state_dict` without a map, and a ValueError with one.
@@ -175,124 +192,71 @@ def load_checkpoint_in_model(
         log.warning("The model %s has no use for some weights of %s: %s", type(model).__name__, checkpoint, unused)
 
 
-class _TensorPlacement:
-    """Puts tensors of files where a device map says.
-
-    Args:
-        model: gets the tensors.
-        device_map: name of a module -> device.
-        offload_folder: folder for modules on "disk".
-        dtype: dtype of the weights; None is that of the model.
-        keep_in_fp32: parts of names of weights that stay float32.
-        offload_buffers: whether buffers of modules on "disk" are written there too.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        device_map: DeviceMap,
-        offload_folder: Path | None,
-        dtype: torch.dtype | None,
-        keep_in_fp32: Sequence[str],
-        offload_buffers: bool,
-    ) -> None:
-        self._model = model
-        self._device_map = device_map
-        self._offload_folder = offload_folder
-        self._dtype = dtype
-        self._keep_in_fp32 = keep_in_fp32
-        self._offload_buffers = offload_buffers
-        self._names = set(model.state_dict())
-        self._buffers = {name for name, _ in model.named_buffers()}
-        self._offloaded: Index = {}
-        self._waiting_folder: str | None = None
-        self._waiting: Index = {}
-
-    def load(
-        self, files: Sequence[str], tied_groups: Sequence[Sequence[str]], through_temporary_files: bool
-    ) -> set[str]:
-        """Reads files one after the other, and puts their tensors where they belong.
-
-        Args:
-            files: files of weights.
-            tied_groups: names that share one parameter; files may hold it under only one of them.
-            through_temporary_files: whether tensors for the CPU wait in temporary files until all files have been read.
-
-        Returns:
-            All names in the files.
-        """
-        names_in_files: set[str] = set()
-        with ExitStack() as stack:
-            if through_temporary_files:
-                self._waiting_folder = stack.enter_context(tempfile.TemporaryDirectory())
-            for file in files:
-                tensors = load_state_dict(file, self._device_map)
-                names_in_files.update(tensors)
-                self._check(tensors)
-                # `pop` frees each tensor as soon as it is written or moved, so that the file's tensors and the model's copies
-                # are not in memory together.
-                for name in list(tensors):
-                    self._put(name, tensors.pop(name))
-            self._finish(tied_groups)
-        return names_in_files
-
-    def _check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Raises an error if the map gives some tensors of a file no device, before any of them is placed."""
-        missing: dict[str, Tensor] = {}
-        for name, tensor in tensors.items():
-            if name in self._names and not covers(self._device_map, name):
-                missing[name] = tensor
-        if missing:
-            raise incomplete(missing, self._device_map)
-
-    def _put(self, name: str, tensor: Tensor) -> None:
-        """Puts one tensor where it belongs; names that the model does not have are ignored."""
-        if name not in self._names:
-            return
-        device = device_of(name, self._device_map)
-        dtype = _dtype_for(name, tensor, self._dtype, self._keep_in_fp32)
-        goes_to_disk = device == "disk" and (self._offload_buffers or name not in self._buffers)
-        if goes_to_disk:
-            assert self._offload_folder is not None, "checked before"
-            try:
-                self._write(name, tensor, dtype, self._offload_folder, self._offloaded)
-            except CheckpointError:
-                # The disk is probably full: gigabytes that no index names would stay on it.
-                remove_offloaded(self._offloaded, self._offload_folder)
-                raise
-        elif device == "cpu" and self._waiting_folder is not None:
-            self._write(name, tensor, dtype, self._waiting_folder, self._waiting)
-        else:
-            # A buffer of a module on "disk" that is not offloaded stays in memory.
-            if device == "disk":
-                device = "cpu"
-            set_module_tensor_to_device(self._model, name, device, value=tensor, dtype=dtype)
-
-    def _write(self, name: str, tensor: Tensor, dtype: torch.dtype | None, folder: Path, index: Index) -> None:
-        """Writes a tensor into a folder and its index; the model's own is on meta from then on."""
-        expected = self._model.state_dict(keep_vars=True)[name]
-        if expected.shape != tensor.shape:
-            raise ValueError(
-                f"{name} has the shape {expected.shape} in the model, and a tensor of shape {tensor.shape} in the checkpoint: "
-                "it belongs to another model."
-            )
-        if dtype is None:
-            # The model's own floating-point dtype; whole numbers, such as quantised weights, are not converted.
-            dtype = tensor.dtype
-            if is_fractional(expected.dtype) and is_fractional(tensor.dtype):
-                dtype = expected.dtype
-        set_module_tensor_to_device(self._model, name, "meta", dtype=dtype)
-        offload_weight(tensor.to(dtype), name, folder, index)
-
-    def _finish(self, tied_groups: Sequence[Sequence[str]]) -> None:
-        """Writes the index of the offload folder, and loads the tensors that wait in temporary files to the CPU."""
-        if self._offload_folder is not None:
+def _load_by_map(
+    model: nn.Module,
+    files: Sequence[str],
+    tied_groups: Sequence[Sequence[str]],
+    device_map: DeviceMap,
+    offload_folder: Path | None,
+    dtype: torch.dtype | None,
+    keep_in_fp32: Sequence[str],
+    offload_buffers: bool,
+) -> set[str]:
+    """Puts the tensors of files where a device map says, one after the other, and returns all names in the files."""
+    names_in_model = set(model.state_dict())
+    buffers = {name for name, _ in model.named_buffers()}
+    names_in_files: set[str] = set()
+    offloaded: Index = {}
+    try:
+        for file in files:
+            weights = _opened(file)
+            names_in_files.update(weights.entries)
+            names = [name for name in weights.entries if name in names_in_model]
+            # Before any tensor of the file is placed.
+            missing = {name: weights.entries[name].nbytes for name in names if nearest(name, device_map) is None}
+            if missing:
+                raise incomplete(missing, device_map)
+            for name in names:
+                device = device_of(name, device_map)
+                # A buffer of a module on "disk" that is not offloaded stays in memory.
+                if device == "disk" and name in buffers and not offload_buffers:
+                    device = "cpu"
+                tensor = _mapped(weights, name, file)
+                new_dtype = _dtype_for(name, tensor, dtype, keep_in_fp32)
+                if device == "disk":
+                    assert offload_folder is not None, "checked before"
+                    _write(model, name, tensor, new_dtype, offload_folder, offloaded)
+                else:
+                    value = tensor.to(device, copy=True)
+                    set_module_tensor_to_device(model, name, device, value=value, dtype=new_dtype)
+        if offload_folder is not None:
             for group in tied_groups:
-                on_disk = [name for name in group if device_of(name, self._device_map) == "disk"]
-                share_offloaded_weight(on_disk, self._offload_folder, self._offloaded)
-            save_offload_index(self._offloaded, self._offload_folder)
-        if self._waiting_folder is not None:
-            load_offloaded_weights(self._model, self._waiting, self._waiting_folder)
+                on_disk = [name for name in group if device_of(name, device_map) == "disk"]
+                share_offloaded_weight(on_disk, offload_folder, offloaded)
+            save_offload_index(offloaded, offload_folder)
+    except BaseException:
+        # Gigabytes that no index names would stay on the disk, which may be full.
+        if offload_folder is not None:
+            remove_offloaded(offloaded, offload_folder)
+        raise
+    return names_in_files
+
+
+def _write(model: nn.Module, name: str, tensor: Tensor, dtype: torch.dtype | None, folder: Path, index: Index) -> None:
+    """Writes a tensor into a folder and its index; the model's own is on meta from then on."""
+    expected = recursive_getattr(model, name)
+    if expected.shape != tensor.shape:
+        raise ValueError(
+            f"{name} has the shape {expected.shape} in the model, and a tensor of shape {tensor.shape} in the checkpoint: "
+            "it belongs to another model."
+        )
+    if dtype is None:
+        # The model's own floating-point dtype; whole numbers, such as quantised weights, are not converted.
+        dtype = tensor.dtype
+        if is_fractional(expected.dtype) and is_fractional(tensor.dtype):
+            dtype = expected.dtype
+    set_module_tensor_to_device(model, name, "meta", dtype=dtype)
+    offload_weight(tensor.to(dtype), name, folder, index)
 
 
 def _dtype_for(name: str, tensor: Tensor, dtype: torch.dtype | None, keep_in_fp32: Sequence[str]) -> torch.dtype | None:

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import ConfigError
+from paceline.inference.memory import free_memory
+from paceline.plan.fqn import parent, within
 from paceline_accelerate.kinds import text_of
 from paceline_accelerate.module_tensors import dtype_of, is_fractional, named_module_tensors
 
@@ -133,7 +135,7 @@ def get_module_leaves(module_sizes: Mapping[str, int]) -> list[str]:
     containers: set[str] = set()
     for name in module_sizes:
         while name:
-            name = name.rpartition(".")[0]
+            name = parent(name)
             containers.add(name)
     return [name for name in module_sizes if name and name not in containers]
 
@@ -199,7 +201,7 @@ def get_module_size_with_ties(
     total = module_size
     for parameter in tied_params:
         for name, module in modules_to_treat:
-            if f"{parameter}.".startswith(f"{name}."):
+            if within(parameter, name):
                 if name not in names:
                     names.append(name)
                     modules.append(module)
@@ -220,14 +222,12 @@ def get_max_memory(max_memory: Memory | None = None) -> Memory:
     Raises:
         ConfigError: `size-text`, `device-name`.
     """
+    if max_memory is None:
+        *of_accelerators, of_host = free_memory().values()
+        return {**dict(enumerate(of_accelerators)), "cpu": of_host}
     num_accelerators = 0
     if torch.accelerator.is_available():
         num_accelerators = torch.accelerator.device_count()
-    if max_memory is None:
-        free: Memory = {}
-        for index in range(num_accelerators):
-            free[index] = torch.accelerator.get_memory_info(index)[0]
-        return free | {"cpu": _free_host_memory()}
     for device, size in max_memory.items():
         if isinstance(size, str):
             max_memory[device] = convert_file_size_to_int(size)
@@ -245,13 +245,6 @@ def get_max_memory(max_memory: Memory | None = None) -> Memory:
         )
     named_devices = [device for device in _NAMED_DEVICES if device in max_memory]
     return {device: max_memory[device] for device in (*accelerators, *named_devices)}
-
-
-def _free_host_memory() -> int:
-    """Returns the bytes that new programs can take without swapping; the file says them in KiB."""
-    with open("/proc/meminfo", encoding="ascii") as file:
-        available = next(line for line in file if line.startswith("MemAvailable"))
-    return int(available.split()[1]) * 1024
 
 
 def get_balanced_memory(

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from paceline.base.errors import CheckpointError, PacelineError, Problem
 from paceline.checkpoint.agree import os_problem
 from paceline.checkpoint.files import reading, writing
+from paceline.plan.fqn import within
 from paceline.torch_internals.tensors import times_written
 from paceline_accelerate.errors import MissingFile
 from paceline_accelerate.module_tensors import Device, dtype_of, set_module_tensor_to_device
@@ -157,13 +158,13 @@ def _mapped(weight_file: Path, weight_info: Mapping[str, Any]) -> Tensor:
         return torch.empty(shape, dtype=dtype)
     with open(path, "rb") as file:
         pages = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    # `MappedFiles` reads the tensor's version counter, and a tensor that is made in inference mode has none.
+    # `_MappedFile` reads the tensor's version counter, and a tensor that is made in inference mode has none.
     with torch.inference_mode(False):
         return torch.frombuffer(pages, dtype=dtype).reshape(shape)
 
 
 class _MappedFile:
-    """A file of weights that stays mapped.
+    """A file of weights that stays mapped between forward passes, so that on a CPU nothing is copied.
 
     Args:
         path: path of the file.
@@ -171,44 +172,23 @@ class _MappedFile:
     """
 
     def __init__(self, path: str, read: Callable[[str], Tensor]) -> None:
-        self.stamp = _stamp(path)
+        self._path = path
+        self._stamp = _stamp(path)
         self._read = read
         self._weights: dict[str, Tensor] = {}
+
+    def is_outdated(self, name: str) -> bool:
+        """Whether the file was replaced, or a forward pass has changed the weight in place.
+
+        Such a change lasts for one forward pass, as it would if the file were read each time.
+        """
+        return self._stamp != _stamp(self._path) or times_written(self.get(name)) > 0
 
     def get(self, name: str) -> Tensor:
         """Returns one weight; each call returns the same tensor."""
         if name not in self._weights:
             self._weights[name] = self._read(name)
         return self._weights[name]
-
-
-class MappedFiles:
-    """Keeps files of weights mapped between forward passes, so that on a CPU nothing is copied.
-
-    A file that was replaced is mapped again. So is a file with a weight that a forward pass has changed in place: such a
-    change lasts for one forward pass, as it would if the file were read each time.
-    """
-
-    def __init__(self) -> None:
-        self._files: dict[str, _MappedFile] = {}
-
-    def get(self, path: str, name: str, reader: Callable[[str], Callable[[str], Tensor]]) -> Tensor:
-        """Returns a weight of a file, which `reader` opens where it is not mapped yet.
-
-        Raises:
-            CheckpointError: `checkpoint-missing`, `checkpoint-damaged`.
-        """
-        file = self._files.get(path)
-        if file is not None and file.stamp == _stamp(path):
-            weight = file.get(name)
-            if times_written(weight) == 0:  # no operation has written to it in place
-                return weight
-        read = reader(path)
-        self._files[path] = _MappedFile(path, read)
-        return self._files[path].get(name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return MappedFiles, ()  # a mapping cannot be pickled, so a copy maps the files again
 
 
 def _stamp(path: str) -> tuple[int, int, int] | None:
@@ -301,7 +281,7 @@ def extract_submodules_state_dict(
     part: dict[str, Tensor] = {}
     for module_name in submodule_names:
         for name, tensor in state_dict.items():
-            if module_name == "" or name == module_name or name.startswith(f"{module_name}."):
+            if within(name, module_name):
                 part[name] = tensor
     return part
 
@@ -340,7 +320,10 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
         self.all_keys = list(self.state_dict)
         self.all_keys += [name for name in self.index if name not in self.state_dict]
         self.device = device
-        self._mapped = MappedFiles()
+        self._files: dict[str, _MappedFile] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return vars(self) | {"_files": {}}  # a mapping cannot be pickled, so a copy maps the files again
 
     def __getitem__(self, key: str) -> Tensor:
         if key in self.state_dict:
@@ -352,15 +335,19 @@ class OffloadedWeightsLoader(Mapping[str, Tensor]):
             raise missing_file(f"{key}.dat", "the index names it, and no folder was given")
         path = os.path.join(self.save_folder, f"{key}.dat")
 
-        def reader(path: str) -> Callable[[str], Tensor]:
-            # A `.dat` file holds a single weight, so the name does not matter.
-            return lambda name: _mapped(path, entry)
+        # A `.dat` file holds a single weight, so the name does not matter.
+        return self._weight(path, key, lambda path: lambda name: _mapped(path, entry))
 
-        return self._mapped.get(path, key, reader)
+    def _weight(self, path: str, name: str, opened: Callable[[str], Callable[[str], Tensor]]) -> Tensor:
+        """Returns a weight of a file, which `opened` opens if it is not mapped yet, or no longer as it was."""
+        file = self._files.get(path)
+        if file is None or file.is_outdated(name):
+            file = self._files[path] = _MappedFile(path, opened(path))
+        return file.get(name)
 
     def _from_safetensors(self, key: str, entry: Mapping[str, Any]) -> Tensor:
         path = str(entry["safetensors_file"])
-        tensor = self._mapped.get(path, entry.get("weight_name", key), _safetensors_reader)
+        tensor = self._weight(path, entry.get("weight_name", key), _safetensors_reader)
         if self.device is not None:
             tensor = tensor.to(self.device)
         # The file holds the dtype that was saved, and the model may have been loaded in another.

@@ -184,19 +184,6 @@ def write_safetensors(tensors: Mapping[str, Tensor], file: BinaryIO) -> None:
     save_file(separate, file.name, metadata={"format": "pt"})
 
 
-def read_tensors(path: str) -> dict[str, Tensor]:
-    """Tensors of one file of weights, on the CPU."""
-    tensors = load_object(path)
-    if not _only_tensors(tensors):
-        raise CheckpointError(
-            "checkpoint-damaged",
-            f"the file {path} holds no dictionary of tensors.",
-            why=f"it holds a {type(tensors).__qualname__}",
-            fix="name a file of weights",
-        )
-    return dict(tensors)
-
-
 def _only_tensors(obj: object) -> bool:
     if not isinstance(obj, Mapping):
         return False

@@ -11,7 +11,7 @@ _WHERE = {
     "Workload": "paceline.inference.workload",
     "available_memory": "paceline.inference.memory",
     "choose_placement": "paceline.inference.choose",
-    "empty_weights": "paceline.inference.loading",
+    "empty_weights": "paceline.inference.placing",
     "load": "paceline.inference.loading",
     "measure_rates": "paceline.inference.memory",
     "place": "paceline.inference.placing",
@@ -40,10 +40,10 @@ if TYPE_CHECKING:  # to type checkers a module with a `__getattr__` has every na
     from paceline.inference.blocks import placement_facts
     from paceline.inference.choose import choose_placement, placement_from_map
     from paceline.inference.execution import PlacedModel
-    from paceline.inference.loading import empty_weights, load, plan
+    from paceline.inference.loading import load, plan
     from paceline.inference.memory import available_memory, measure_rates
     from paceline.inference.placement import Placement
-    from paceline.inference.placing import place
+    from paceline.inference.placing import empty_weights, place
     from paceline.inference.workload import Rates, Workload
 else:
     __getattr__ = lazy_names(__name__, _WHERE)

@@ -31,6 +31,7 @@ class Block:
         modules: names (FQNs) of its modules; several where they share a parameter.
         kind: the classes of the modules.
         parameters: names of its parameters, a shared one once.
+        buffers: names of its buffers, a shared one once.
         parameter_bytes: bytes of its parameters in the dtype that they will have.
         buffer_bytes: bytes of its buffers, which are never offloaded: they are small, and files do not hold all of them.
         repeated: whether it is one of the repeated blocks, which hold the key-value cache of a transformer.
@@ -41,6 +42,7 @@ class Block:
     modules: tuple[str, ...]
     kind: str
     parameters: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ()
     parameter_bytes: int = 0
     buffer_bytes: int = 0
     repeated: bool = False
@@ -170,7 +172,7 @@ def _tensors(module: nn.Module, recurse: bool) -> Iterator[torch.Tensor]:
 
 def _join_tied(model: nn.Module, units: list[_Unit], dtypes: Dtypes) -> list[Block]:
     """Blocks of the units: those that share a parameter or a buffer become one, at the place of the first."""
-    first_names = {id(parameter): name for name, parameter in model.named_parameters()}
+    first_names = {id(tensor): name for name, tensor in (*model.named_parameters(), *model.named_buffers())}
     # Both lists have one entry for each block so far. Tensors are compared by `id`, since `==` compares their values.
     groups: list[list[_Unit]] = []
     tensors_of_groups: list[dict[int, torch.Tensor]] = []
@@ -193,21 +195,30 @@ def _join_tied(model: nn.Module, units: list[_Unit], dtypes: Dtypes) -> list[Blo
     blocks = []
     for group, tensors in zip(groups, tensors_of_groups, strict=True):
         parameters: list[str] = []
+        buffers: list[str] = []
         parameter_bytes = 0
         buffer_bytes = 0
         for key, tensor in tensors.items():
-            if key in first_names:
-                name = first_names[key]
+            name = first_names[key]
+            if name in dtypes:
                 parameters.append(name)
                 parameter_bytes += tensor.numel() * dtypes[name].itemsize
             else:
+                buffers.append(name)
                 buffer_bytes += tensor.nbytes
         modules = [unit.name for unit in group]
         kinds = [type(model.get_submodule(name)).__name__ for name in modules]
         is_repeated = all(unit.repeated for unit in group)
         is_own = any(unit.own for unit in group)
         block = Block(
-            tuple(modules), " + ".join(kinds), tuple(parameters), parameter_bytes, buffer_bytes, is_repeated, is_own
+            modules=tuple(modules),
+            kind=" + ".join(kinds),
+            parameters=tuple(parameters),
+            buffers=tuple(buffers),
+            parameter_bytes=parameter_bytes,
+            buffer_bytes=buffer_bytes,
+            repeated=is_repeated,
+            own=is_own,
         )
         blocks.append(block)
     return blocks

@@ -20,7 +20,7 @@ from paceline.inference.placement import (
     cache_bytes_per_block,
 )
 from paceline.inference.workload import Rates, Workload, readable
-from paceline.plan.fqn import inside, parent, within
+from paceline.plan.fqn import inside, nearest, within
 
 _FIX_MEMORY = "give more in memory=, a smaller dtype or Workload, or other devices"
 
@@ -104,11 +104,16 @@ def placement_from_map(
     placed = []
     uncovered = []
     for block in facts.blocks:
-        key_of_module = {module: _key_of(module, places) for module in block.modules}
-        # A block has several modules if these share a parameter. Then the map must give all of them the same place.
-        keys = {key for key in key_of_module.values() if key is not None}
+        # A map may name the tensors of a module itself one by one. A block has several modules if these share a parameter.
+        # Then the map must give all of them the same place.
+        names = (*block.parameters, *block.buffers) if block.own else block.modules
+        all_keys = [nearest(name, places) for name in names]
+        keys = {key for key in all_keys if key is not None}
         homes = {places[key] for key in keys}
-        if None in key_of_module.values():
+        if block.own:
+            # Its parameters are used in many calls, so they cannot be offloaded.
+            homes = {main_device if home in ("cpu", "disk") else home for home in homes}
+        if None in all_keys:
             uncovered.append(block)
         elif len(homes) > 1:
             problems.append(_tied_apart(block, places))
@@ -117,8 +122,7 @@ def placement_from_map(
             device = home
             if home in ("cpu", "disk"):
                 device = main_device
-            if block.own or not block.parameter_bytes:
-                # Parameters of a module that contains blocks are used in many calls, so they cannot be offloaded.
+            if not block.parameter_bytes:
                 home = device
             written = ", ".join(map(repr, sorted(keys)))
             placed.append(PlacedBlock(block, device, home, "code", f"placement[{written}]"))
@@ -309,23 +313,16 @@ def _cache_of(block: Block, facts: PlacementFacts, workload: Workload) -> int:
     return cache_bytes_per_block(facts, workload) if block.repeated else 0
 
 
-def _key_of(module: str, places: Mapping[str, str]) -> str | None:
-    """Returns the longest name of the map that contains a module, or None."""
-    name = module
-    while name not in places:
-        if not name:
-            return None
-        name = parent(name)
-    return name
-
-
 def _unknown_names(facts: PlacementFacts, places: Mapping[str, str]) -> list[Problem]:
     modules: list[str] = []
+    own_tensors: set[str] = set()
     for block in facts.blocks:
         modules += block.modules
+        if block.own:
+            own_tensors.update(block.parameters, block.buffers)
     problems = []
     for key in places:
-        if not key or any(within(module, key) for module in modules):
+        if not key or key in own_tensors or any(within(module, key) for module in modules):
             continue
         # No block lies inside the named module. Either it is itself a part of a block, or there is no such module.
         around = [module for module in modules if module and inside(key, module)]
@@ -362,7 +359,7 @@ def _not_covered(blocks: Sequence[Block], places: Mapping[str, str]) -> Problem:
 def _tied_apart(block: Block, places: Mapping[str, str]) -> Problem:
     given = []
     for module in block.modules:
-        key = _key_of(module, places)
+        key = nearest(module, places)
         if key is not None:
             given.append(f"{module} = {places[key]}")
     return Problem(

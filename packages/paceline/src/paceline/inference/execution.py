@@ -14,7 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from paceline.base.errors import PrepareError, TrainError
 from paceline.inference.placement import PlacedBlock, Placement
 from paceline.inference.streaming import BufferStream, MappedStream, Stream, StreamedBlock
-from paceline.world.tree import map_tensors, tensors
+from paceline.world.tree import all_on, tensors, to_device
 
 
 class PlacedModel:
@@ -198,9 +198,7 @@ def _streamed_blocks(placed_blocks: Sequence[PlacedBlock], parameters: Mapping[s
 
 def _moved(tree: Any, device: torch.device) -> Any:
     """Moves all tensors to a device; returns the same object if they are there already."""
-    if all(tensor.device == device for tensor in tensors(tree)):
-        return tree
-    return map_tensors(lambda tensor: tensor.to(device), tree)
+    return tree if all_on(tree, device) else to_device(tree, device)
 
 
 def _refuse_copy() -> NoReturn:

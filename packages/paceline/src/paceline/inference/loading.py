@@ -6,17 +6,14 @@ the model is built without weights  ->  names and shapes are compared with the f
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.base.errors import CheckpointError, PlanError, PrepareError, Problem, short_repr
 from paceline.base.files import expanded
@@ -28,10 +25,9 @@ from paceline.checkpoint.weights.opening import open_weights, weights_in_files
 from paceline.checkpoint.weights.sources import Box, SafeWeights, WeightEntry, Weights, read_whole
 from paceline.inference.blocks import Dtypes, placement_facts
 from paceline.inference.choose import choose_placement, placement_from_map
-from paceline.inference.execution import PlacedModel
 from paceline.inference.memory import available_memory, parse_device, parse_memory
 from paceline.inference.placement import PlacedBlock, Placement
-from paceline.inference.placing import ParameterSlots, block_buffers, check_placement
+from paceline.inference.placing import ParameterSlots, block_buffers, check_placement, empty_weights, put_blocks
 from paceline.inference.workload import Rates, Workload, readable
 
 _log = logging.getLogger("paceline.inference")
@@ -39,27 +35,6 @@ Factory = Callable[[], nn.Module]
 FilePath = str | os.PathLike[str]
 Places = Mapping[str, str | int | torch.device]
 Memory = Mapping[str | int, int | str]
-
-
-@contextmanager
-def empty_weights() -> Iterator[None]:
-    """Makes models that are built inside it have parameters without values, on the meta device.
-
-    Buffers are real, since files do not contain all of them.
-    """
-    thread = threading.get_ident()
-
-    def without_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
-        # torch calls the hook for the modules of all threads, and another thread may build an ordinary model meanwhile.
-        if parameter is None or parameter.is_meta or threading.get_ident() != thread:
-            return parameter
-        return nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-
-    hook = register_module_parameter_registration_hook(without_values)
-    try:
-        yield
-    finally:
-        hook.remove()
 
 
 def plan(
@@ -138,15 +113,14 @@ def load(
     _check_buffers(built, checkpoint)
     folder = checkpoint.check_folder(placement, offload_folder)
 
-    for index, placed in enumerate(placement.blocks):
-        file = os.path.join(folder, f"block_{index:05d}.safetensors") if folder else None
-        # One block after the other: the host never holds more than the weights of one block on the way to their device.
-        values = checkpoint.values(placed, file)
-        for name, value in values.items():
-            checkpoint.slots.put(name, value, frozen=not placement.ordinary)
-        checkpoint.move_buffers(placed)
+    numbers = itertools.count()
+
+    def values(placed: PlacedBlock) -> dict[str, Tensor]:
+        file = os.path.join(folder, f"block_{next(numbers):05d}.safetensors") if folder else None
+        return checkpoint.values(placed, file) | checkpoint.buffers(placed)
+
     built.eval()
-    built.placed = PlacedModel(built, placement)  # type: ignore[assignment]
+    built.placed = put_blocks(built, placement, checkpoint.slots, values)  # type: ignore[assignment]
     _log.info("%s", placement.explain())
     return built
 
@@ -361,15 +335,10 @@ class _Checkpoint:
             return self.slots.get(name).detach()
         return read_whole(self._weights, self._sources[name])
 
-    def move_buffers(self, placed: PlacedBlock) -> None:
-        """Puts the buffers of a block on the device where it computes, with their values from the files if these have them."""
-        names = {id(buffer): name for name, buffer in self._model.named_buffers()}
-        for module, key in block_buffers(self._model, placed):
-            buffer = getattr(module, key)
-            name = names[id(buffer)]
-            if name in self._sources:
-                buffer = self._value(name).to(self.dtype_of(name), copy=True)
-            setattr(module, key, buffer.to(placed.device))
+    def buffers(self, placed: PlacedBlock) -> dict[str, Tensor]:
+        """Returns those buffers of a block that the files have."""
+        names = {name for name, _, _ in block_buffers(self._model, placed)}
+        return {name: self._value(name).to(self.dtype_of(name), copy=True) for name in names & self._sources.keys()}
 
 
 def _names(mismatch: Mismatch) -> list[str]:

@@ -10,7 +10,6 @@ from pathlib import Path
 import torch
 
 from paceline.base.errors import PlanError, Problem
-from paceline.checkpoint.weights.export import parse_size
 from paceline.inference.workload import Rates
 
 # The rest is for what nobody plans: fragments, libraries, the script's own objects.
@@ -19,15 +18,20 @@ _USABLE = 0.9
 _SAMPLE = 64 << 20
 
 
-def available_memory() -> dict[str, int]:
-    """Bytes that are free now on each accelerator, and on the host ("cpu"); a tenth of each is left over."""
+def free_memory() -> dict[str, int]:
+    """Returns the bytes that are free now on each accelerator, and last those on the host ("cpu")."""
     memory = {}
     if torch.accelerator.is_available():
         kind = torch.accelerator.current_accelerator()
         for index in range(torch.accelerator.device_count()):
-            memory[f"{kind}:{index}"] = int(_USABLE * torch.accelerator.get_memory_info(index)[0])
-    memory["cpu"] = int(_USABLE * _free_on_host(Path("/sys/fs/cgroup")))
+            memory[f"{kind}:{index}"] = torch.accelerator.get_memory_info(index)[0]
+    memory["cpu"] = _free_on_host(Path("/sys/fs/cgroup"))
     return memory
+
+
+def available_memory() -> dict[str, int]:
+    """Returns nine tenths of the free bytes of each accelerator, and of the host ("cpu")."""
+    return {device: int(_USABLE * nbytes) for device, nbytes in free_memory().items()}
 
 
 def _free_on_host(group: Path) -> int:
@@ -63,6 +67,9 @@ def parse_memory(memory: Mapping[str | int, int | str]) -> dict[str, int]:
         PlanError: `placement-device`.
         CheckpointError: `checkpoint-size`.
     """
+    # Imported here because it takes half a second, and whoever asks for free bytes alone does not need it.
+    from paceline.checkpoint.weights.export import parse_size
+
     sizes = {}
     problems = []
     for name, size in memory.items():
@@ -103,7 +110,7 @@ def parse_device(name: str | int | torch.device) -> tuple[str, list[Problem]]:
 
 def missing_devices(devices: tuple[str, ...]) -> list[Problem]:
     """Problems for those accelerators that this machine does not have."""
-    there = [name for name in available_memory() if name != "cpu"]
+    there = [name for name in free_memory() if name != "cpu"]
     problems = []
     for device in devices:
         if device not in ("cpu", "disk", "meta", *there):

@@ -1,17 +1,52 @@
-"""`place` puts a model that is built already where a placement says, with its own weights or those of a mapping."""
+"""`empty_weights` builds a model without weights; `place` puts one where a placement says, with its own weights or others."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from paceline.base.errors import PlanError, Problem
 from paceline.inference.execution import PlacedModel
 from paceline.inference.memory import missing_devices
 from paceline.inference.placement import PlacedBlock, Placement
 from paceline.inference.workload import readable
+
+
+@contextmanager
+def built_on(device: torch.device) -> Iterator[None]:
+    """Puts the parameters of models that are built inside it on a device. Buffers stay where the model makes them."""
+    thread = threading.get_ident()
+
+    def on_device(module: nn.Module, name: str, parameter: nn.Parameter | None) -> Any:
+        # torch calls the hook for the modules of all threads, and another thread may build an ordinary model meanwhile.
+        if parameter is None or parameter.device == device or threading.get_ident() != thread:
+            return parameter
+        moved = type(parameter)(parameter.detach().to(device), requires_grad=parameter.requires_grad)
+        # Marks that a library has set on the parameter, for example how it is divided or initialized.
+        moved.__dict__.update(parameter.__dict__)
+        return moved
+
+    hook = register_module_parameter_registration_hook(on_device)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def empty_weights() -> Iterator[None]:
+    """Makes models that are built inside it have parameters without values, on the meta device.
+
+    Buffers are real, since files do not contain all of them.
+    """
+    with built_on(torch.device("meta")):
+        yield
 
 
 class ParameterSlots:
@@ -71,14 +106,42 @@ def place(model: nn.Module, placement: Placement, weights: Mapping[str, Tensor] 
         problems += _missing_values(placed, slots, weights)
     if problems:
         raise PlanError.of(problems)
-    for placed in placement.blocks:
+
+    def values(placed: PlacedBlock) -> dict[str, Tensor]:
+        parameters = {}
         for name in placed.block.parameters:
             value = weights[name] if name in weights else slots.get(name).detach()
-            if placed.home != "disk":
-                value = value.to(placed.home)
-            slots.put(name, value, frozen=not placement.ordinary)
-        for module, key in block_buffers(model, placed):
-            setattr(module, key, getattr(module, key).to(placed.device))
+            parameters[name] = value if placed.home == "disk" else value.to(placed.home)
+        return parameters
+
+    return put_blocks(model, placement, slots, values)
+
+
+def put_blocks(
+    model: nn.Module,
+    placement: Placement,
+    slots: ParameterSlots,
+    values: Callable[[PlacedBlock], Mapping[str, Tensor]],
+) -> PlacedModel:
+    """Gives a model its parameters and buffers, block by block, and the hooks that run it.
+
+    Args:
+        model: is changed.
+        placement: of this model.
+        slots: of this model.
+        values: returns the parameters of a block, where they wait, and those of its buffers that do not keep their values.
+            It is called when the blocks before have their values: no more than one block is on its way to its device.
+    """
+    for placed in placement.blocks:
+        new = values(placed)
+        for name in placed.block.parameters:
+            slots.put(name, new[name], frozen=not placement.ordinary)
+        # A buffer that several modules share has its first name, and stays one.
+        moved: dict[str, Tensor] = {}
+        for name, module, key in block_buffers(model, placed):
+            if name not in moved:
+                moved[name] = new.get(name, getattr(module, key)).to(placed.device)
+            setattr(module, key, moved[name])
     return PlacedModel(model, placement)
 
 
@@ -107,15 +170,17 @@ def check_placement(model: nn.Module, placement: Placement) -> None:
         raise PlanError.of(problems)
 
 
-def block_buffers(model: nn.Module, placed: PlacedBlock) -> list[tuple[nn.Module, str]]:
-    """Returns the buffers of a block: for each one its module, and its name there."""
+def block_buffers(model: nn.Module, placed: PlacedBlock) -> list[tuple[str, nn.Module, str]]:
+    """Returns the buffers of a block: for each one its first name in the model, its module, and its name there."""
+    first_names = {id(buffer): name for name, buffer in model.named_buffers()}
     buffers = []
     for name in placed.block.modules:
         top = model.get_submodule(name)
         # If `own` is true, the modules below `top` are blocks of their own.
         modules = [top] if placed.block.own else top.modules()
         for module in modules:
-            buffers += [(module, key) for key, _ in module.named_buffers(recurse=False)]
+            for key, buffer in module.named_buffers(recurse=False):
+                buffers.append((first_names[id(buffer)], module, key))
     return buffers
 
 

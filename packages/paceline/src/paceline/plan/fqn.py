@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 
 def parent(name: str) -> str:
@@ -30,6 +30,15 @@ def within(name: str, module: str) -> bool:
 def within_some(name: str, modules: Iterable[str]) -> bool:
     """Returns whether a FQN is that of one of these modules, or of something inside one."""
     return any(within(name, module) for module in modules)
+
+
+def nearest(name: str, modules: Container[str]) -> str | None:
+    """Returns the longest of these FQNs of modules that a FQN is within; None if it is within none of them."""
+    while name not in modules:
+        if not name:
+            return None
+        name = parent(name)
+    return name
 
 
 def listed(names: Iterable[str], count: int = 3) -> str:

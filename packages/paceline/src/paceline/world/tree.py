@@ -85,6 +85,17 @@ def structure(tree: Tree) -> str:
     return _text(tree, structure)
 
 
+def all_on(tree: Tree, device: torch.device) -> bool:
+    """Returns whether `to_device` would change nothing: all tensors are there, and no other leaf has a `to` of its own."""
+    for leaf in leaves(tree):
+        if isinstance(leaf, Tensor):
+            if leaf.device != device:
+                return False
+        elif callable(getattr(leaf, "to", None)):
+            return False
+    return True
+
+
 def to_device(tree: Tree, device: torch.device | str, non_blocking: bool = False) -> Tree:
     """Returns a copy of `tree` with every tensor on `device`; a tensor that is there already is not copied.
 
