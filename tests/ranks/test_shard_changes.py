@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -344,11 +345,62 @@ def test_refused_under_shard():
     assert run_ranks(work, 2) == [[*of_methods, *of_changes]] * 2
 
 
-def test_a_pruned_layer_is_refused_under_tp():
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+TOOLS = (
+    lambda layer: prune.identity(layer, "weight"),
+    lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    lambda layer: prune.ln_structured(layer, "weight", 0.5, n=2, dim=0),
+    lambda layer: prune.random_structured(layer, "weight", 0.5, dim=0),
+    lambda layer: prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, amount=3),
+    lambda layer: prune.custom_from_mask(layer, "weight", torch.ones(4, 4)),
+    nn.utils.spectral_norm,
+    nn.utils.weight_norm,
+    nn.utils.parametrizations.spectral_norm,
+    nn.utils.parametrizations.weight_norm,
+    nn.utils.parametrizations.orthogonal,
+    lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", Twice()),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("plan", [PLAN, {"tp": 2}])
+def test_torchs_tools_refuse_divided_parameters(plan):
     def work():
-        options = {"tensor": {"plan": {"body": "colwise_gather"}}}
-        model, _ = prepared(Accelerator(cpu=True, plan={"tp": 2}, options=options))
-        prune.identity(model.body, "weight")
+        options = {"tensor": {"plan": {"body": "colwise_gather"}}} if "tp" in plan else {}
+        accelerator = Accelerator(cpu=True, plan=plan, options=options)
+        model, _ = prepared(accelerator)
+        codes = {code_of(partial(tool, model.body)) for tool in TOOLS}
+        loss = model(torch.ones(2, 4)).sum()
+        # Now `shard` has whole parameters in the model.
+        codes |= {code_of(partial(tool, model.body)) for tool in TOOLS}
+        accelerator.backward(loss)
+        names = list(accelerator.get_state_dict(model))
+        accelerator.clear()
+        # Layers of before `prepare`, and those of a model that is not divided.
+        model = Net()
+        nn.utils.parametrizations.weight_norm(model.head)
+        prune.l1_unstructured(model.head.parametrizations.weight, "original0", 0.5)
+        accelerator.prepare(model)(torch.ones(2, 4))
+        for tool in TOOLS:
+            tool(nn.Linear(4, 4))
+        return codes, names
+
+    assert run_ranks(work, 2) == [({"shard-changed"}, list(Net().state_dict()))] * 2
+
+
+def test_a_tensor_in_the_place_of_a_whole_parameter_is_refused():
+    def work():
+        accelerator = Accelerator(cpu=True, plan=PLAN)
+        model, _ = prepared(accelerator)
+        loss = model(torch.ones(2, 4)).sum()
+        del model.head.weight
+        model.head.weight = torch.zeros(4, 4)
+        accelerator.backward(loss)  # FSDP2 puts its shard into the module again
         return code_of(lambda: model(torch.ones(2, 4)))
 
     assert run_ranks(work, 2) == ["shard-changed"] * 2

@@ -82,6 +82,10 @@ def is_in_place(parameter: FSDPParam) -> bool:
         held = module._parameters.get(name)
         if held is None or (held is not parameter.sharded_param and held is not whole_parameter(parameter)):
             return False
+        # Between the passes a script may put a plain tensor in the place of a whole parameter. FSDP2 puts its shard back into
+        # the table, but what the module reads is the attribute.
+        if name in vars(module):
+            return False
     return True
 
 

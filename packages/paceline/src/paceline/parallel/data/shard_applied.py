@@ -22,7 +22,7 @@ from paceline.parallel.data.shard import (
     resolved_reshard,
 )
 from paceline.parallel.data.wrapping import Wrapping, leaks
-from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
+from paceline.parallel.divided_parameters import refuse_tools, take_whole_states, take_whole_values
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import steps_whole_parameters
 from paceline.parallel.strategy import AppliedStrategy, Context
@@ -91,6 +91,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
         reshard_root = False
     fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
     refuse_copies(model)
+    refuse_tools()
     explain_methods(model)
     if options.prefetch != "auto":
         for at, unit in enumerate(units):
