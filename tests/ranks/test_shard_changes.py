@@ -393,6 +393,41 @@ def test_torchs_tools_refuse_divided_parameters(plan):
     assert run_ranks(work, 2) == [({"shard-changed"}, list(Net().state_dict()))] * 2
 
 
+def converted(accelerator, steps_before: int):
+    """Trains in float32, `steps_before` steps, and then in float64."""
+    torch.manual_seed(0)
+    model = Net().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(steps_before + 2):
+        if step == steps_before:
+            model.double()
+        accelerator.backward(model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("plan", [{"replicate": 2}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 2}, PLAN, {"tp": 2}])
+def test_a_converted_model_trains_on_or_is_refused(plan):
+    def work(plan):
+        options = {"tensor": {"plan": {"body": "colwise_gather"}}} if plan and "tp" in plan else {}
+        accelerator = Accelerator(cpu=True, plan=plan, options=options)
+        states = [converted(accelerator, 0)]
+        codes = [code_of(lambda: states.append(converted(accelerator, 2)))]
+        model, _ = prepared(accelerator)
+        model.body.double()
+        codes.append(code_of(lambda: model(torch.ones(2, 4))) if plan == PLAN else "")
+        return states, codes
+
+    ((expected, _),) = run_ranks(work, 1, args=(None,))
+    codes = ["shard-changed"] * 2 if plan == PLAN else ["none", ""]
+    for states, seen in run_ranks(work, 2, args=(plan,)):
+        assert seen == codes
+        for state, want in zip(states, expected, strict=plan != PLAN):
+            torch.testing.assert_close(state, want)
+
+
 def test_a_tensor_in_the_place_of_a_whole_parameter_is_refused():
     def work():
         accelerator = Accelerator(cpu=True, plan=PLAN)

@@ -89,6 +89,11 @@ def is_in_place(parameter: FSDPParam) -> bool:
     return True
 
 
+def gathered_dtype(parameter: FSDPParam) -> torch.dtype | None:
+    """Returns the dtype that the shard had when FSDP2 made memory for the whole parameter; None if it was never gathered."""
+    return None if whole_parameter(parameter) is None else parameter.orig_dtype
+
+
 def parameter_name(parameter: FSDPParam) -> str:
     """Returns the name of a group parameter in the model."""
     return str(parameter._param_fqn or parameter._module_info.param_name)
