@@ -15,7 +15,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 BatchNormBase = _BatchNorm  # the class of all batch norms, of any number of dims
 InstanceNormBase = _InstanceNorm
@@ -81,6 +83,16 @@ def computes_weight(module: nn.Module) -> bool:
         if ending == "orig" and f"{normed}_u" in module._buffers:
             return True
     return False
+
+
+def iterates(module: nn.Module) -> bool:
+    """Whether each forward pass in training makes a step towards a spectral norm in this module.
+
+    That is so in torch's parametrization of that name, and in a layer that the older function has changed.
+    """
+    return isinstance(module, _SpectralNorm) or any(
+        isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
+    )
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
