@@ -195,6 +195,10 @@ def load(model: nn.Module) -> None:
     model.load_state_dict({name: torch.full(value.shape, 0.2) for name, value in model.state_dict().items()})
 
 
+def load_layer(model: nn.Module) -> None:
+    model.head.load_state_dict({"weight": torch.full((4, 4), 0.2), "bias": torch.zeros(4)})
+
+
 def write_in_forward(model: nn.Module) -> None:
     model.writes = True
 
@@ -211,6 +215,7 @@ FOLLOWED = {
     "rows written between": written_between(write_rows),
     "written after a pass": written_between(write_without_gradients, backward=False),
     "loaded after a pass": written_between(load, backward=False),
+    "a layer loaded after a pass": written_between(load_layer, backward=False),
     "written in forward": written_between(write_in_forward),
 }  # fmt: skip
 

@@ -199,6 +199,12 @@ class WholeParameter(nn.Parameter):
         return self
 
 
+def shard_behind(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the shard for which a whole parameter stands between the passes; any other parameter as it is."""
+    shard = parameter._shard() if isinstance(parameter, WholeParameter) else None
+    return parameter if shard is None else shard
+
+
 def _stand_for_shard(parameter: FSDPParam, group: FSDPParamGroup) -> None:
     """Makes the whole parameter of a group parameter a `WholeParameter`."""
     whole = parameter._unsharded_param
