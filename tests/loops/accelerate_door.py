@@ -3,8 +3,8 @@
 A loss is the mean over a micro-batch of all processes, divided by the planned number of micro-batches of a window. All calls of
 `accumulate` are counted together; a window ends when the count says so, or at the last batch of the loader that began last.
 `step`, `scheduler.step` and `zero_grad` of an optimizer do nothing before its last micro-batch. `AcceleratePlain` computes that
-on one process. A short batch is completed with samples of the beginning, so batches are made full. What accelerate has not is
-written as its guides say: clipping waits for `sync_gradients`, items are counted by `gather`, and a save is at the end of an epoch.
+on one process. A short batch is completed with samples of the beginning, so batches are made full. What accelerate has not
+is written as its guides say: clipping waits for `sync_gradients`, items are counted by `gather`, a save ends an epoch.
 """
 
 from __future__ import annotations
