@@ -23,15 +23,26 @@ PLANS = {
     "shard": "`shard`",
     "tp": "`tp`",
     "recompute": "`recompute`",
+    "pp": "`pp`",
     "bf16": "bf16",
+    "shard, bf16": "`shard`, bf16",
+    "fp16": "fp16",
 }
-# A column that only some kinds have.
-OF_KINDS = {"bf16": ("modules",)}
+# Columns that only modules have.
+OF_MODULES = ("pp", "bf16", "shard, bf16", "fp16")
+SEQUENCES = {"cp": "`cp`"}
 WIDTHS = {"1": "1 process", "2": "2", "3": "3"}
-# Each page, the columns of its tables, and the kinds of things in them.
-PAGES = {
-    "torch-layers.md": (PLANS, ("modules", "optimizers", "schedulers", "averages")),
-    "torch-data.md": (WIDTHS, ("samplers", "options", "datasets")),
+OF_ALL = {key: text for key, text in PLANS.items() if key not in OF_MODULES}
+# Each page, and its tables: the mark where one stands, the kind of things in it, and its columns.
+PAGES: dict[str, list[tuple[str, str, dict[str, str]]]] = {
+    "torch-layers.md": [
+        ("modules", "modules", PLANS),
+        ("sequences", "modules", SEQUENCES),
+        ("optimizers", "optimizers", OF_ALL),
+        ("schedulers", "schedulers", OF_ALL),
+        ("averages", "averages", OF_ALL),
+    ],
+    "torch-data.md": [(kind, kind, WIDTHS) for kind in ("samplers", "options", "datasets")],
 }
 
 
@@ -55,29 +66,26 @@ def table(outcomes: dict[str, dict[str, str]], columns: dict[str, str]) -> str:
     return text
 
 
-def columns_of(kind: str, columns: dict[str, str]) -> dict[str, str]:
-    """The columns without those that this kind of things does not have."""
-    return {key: text for key, text in columns.items() if kind in OF_KINDS.get(key, (kind,))}
-
-
-def written(page: str, columns: dict[str, str], kinds: tuple[str, ...]) -> str:
+def written(page: str, tables: list[tuple[str, str, dict[str, str]]]) -> str:
     """A page with the tables of today."""
     outcomes = json.loads(OUTCOMES.read_text(encoding="utf-8"))
-    for kind in kinds:
-        begin, end = f"<!-- {kind}: begin -->", f"<!-- {kind}: end -->"
+    for mark, kind, columns in tables:
+        begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
         before, rest = page.split(begin)
         _, after = rest.split(end)
-        page = f"{before}{begin}\n\n{table(outcomes[kind], columns_of(kind, columns))}\n\n{end}{after}"
+        # What was tried under none of these plans does not belong into the table.
+        tried = {name: by_column for name, by_column in outcomes[kind].items() if by_column.keys() & columns.keys()}
+        page = f"{before}{begin}\n\n{table(tried, columns)}\n\n{end}{after}"
     return page
 
 
 def main() -> int:
     """Writes or checks the pages."""
     differ = False
-    for name, (columns, kinds) in PAGES.items():
+    for name, tables in PAGES.items():
         path = CONCEPTS / name
         page = path.read_text(encoding="utf-8")
-        new = written(page, columns, kinds)
+        new = written(page, tables)
         differ |= new != page
         if "--check" not in sys.argv:
             path.write_text(new, encoding="utf-8")

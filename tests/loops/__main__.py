@@ -73,7 +73,7 @@ def run_chunk(
         programs = [program for program in programs if uses(program, kind)]
     if door:
         programs = [program for program in map(adapted, programs) if program is not None]
-    wants = references(programs)
+    wants = references(programs, door)
     valid = [program for program, want in zip(programs, wants, strict=True) if want is not None]
     if door:
         cases = [case for program in valid for case in accelerate_cases_of(program, widths)]

@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 from loops import accelerate_door
 from loops.compare import LOW_PRECISION_TOLERANCE, NUMBERS, TOLERANCE, Outcome, outcome
+from loops.plain import plain
 from loops.programs import Backward, Program, Read, statements
 from loops.ranks import Job, Results, run_jobs
 from loops.script import script
@@ -100,18 +101,23 @@ def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iter
 
 
 def accelerate_cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4)) -> list[Case]:
-    """The cases of a program that `accelerate_door.adapted` has made."""
-    return [
-        Case(program, world, plan, door="accelerate")
+    """The cases of a program that `accelerate_door.adapted` has made. Its checkpoints go on under the same plan."""
+    cases = [
+        Case(program, world, plan, (world, plan), "accelerate")
         for world in worlds
         for plan in PLANS[world]
         if plan in accelerate_door.PLANS
     ]
+    # Each rank has statistics of its own.
+    if any(model.body == "BatchNorm" for model in program.models):
+        cases = [case for case in cases if case.world == 1]
+    return cases
 
 
-def references(programs: Sequence[Program]) -> list[dict[str, Any] | None]:
-    """What plain PyTorch does; None for a program that is wrong there, too."""
-    got = run_jobs([Job(program=program) for program in programs], 1)
+def references(programs: Sequence[Program], door: str = "") -> list[dict[str, Any] | None]:
+    """What plain PyTorch does, as `door` defines it; None for a program that is wrong there, too."""
+    reference = accelerate_door.accelerate_plain if door else plain
+    got = run_jobs([Job(program=program, reference=reference) for program in programs], 1)
     return [each[0] if each[0] is not None and _is_valid(each[0]) else None for each in got]
 
 
@@ -132,10 +138,14 @@ def check(cases: Sequence[Case], known: Mapping[Program, Any] | None = None) -> 
         known: references that were computed before.
     """
     wants = dict(known or {})
-    missing = [program for program in dict.fromkeys(case.program for case in cases) if program not in wants]
-    wants |= dict(zip(missing, references(missing), strict=True))
-    low = [program for program in wants if program.precision != "no" and wants[program] is not None]
-    wants |= _in_low_precision(low)
+    doors = {case.program: case.door for case in cases}
+    for door in set(doors.values()):
+        missing = [program for program, own in doors.items() if own == door and program not in wants]
+        wants |= dict(zip(missing, references(missing, door), strict=True))
+        low = [
+            program for program, own in doors.items() if own == door and program.precision != "no" and wants[program]
+        ]
+        wants |= _in_low_precision(low, door)
     with tempfile.TemporaryDirectory(prefix="loops-", dir=temporary_folder()) as folder:
         results = _results([case for case in cases if wants[case.program] is not None], wants, Path(folder))
     outcomes: list[Outcome | None] = []
@@ -146,9 +156,10 @@ def check(cases: Sequence[Case], known: Mapping[Program, Any] | None = None) -> 
     return outcomes
 
 
-def _in_low_precision(programs: Sequence[Program]) -> dict[Program, Any]:
+def _in_low_precision(programs: Sequence[Program], door: str) -> dict[Program, Any]:
     """bf16 and fp16 are compared with one process of ours: each operation rounds, and plain loops choose where."""
-    jobs = [Job(script(program, {})) for program in programs]
+    written = accelerate_door.accelerate_script if door else script
+    jobs = [Job(written(program, {})) for program in programs]
     wants = {}
     for program, got in zip(programs, run_jobs(jobs, 1), strict=True):
         # One that ends with an error there is judged by its errors.
@@ -163,10 +174,8 @@ def _results(cases: Sequence[Case], wants: Mapping[Program, Any], folder: Path) 
     saved = [case for case in cases if wants[case.program].get("saved_in") is not None]
     for number, case in enumerate(cases):
         phase = "save" if case in saved else ""
-        if case.door:
-            text = accelerate_door.accelerate_script(case.program, case.settings)
-        else:
-            text = script(case.program, case.settings, phase, str(folder / str(number)))
+        written = accelerate_door.accelerate_script if case.door else script
+        text = written(case.program, case.settings, phase, str(folder / str(number)))
         jobs.setdefault(case.world, []).append((case, Job(text, states=not phase and _has_all_states(case.plan))))
     for world, own in jobs.items():
         results |= zip([case for case, _ in own], run_jobs([job for _, job in own], world), strict=True)
@@ -175,7 +184,8 @@ def _results(cases: Sequence[Case], wants: Mapping[Program, Any], folder: Path) 
         if case in saved and all(got is not None and "error" not in got for got in results[case]):
             world, plan = case.then
             epoch = wants[case.program]["saved_in"]
-            text = script(case.program, dict(PLANS[world][plan]), "resume", str(folder / str(number)), epoch)
+            written = accelerate_door.accelerate_script if case.door else script
+            text = written(case.program, dict(PLANS[world][plan]), "resume", str(folder / str(number)), epoch)
             later.setdefault(world, []).append((case, Job(text, states=_has_all_states(plan))))
     for world, own in later.items():
         for (case, _), got in zip(own, run_jobs([job for _, job in own], world), strict=True):

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -92,18 +92,29 @@ class _Next(Exception):
 
 def plain(program: Program) -> dict[str, Any]:
     """Runs a program; see the module. Returns what `compare` compares, and "saved_in": the epoch of the save, or None."""
+
+    def run() -> dict[str, Any]:
+        counts: Counts = defaultdict(float)
+        Interpreter(program, counts, counting=True).run()
+        return Interpreter(program, counts, counting=False).run()
+
+    return running(run)
+
+
+def running(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Calls a function that runs a program, without its warnings; the default dtype is the caller's afterwards."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dtype = torch.get_default_dtype()
         try:
-            counts: Counts = defaultdict(float)
-            _Interpreter(program, counts, counting=True).run()
-            return _Interpreter(program, counts, counting=False).run()
+            return run()
         finally:
             torch.set_default_dtype(dtype)
 
 
-class _Interpreter:
+class Interpreter:
+    """Runs a program statement by statement; see the module."""
+
     def __init__(self, program: Program, counts: Counts, counting: bool) -> None:
         self.program, self.counts, self.counting = program, counts, counting
         names: dict[str, Any] = {}
@@ -133,7 +144,10 @@ class _Interpreter:
         self.not_saved: dict[nn.Parameter, bool] = {}  # those of the moment of the save; whether the gradient is zero
         for model in self.models:
             for parameter in model.parameters():
-                parameter.register_post_accumulate_grad_hook(self.reached.add)
+                # torch takes hooks of parameters only that are trained, and this one may be so later.
+                is_trained = parameter.requires_grad
+                parameter.requires_grad_(True).register_post_accumulate_grad_hook(self.reached.add)
+                parameter.requires_grad_(is_trained)
 
     def _forwards(self) -> list[Forward]:
         return [statement for statement in statements(self.program.body) if isinstance(statement, Forward)]
@@ -217,12 +231,8 @@ class _Interpreter:
                 gradients = [p.grad for p in self.models[model].parameters() if p.grad is not None]
                 self.notes["gradients"].append(sum(float(gradient.abs().sum()) for gradient in gradients))
             case Step(optimizer):
-                if self.program.window > 1 and self.window is None:
-                    raise Unclear("a step outside of `accumulate`")
                 if self.sync:
-                    self._use(p for group in self.optimizers[optimizer].param_groups for p in group["params"])
-                    self.optimizers[optimizer].step()
-                    self.stale.update(p for group in self.optimizers[optimizer].param_groups for p in group["params"])
+                    self._step(optimizer)
             case SchedulerStep(scheduler):
                 if self.sync:
                     self.schedulers[scheduler].step()
@@ -240,6 +250,14 @@ class _Interpreter:
                 self._evaluate(model, [self.batches[loader]])
             case _:
                 raise AssertionError(statement)
+
+    def _step(self, optimizer: int) -> None:
+        if self.program.window > 1 and self.window is None:
+            raise Unclear("a step outside of `accumulate`")
+        parameters = [p for group in self.optimizers[optimizer].param_groups for p in group["params"]]
+        self._use(parameters)
+        self.optimizers[optimizer].step()
+        self.stale.update(parameters)
 
     # -- loaders -----------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,11 +47,13 @@ class Job:
     """One script; or a program, which then runs in plain PyTorch.
 
     Attributes:
+        reference: runs the program.
         states: whether optimizer states can be compared by the places of their parameters.
     """
 
     text: str = ""
     program: Program | None = None
+    reference: Callable[[Program], dict[str, Any]] = plain
     states: bool = True
 
 
@@ -112,7 +114,7 @@ def _work(jobs: Sequence[Job], folder: str, board: _Board, limit_s: float) -> No
             watch = threading.Timer(limit_s, _give_up)
             watch.daemon = True
             watch.start()
-            result = run_plain(job.program) if job.program is not None else run_script(job)
+            result = run_plain(job.program, job.reference) if job.program is not None else run_script(job)
             pickle.dump(result, file)
             file.flush()
             # A refusal before the loop came before the first collective, and one process waits for nobody.
@@ -143,10 +145,10 @@ def _wait_for_all(board: _Board, number: int, limit_s: float) -> bool:
         time.sleep(0.0005)
 
 
-def run_plain(program: Program) -> dict[str, Any]:
+def run_plain(program: Program, reference: Callable[[Program], dict[str, Any]]) -> dict[str, Any]:
     """The reference; or the error of a program that is wrong in plain PyTorch, too."""
     try:
-        return plain(program)
+        return reference(program)
     except Exception as error:
         return _error(error)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from functools import partial
 
 import pytest
 import torch
@@ -194,6 +195,10 @@ def load(model: nn.Module) -> None:
     model.load_state_dict({name: torch.full(value.shape, 0.2) for name, value in model.state_dict().items()})
 
 
+def load_layer(model: nn.Module) -> None:
+    model.head.load_state_dict({"weight": torch.full((4, 4), 0.2), "bias": torch.zeros(4)})
+
+
 def write_in_forward(model: nn.Module) -> None:
     model.writes = True
 
@@ -210,6 +215,7 @@ FOLLOWED = {
     "rows written between": written_between(write_rows),
     "written after a pass": written_between(write_without_gradients, backward=False),
     "loaded after a pass": written_between(load, backward=False),
+    "a layer loaded after a pass": written_between(load_layer, backward=False),
     "written in forward": written_between(write_in_forward),
 }  # fmt: skip
 
@@ -344,11 +350,97 @@ def test_refused_under_shard():
     assert run_ranks(work, 2) == [[*of_methods, *of_changes]] * 2
 
 
-def test_a_pruned_layer_is_refused_under_tp():
+class Twice(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+TOOLS = (
+    lambda layer: prune.identity(layer, "weight"),
+    lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    lambda layer: prune.random_unstructured(layer, "weight", 0.5),
+    lambda layer: prune.ln_structured(layer, "weight", 0.5, n=2, dim=0),
+    lambda layer: prune.random_structured(layer, "weight", 0.5, dim=0),
+    lambda layer: prune.global_unstructured([(layer, "weight")], prune.L1Unstructured, amount=3),
+    lambda layer: prune.custom_from_mask(layer, "weight", torch.ones(4, 4)),
+    nn.utils.spectral_norm,
+    nn.utils.weight_norm,
+    nn.utils.parametrizations.spectral_norm,
+    nn.utils.parametrizations.weight_norm,
+    nn.utils.parametrizations.orthogonal,
+    lambda layer: nn.utils.parametrize.register_parametrization(layer, "weight", Twice()),
+)
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+@pytest.mark.parametrize("plan", [PLAN, {"tp": 2}])
+def test_torchs_tools_refuse_divided_parameters(plan):
     def work():
-        options = {"tensor": {"plan": {"body": "colwise_gather"}}}
-        model, _ = prepared(Accelerator(cpu=True, plan={"tp": 2}, options=options))
-        prune.identity(model.body, "weight")
+        options = {"tensor": {"plan": {"body": "colwise_gather"}}} if "tp" in plan else {}
+        accelerator = Accelerator(cpu=True, plan=plan, options=options)
+        model, _ = prepared(accelerator)
+        codes = {code_of(partial(tool, model.body)) for tool in TOOLS}
+        loss = model(torch.ones(2, 4)).sum()
+        # Now `shard` has whole parameters in the model.
+        codes |= {code_of(partial(tool, model.body)) for tool in TOOLS}
+        accelerator.backward(loss)
+        names = list(accelerator.get_state_dict(model))
+        accelerator.clear()
+        # Layers of before `prepare`, and those of a model that is not divided.
+        model = Net()
+        nn.utils.parametrizations.weight_norm(model.head)
+        prune.l1_unstructured(model.head.parametrizations.weight, "original0", 0.5)
+        accelerator.prepare(model)(torch.ones(2, 4))
+        for tool in TOOLS:
+            tool(nn.Linear(4, 4))
+        return codes, names
+
+    assert run_ranks(work, 2) == [({"shard-changed"}, list(Net().state_dict()))] * 2
+
+
+def converted(accelerator, steps_before: int):
+    """Trains in float32, `steps_before` steps, and then in float64."""
+    torch.manual_seed(0)
+    model = Net().float()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    for step in range(steps_before + 2):
+        if step == steps_before:
+            model.double()
+        accelerator.backward(model(torch.ones(2, 4, dtype=next(model.parameters()).dtype)).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.clone() for name, value in accelerator.get_state_dict(model).items()}
+
+
+@pytest.mark.parametrize("plan", [{"replicate": 2}, {"shard": 2, "zero": 1}, {"shard": 2, "zero": 2}, PLAN, {"tp": 2}])
+def test_a_converted_model_trains_on_or_is_refused(plan):
+    def work(plan):
+        options = {"tensor": {"plan": {"body": "colwise_gather"}}} if plan and "tp" in plan else {}
+        accelerator = Accelerator(cpu=True, plan=plan, options=options)
+        states = [converted(accelerator, 0)]
+        codes = [code_of(lambda: states.append(converted(accelerator, 2)))]
+        model, _ = prepared(accelerator)
+        model.body.double()
+        codes.append(code_of(lambda: model(torch.ones(2, 4))) if plan == PLAN else "")
+        return states, codes
+
+    ((expected, _),) = run_ranks(work, 1, args=(None,))
+    codes = ["shard-changed"] * 2 if plan == PLAN else ["none", ""]
+    for states, seen in run_ranks(work, 2, args=(plan,)):
+        assert seen == codes
+        for state, want in zip(states, expected, strict=plan != PLAN):
+            torch.testing.assert_close(state, want)
+
+
+def test_a_tensor_in_the_place_of_a_whole_parameter_is_refused():
+    def work():
+        accelerator = Accelerator(cpu=True, plan=PLAN)
+        model, _ = prepared(accelerator)
+        loss = model(torch.ones(2, 4)).sum()
+        del model.head.weight
+        model.head.weight = torch.zeros(4, 4)
+        accelerator.backward(loss)  # FSDP2 puts its shard into the module again
         return code_of(lambda: model(torch.ones(2, 4)))
 
     assert run_ranks(work, 2) == ["shard-changed"] * 2

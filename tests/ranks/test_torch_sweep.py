@@ -28,6 +28,8 @@ ALWAYS = {
     ("LazyBatchNorm1d()", "recompute", 1),
     ("BatchNorm1d(2, momentum=None)", "recompute", 2),
     ("Embedding(max_norm)", "tp", 2),
+    ("utils.spectral_norm", "shard, bf16", 2),
+    ("parametrizations.spectral_norm", "shard, bf16", 2),
     ("SyncBatchNorm(2)", "tp", 2),
     ("Adam(closure)", "zero 1", 2),
     ("Adam(closure)", "zero 2", 2),
@@ -83,7 +85,7 @@ def of_today(everything, number):
 
 @pytest.mark.parametrize("width", DRAWN)
 def test_the_outcomes_are_those_of_the_table(width) -> None:
-    cases = [(case, plan) for kind, of_kind in KINDS.items() for case in of_kind for plan in plans_of(kind, width)]
+    cases = [(case, plan) for kind, of_kind in KINDS.items() for case in of_kind for plan in plans_of(kind, width, case)]
     expected = {}
     for outcomes in known().values():
         expected |= {(name, plan): seen for name, by_plan in outcomes.items() for plan, seen in by_plan.items()}

@@ -61,7 +61,8 @@ def case(
         return Around((plain or build)(), shape, call)
 
     styles = {"first": "rowwise_split", **({"module": divided} if divided else {})}
-    return Case(name, model, partial(torch.optim.SGD, lr=0.05), plain_model=plain_model, divided=styles)
+    sgd = partial(torch.optim.SGD, lr=0.05)
+    return Case(name, model, sgd, plain_model=plain_model, sequences=shape == (3, 4), divided=styles)
 
 
 class RightBag(nn.EmbeddingBag):

@@ -38,8 +38,9 @@ def run_all() -> dict[str, dict[str, dict[str, str]]]:
         for width in WIDTHS:
             for plan in plans_of(kind, width):
                 print(f"{kind}, {plan}, width {width}", file=sys.stderr, flush=True)
-                for begin in range(0, len(cases), AT_ONCE):
-                    part = [(case, plan) for case in cases[begin : begin + AT_ONCE]]
+                tried = [case for case in cases if plan in plans_of(kind, width, case)]
+                for begin in range(0, len(tried), AT_ONCE):
+                    part = [(case, plan) for case in tried[begin : begin + AT_ONCE]]
                     for (name, _), seen in sweep(part, width, timeout_s=900).items():
                         before = outcomes[kind][name].get(plan)
                         both = [seen] if before is None else [*before.split(" / "), seen]

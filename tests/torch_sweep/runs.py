@@ -5,6 +5,7 @@ exact           the losses, weights, buffers and evaluation of one plain process
 synchronised    the same, by messages of layers that see a batch, which the plan names
 named           other numbers, and the plan says so in one line
 refused CODE    a coded error
+runs            in half precision under `shard`, where torch's autocast refuses it
 as torch        the error that one plain process raises, too
 WRONG, RAW      anything else: other numbers without a word, replicas that differ, an error without a code
 """
@@ -32,6 +33,8 @@ ROWS, BATCH, FEATURES, WORDS, EPOCHS = 12, 6, 12, 12, 2
 TOLERANCE = 1e-10
 # Products are rounded to 8 bits, and on several processes gradients are rounded before they are added up.
 LOW_PRECISION_TOLERANCE = 0.05
+# No gradient overflows with it. After one that does, the cases that follow under the same `Accelerator` would have another.
+SCALE = 256.0
 
 
 class Twins(nn.Module):
@@ -46,6 +49,59 @@ class Twins(nn.Module):
         return first(x, words) + second(x, words)
 
 
+class Stages(nn.Module):
+    """Two models of one class, one after the other: the second gets what the first has changed. A pipeline has a stage each."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Residual(build()), Residual(build())])
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x, words)
+        return x.mean(1)
+
+
+class Residual(nn.Module):
+    """Adds what a model gives for a row, which may be large, to each feature of the row."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        return x + torch.tanh(self.model(x, words))[:, None]
+
+
+class Sequences(nn.Module):
+    """Two modules of one class in blocks that get sequences: what `cp` divides. Shape: [rows, positions, channels]."""
+
+    def __init__(self, build: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.first = nn.Linear(FEATURES, 6 * 4)
+        self.blocks = nn.ModuleList([SequenceBlock(build()), SequenceBlock(build())])
+
+    def forward(self, x: Tensor, words: Tensor) -> Tensor:
+        h = self.first(x).reshape(len(x), 6, 4)
+        for block in self.blocks:
+            h = block(h)
+        return h.flatten(1).mean(1)
+
+
+class SequenceBlock(nn.Module):
+    """The module of a case, as the case calls it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.module, self.call = model.module, model.call
+
+    def forward(self, h: Tensor) -> Tensor:
+        output = self.module(h) if self.call is None else self.call(self.module, h, None)
+        if isinstance(output, tuple):
+            output = output[0]
+        return h + output[..., :4]
+
+
 @dataclass(frozen=True)
 class Plan:
     """A plan under which every case is trained.
@@ -54,15 +110,17 @@ class Plan:
         settings: of the plan on `width` processes.
         options: of strategies, for a case.
         widths: the numbers of processes on which it is tried.
-        twins: whether the model is two of the case's.
-        precision: "bf16" for weights in float32 and `torch.autocast`; else everything is in float64.
+        around: makes a model of several of the case's; None for the case's own.
+        fits: whether a case is tried; all of its kinds are if there is none.
+        precision: "bf16" or "fp16" for weights in float32 and `torch.autocast`; else everything is in float64.
         kinds: of the cases that are tried; all of them if there is none.
     """
 
     settings: Callable[[int], dict[str, Any]]
     options: Callable[[Case], dict[str, Any]] = lambda case: {}
     widths: tuple[int, ...] = (2, 3)
-    twins: bool = False
+    around: Callable[[Callable[[], nn.Module]], nn.Module] | None = None
+    fits: Callable[[Case], bool] | None = None
     precision: str = "no"
     kinds: tuple[str, ...] = ()
 
@@ -88,6 +146,7 @@ class Case:
         average: builds an average of the weights from the model, or None.
         updates_statistics: whether `update_bn` runs on the average at the end, which calls it with x alone.
         plain_model: builds the model of the plain process, where torch's own has a fault.
+        sequences: whether its module gets sequences.
         divided: how `tp` divides layers, by patterns of their names.
     """
 
@@ -99,6 +158,7 @@ class Case:
     average: Callable[[nn.Module], nn.Module] | None = None
     updates_statistics: bool = False
     plain_model: Callable[[], nn.Module] | None = None
+    sequences: bool = False
     divided: dict[str, str] = field(default_factory=lambda: {"first": "rowwise_split"})
 
 
@@ -109,16 +169,37 @@ PLANS: dict[str, Plan] = {
     "zero 2": Plan(lambda width: {"shard": width, "zero": 2}),
     "shard": Plan(lambda width: {"shard": width, "zero": 3}),
     "tp": Plan(lambda width: {"tp": width}, lambda case: {"tensor": {"plan": case.divided}}),
-    "recompute": Plan(lambda width: {"replicate": width, "recompute": "blocks"}, widths=(1, 2, 3), twins=True),
+    "recompute": Plan(lambda width: {"replicate": width, "recompute": "blocks"}, widths=(1, 2, 3), around=Twins),
+    "pp": Plan(
+        lambda width: {"pp": width},
+        lambda case: {"pipeline": {"microbatches": 2}},
+        widths=(2,),
+        around=Stages,
+        kinds=("modules",),
+    ),
+    "cp": Plan(
+        lambda width: {"cp": width},
+        widths=(2,),
+        around=Sequences,
+        fits=lambda case: case.sequences,
+        kinds=("modules",),
+    ),
     "bf16": Plan(lambda width: {"replicate": width}, widths=(1, 2), precision="bf16", kinds=("modules",)),
+    "shard, bf16": Plan(lambda width: {"shard": width, "zero": 3}, widths=(2,), precision="bf16", kinds=("modules",)),
+    "fp16": Plan(lambda width: {"replicate": width}, widths=(1, 2), precision="fp16", kinds=("modules",)),
 }
 
 
-def plans_of(kind: str, width: int) -> list[str]:
-    """The names of the plans under which cases of a kind are tried on so many processes."""
-    return [name for name, plan in PLANS.items() if width in plan.widths and (not plan.kinds or kind in plan.kinds)]
+def plans_of(kind: str, width: int, case: Case | None = None) -> list[str]:
+    """The names of the plans under which cases of a kind, or one of them, are tried on so many processes."""
+    names = [name for name, plan in PLANS.items() if width in plan.widths and (not plan.kinds or kind in plan.kinds)]
+    if case is None:
+        return names
+    return [name for name in names if PLANS[name].fits is None or PLANS[name].fits(case)]
 
 
+# Decisions of a plan that say where numbers are not those of one process.
+NAMED = ("random_layers(", "buffers(", "pipeline.batch_layers")
 # Under these, ranks read different samples and hold the same model.
 DATA_PARALLEL = ("replicate", "zero 1", "zero 2", "shard")
 
@@ -129,6 +210,10 @@ def data(dtype: torch.dtype = torch.float64) -> TensorDataset:
     words = torch.randint(0, WORDS, (ROWS, 3), generator=generator)
     y = torch.randn(ROWS, generator=generator, dtype=torch.float64)
     return TensorDataset(x.to(dtype), words, y.to(dtype))
+
+
+def mean_square(output: Tensor, y: Tensor) -> Tensor:
+    return (output - y).square().mean()
 
 
 def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool = False) -> dict[str, Any]:
@@ -144,7 +229,7 @@ def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool 
     build = case.model
     if mended and case.plain_model is not None:
         build = case.plain_model
-    model = Twins(build) if plan.twins else build()
+    model = plan.around(build) if plan.around else build()
     model = model.to(plan.dtype)
     module = model
     average = case.average(model) if case.average else None
@@ -154,7 +239,10 @@ def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool 
     if accelerator is not None:
         model, average, optimizer, loader = accelerator.prepare(model, average, optimizer, loader)
         scheduler = accelerator.prepare(scheduler) if scheduler else None
-    in_plain_bf16 = plan.precision == "bf16" and accelerator is None
+    in_plain_half = plan.precision != "no" and accelerator is None
+    half = torch.float16 if plan.precision == "fp16" else torch.bfloat16
+    scales = plan.precision == "fp16" and accelerator is None
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=scales)
     losses = []
     rates = []
     for _ in range(EPOCHS):
@@ -162,12 +250,14 @@ def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool 
 
             def compute(x: Tensor = x, words: Tensor = words, y: Tensor = y) -> Tensor:
                 optimizer.zero_grad()
-                with torch.autocast("cpu", torch.bfloat16, enabled=in_plain_bf16):
+                if "pp" in plan.settings(2) and accelerator is not None:
+                    return accelerator.forward_backward(model, (x, words, y), mean_square)
+                with torch.autocast("cpu", half, enabled=in_plain_half):
                     output = model(x, words)
                 # Paceline gives outputs in the precision of the weights.
-                loss = (output.to(plan.dtype) - y).square().mean()
+                loss = mean_square(output.to(plan.dtype), y)
                 if accelerator is None:
-                    loss.backward()
+                    scaler.scale(loss).backward()
                 else:
                     accelerator.backward(loss)
                 return loss
@@ -176,7 +266,11 @@ def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool 
                 loss = optimizer.step(compute)
             else:
                 loss = compute()
-                optimizer.step()
+                if accelerator is None:
+                    scaler.step(optimizer)
+                    scaler.update()
+                else:
+                    optimizer.step()
             loss = torch.as_tensor(loss).detach()
             if accelerator is not None and not case.closure:
                 loss = accelerator.reduce(loss, "mean")
@@ -200,7 +294,7 @@ def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool 
     model.eval()
     with torch.no_grad():
         x, words, _ = data(plan.dtype)[:BATCH]
-        with torch.autocast("cpu", torch.bfloat16, enabled=in_plain_bf16):
+        with torch.autocast("cpu", half, enabled=in_plain_half):
             evaluated = whole(model(x, words)).to(plan.dtype)
     return {
         "losses": losses,
@@ -239,7 +333,10 @@ def outcome(case: Case, plan: Plan, want: dict[str, Any] | Exception, accelerato
             return "as torch"
         return f"RAW {type(error).__name__}: {str(error)[:300]}"
     if isinstance(want, Exception):
-        return "runs, and torch refuses it"
+        # Under autocast torch refuses some operations in float32, which `shard` computes in the precision of its weights.
+        return (
+            "runs" if plan.precision == "bf16" and plan.settings(2).get("zero") == 3 else "runs, and torch refuses it"
+        )
     explained = accelerator.plan.explain()
     difference = apart(got, want)
     if accelerator.num_processes == 1:
@@ -249,7 +346,7 @@ def outcome(case: Case, plan: Plan, want: dict[str, Any] | Exception, accelerato
     dist.all_gather_object(everything, {"eval": got["eval"], "state": got["state"]})
     blank = {"losses": [], "rates": []}
     spread = max(apart({**other, **blank}, {**everything[0], **blank}) for other in everything)
-    named = "random_layers(" in explained or "buffers(" in explained
+    named = any(field in explained for field in NAMED)
     if spread > 0 and not ("random_layers(" in explained and spread < plan.tolerance):
         return f"WRONG replicas differ by {spread:.2g}"
     if difference > plan.tolerance:
@@ -281,7 +378,7 @@ def sweep(
     torch.set_num_threads(1)
 
     def key_of(case: Case, name: str) -> tuple[object, ...]:
-        return (case.name, PLANS[name].twins, PLANS[name].precision, name == "tp")
+        return (case.name, PLANS[name].around, PLANS[name].precision, name == "tp")
 
     wanted: dict[tuple[object, ...], Any] = {}
     for case, name in chosen:
@@ -309,6 +406,7 @@ def sweep(
                         plan=plan.settings(width) or None,
                         options=options,
                         mixed_precision=plan.precision,
+                        scaler={"init_scale": SCALE} if plan.precision == "fp16" else None,
                     )
                     draft = accelerator.run.plan
                 outcomes[case.name, name] = outcome(case, plan, wanted[key_of(case, name)], accelerator)

@@ -106,7 +106,7 @@ def test_what_is_left_of_a_stage_is_told():
     assert told["pipeline.split"].value == "layers.0 .. layers.1 | layers.2 .. layers.3 | layers.4 | layers.5"
     assert "6%" in told["pipeline.schedule"].reason  # 1 / (2 x 8 + 1)
     norms = STRATEGY.decide(planned(), model_facts(nn.Sequential(*(nn.BatchNorm1d(3) for _ in range(4)))))
-    assert "pipeline.batch_norm" in {each.field for each in norms}
+    assert "pipeline.batch_layers" in {each.field for each in norms}
 
 
 def test_parameters_around_the_blocks_count_where_they_are_held():

@@ -1,7 +1,9 @@
 """What we rely on of the private side of modules."""
 
+import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from paceline.torch_internals import modules
 
@@ -66,3 +68,20 @@ def test_compiled_modules_are_seen() -> None:
     assert not modules.is_compiled(nn.Sequential(plain))
     assert modules.is_compiled(nn.Sequential(plain, in_place))
     assert modules.is_compiled(nn.Sequential(plain, wrapped))
+
+
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
+def test_layers_whose_weight_is_computed() -> None:
+    utils = nn.utils
+    normed = [utils.weight_norm(nn.Linear(2, 2)), utils.spectral_norm(nn.Linear(2, 2))]
+    parametrized = [
+        utils.parametrizations.spectral_norm(nn.Linear(2, 2)),
+        utils.parametrizations.orthogonal(nn.Linear(2, 2)),
+    ]
+    pruned = nn.Linear(2, 2)
+    prune.identity(pruned, "weight")
+    model = nn.ModuleList([*normed, *parametrized, pruned, nn.BatchNorm1d(2)])
+    parts = dict(model.named_modules())
+    computing = [name for name, part in parts.items() if modules.computes_weight(part)]
+    assert computing == ["0", "1", "2.parametrizations.weight", "3.parametrizations.weight"]
+    assert [name for name, part in parts.items() if modules.iterates(part)] == ["1", "2.parametrizations.weight.0"]

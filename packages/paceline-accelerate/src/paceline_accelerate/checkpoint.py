@@ -22,7 +22,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -303,6 +303,9 @@ class Folder:
         get_logger("accelerate.accelerator").info("Loading states from %s", folder)
         if (folder / "manifest.json").is_file():  # only the native `save_state` writes a manifest
             self._accelerator.states.load(str(folder))
+            if not self._accelerator.use_stateful_dataloader:
+                for loader in self._accelerator.run.prepared.loaders:
+                    _begin_epoch_anew(loader, loader.state_dict())
             return
         models = self._accelerator.preparation.models
         still_to_load = [*self._engines, *models]
@@ -424,9 +427,13 @@ class Folder:
                     continue
                 warn_once("compat", f"{path} holds a position that only accelerate can read: use skip_first_batches.")
             if states is not None and number < len(states):
-                # The epoch begins at its start: from a position within it, a loop that skips nothing would miss batches.
-                # A feed with as many processes as before goes by "batches", and any other one by "samples".
-                loader.load_state_dict({**states[number], "samples": 0, "batches": 0})
+                _begin_epoch_anew(loader, states[number])
+
+
+def _begin_epoch_anew(loader: Any, state: Mapping[str, Any]) -> None:
+    """Sets a loader to the start of the epoch of a state: from within it, a loop that skips nothing would miss batches."""
+    # A feed with as many processes as before goes by "batches", and any other one by "samples".
+    loader.load_state_dict({**state, "samples": 0, "batches": 0})
 
 
 _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")

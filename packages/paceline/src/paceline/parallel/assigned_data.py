@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from paceline.base.errors import TrainError
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import is_sharded
+from paceline.world.sharded import is_sharded, local
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -48,30 +48,38 @@ def refuse_assigned_data(model: nn.Module) -> None:
 class _RefuseAssignedData:
     """Raises an error if `parameter.data = value` was written, outside of the optimizer's methods, since it looked last.
 
-    The value is lost then, but the DTensor, which has no memory of its own, has got the storage object of the value.
+    The value is lost then, but the DTensor, which has no memory of its own, has got the storage object of the value. Where the
+    model was converted, as by `model.double()`, it has got local values of another dtype, too, and nothing is lost.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         # torch gives the same object for as long as somebody has it.
-        self._storages = {parameter: parameter.untyped_storage() for parameter in parameters if is_sharded(parameter)}
+        self._before = {parameter: _held(parameter) for parameter in parameters if is_sharded(parameter)}
 
     def __bool__(self) -> bool:
-        return bool(self._storages)
+        return bool(self._before)
 
     def __call__(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:
             if not is_sharded(parameter):
                 continue
-            storage = parameter.untyped_storage()
-            if self._storages.setdefault(parameter, storage) is storage:
+            before = self._before.get(parameter)
+            if before is not None and parameter.untyped_storage() is before[0]:
                 continue
-            self._storages[parameter] = storage
+            held = self._before[parameter] = _held(parameter)
+            if before is None or held[1] != before[1]:
+                continue
             raise TrainError(
                 "data-assigned",
                 f"`parameter.data = value` was lost, for a parameter of shape {list(parameter.shape)}.",
                 why="the parameter is divided over ranks, as a DTensor, whose values torch does not change in this way",
                 fix="write in place: `parameter.data.copy_(value)`, `parameter.data.clamp_(-1, 1)`",
             )
+
+
+def _held(parameter: Tensor) -> tuple[torch.UntypedStorage, torch.dtype]:
+    """Returns the storage object that a DTensor shows, and the dtype of its values."""
+    return parameter.untyped_storage(), local(parameter).dtype
 
 
 class _CopyAssignedData(TorchFunctionMode):

@@ -2,6 +2,7 @@
 
 part_of, divided         this rank's part of an unsharded tensor; no communication
 whole_parameters         while it is open, parameters are unsharded plain tensors
+refuse_tools             lets torch's pruning and parametrizations refuse divided parameters
 refuse_removed           lets forward passes refuse that a divided parameter was removed
 take_whole_values        lets `load_state_dict` of a model take unsharded tensors; `take_whole_states` does so for an optimizer
 units, groups            the FSDP2 modules of a model, and their parameter groups
@@ -20,6 +21,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import PlanError
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.modules import parameter_table
+from paceline.torch_internals.parametrizations import before_replacing
 from paceline.world.param_groups import parameters_by_number
 from paceline.world.sharded import is_sharded, local, part_like, whole
 
@@ -124,11 +126,28 @@ def refuse_removed(model: nn.Module) -> None:
     model.register_forward_pre_hook(check, prepend=True)
 
 
+def refuse_tools() -> None:
+    """Makes torch's tools, such as pruning, refuse divided parameters: few can compute with one, and FSDP2 would lose others.
+
+    They raise PlanError: `shard-changed`. Whole parameters are no concern of it.
+    """
+    before_replacing(_refuse_divided)
+
+
+def _refuse_divided(parameter: object) -> None:
+    if isinstance(parameter, Tensor) and (is_sharded(parameter) or isinstance(parameter, internals.WholeParameter)):
+        raise _changed(f"a parameter of shape {list(parameter.shape)} cannot be pruned or parametrized.")
+
+
 def _removed(name: str) -> PlanError:
+    return _changed(f"{name} is no longer a parameter of its module.")
+
+
+def _changed(what: str) -> PlanError:
     return PlanError(
         "shard-changed",
-        f"{name} is no longer a parameter of its module.",
-        why="it was pruned or parametrized, which a parameter that is divided over ranks cannot be",
+        what,
+        why="pruning and parametrizing put another parameter in its place, and this one is divided over ranks since `prepare`",
         fix="prune or parametrize the model before `prepare`",
     )
 
@@ -146,7 +165,8 @@ def take_whole_values(model: nn.Module) -> None:
     def convert(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         for name, parameter in parameter_table(module).items():
             if prefix + name in state:
-                state[prefix + name] = divided(state[prefix + name], parameter)
+                # FSDP2 puts the shard in the place of a whole parameter by a hook of its own, which runs after this one.
+                state[prefix + name] = divided(state[prefix + name], internals.shard_behind(parameter))
 
     for module in model.modules():
         if any(is_sharded(parameter) for parameter in parameter_table(module).values()):

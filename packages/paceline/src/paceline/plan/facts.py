@@ -54,6 +54,7 @@ class ModelFacts:
         batch_norms: names of the modules that keep batch statistics of their own.
         batch_layers: name and kind of other modules whose training pass depends on the whole batch, or changes them by it:
             embeddings with `max_norm` or `scale_grad_by_freq`, instance norms with running statistics.
+        spectral_norms: names of the modules in which each forward pass in training makes a step towards a spectral norm.
         random_layers: name and kind of the modules that say of themselves that they draw random numbers in training.
         sparse: whether some gradient is sparse.
         blocks: names of the repeated blocks, in order; see `plan.blocks`.
@@ -77,6 +78,7 @@ class ModelFacts:
     buffers: int = 0
     batch_norms: tuple[str, ...] = ()
     batch_layers: tuple[tuple[str, str], ...] = ()
+    spectral_norms: tuple[str, ...] = ()
     random_layers: tuple[tuple[str, str], ...] = ()
     sparse: bool = False
     blocks: tuple[str, ...] = ()
@@ -100,6 +102,8 @@ class ModelFacts:
 
 def model_facts(model: torch.nn.Module) -> ModelFacts:
     """Reads the facts of a model; changes nothing and computes nothing on its device."""
+    from paceline.torch_internals.modules import iterates
+
     # A tied parameter stands under several names, and counts once, under the first.
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -127,6 +131,7 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
     sparse = False
     batch_norms = []
     batch_layers = []
+    spectral_norms = []
     random_layers = []
     layers = []
     callables = []
@@ -137,6 +142,8 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         option = _seen_of_batch(module)
         if option:
             batch_layers.append((name, f"{type(module).__name__} {option}"))
+        if iterates(module):
+            spectral_norms.append(name)
         randomness = _randomness(module)
         if randomness:
             random_layers.append((name, randomness))
@@ -165,6 +172,7 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         buffers=len(buffers),
         batch_norms=tuple(batch_norms),
         batch_layers=tuple(batch_layers),
+        spectral_norms=tuple(spectral_norms),
         random_layers=tuple(random_layers),
         sparse=sparse,
         blocks=repeated_blocks(model),

@@ -82,7 +82,16 @@ def is_in_place(parameter: FSDPParam) -> bool:
         held = module._parameters.get(name)
         if held is None or (held is not parameter.sharded_param and held is not whole_parameter(parameter)):
             return False
+        # Between the passes a script may put a plain tensor in the place of a whole parameter. FSDP2 puts its shard back into
+        # the table, but what the module reads is the attribute.
+        if name in vars(module):
+            return False
     return True
+
+
+def gathered_dtype(parameter: FSDPParam) -> torch.dtype | None:
+    """Returns the dtype that the shard had when FSDP2 made memory for the whole parameter; None if it was never gathered."""
+    return None if whole_parameter(parameter) is None else parameter.orig_dtype
 
 
 def parameter_name(parameter: FSDPParam) -> str:
@@ -188,6 +197,12 @@ class WholeParameter(nn.Parameter):
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         self.requires_grad = requires_grad
         return self
+
+
+def shard_behind(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Returns the shard for which a whole parameter stands between the passes; any other parameter as it is."""
+    shard = parameter._shard() if isinstance(parameter, WholeParameter) else None
+    return parameter if shard is None else shard
 
 
 def _stand_for_shard(parameter: FSDPParam, group: FSDPParamGroup) -> None:

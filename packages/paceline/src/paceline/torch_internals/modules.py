@@ -15,6 +15,9 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.parametrize import ParametrizationList
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 BatchNormBase = _BatchNorm  # the class of all batch norms, of any number of dims
 InstanceNormBase = _InstanceNorm
@@ -63,6 +66,33 @@ def with_compiled_original(compiled: nn.Module, original: nn.Module) -> nn.Modul
     # The dictionary is written, because the wrapper passes attributes that are set on it to the module inside.
     vars(wrapper)["_modules"] = {**compiled._modules, _ORIGINAL: original}
     return wrapper
+
+
+def computes_weight(module: nn.Module) -> bool:
+    """Whether a module computes a weight from its own parameters: a list of parametrizations, or one of the older functions.
+
+    `torch.nn.utils.weight_norm` leaves the parameters `weight_g` and `weight_v`; `torch.nn.utils.spectral_norm` leaves
+    `weight_orig`, and the buffer `weight_u`.
+    """
+    if isinstance(module, ParametrizationList):
+        return True
+    for name in module._parameters:
+        normed, _, ending = name.rpartition("_")
+        if ending == "g" and f"{normed}_v" in module._parameters:
+            return True
+        if ending == "orig" and f"{normed}_u" in module._buffers:
+            return True
+    return False
+
+
+def iterates(module: nn.Module) -> bool:
+    """Whether each forward pass in training makes a step towards a spectral norm in this module.
+
+    That is so in torch's parametrization of that name, and in a layer that the older function has changed.
+    """
+    return isinstance(module, _SpectralNorm) or any(
+        isinstance(hook, SpectralNorm) for hook in module._forward_pre_hooks.values()
+    )
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:

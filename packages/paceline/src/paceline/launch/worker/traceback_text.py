@@ -31,21 +31,8 @@ _OPERATION = Problem(
     "The operation needs a whole parameter, and this one is divided over ranks.",
     fix="read and write whole values inside `with accelerator.full_parameters(model, writeback=True):`",
 )
-_CHANGED = Problem(
-    "shard-changed",
-    "A parameter that is divided over ranks cannot be pruned or parametrized.",
-    fix="prune or parametrize the model before `prepare`, or use plan={'shard': n, 'zero': 2}, under which ranks hold whole "
-    "parameters",
-)
 # In passes and steps the parameters are not those that the script has chosen to read or write.
 _PASSES = (*PACKAGES, "torch.nn.modules.", "torch.autograd", "torch.optim")
-# Modules of torch that put other parameters in the place of those of a model.
-_CHANGES = (
-    "torch.nn.utils.parametriz",
-    "torch.nn.utils.prune",
-    "torch.nn.utils.spectral_norm",
-    "torch.nn.utils.weight_norm",
-)
 _INSIDE = frozenset({*PACKAGES, "torch", *sys.stdlib_module_names})  # packages whose frames are not the user's code
 
 
@@ -81,8 +68,6 @@ def _explanation(error: BaseException) -> Problem | None:
         return None
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_of_dtensor = bool(modules) and modules[-1].startswith("torch.distributed.tensor")
-    if is_of_dtensor and any(module.startswith(_CHANGES) for module in modules):
-        return _CHANGED
     if "got mixed torch.Tensor and DTensor" in str(error):
         return _MIXED
     if not is_of_dtensor:

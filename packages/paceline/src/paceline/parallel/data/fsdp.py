@@ -98,6 +98,7 @@ class Units(AppliedStrategy):
         if internals.left_unfinished(root):
             internals.reset_unfinished(root)
         self._refuse_changes()
+        self._refuse_converted()
         if self._changed_buffers is None and model.training:
             self._versions = _versions(model)
         # FSDP2 creates the unsharded tensors when it gathers a unit for the first time, and writes into them ever after. Those
@@ -140,6 +141,26 @@ class Units(AppliedStrategy):
                 fix="change the model before `prepare`, or use plan={'shard': n, 'zero': 2}, under which ranks hold whole "
                 "parameters",
             )
+
+    def _refuse_converted(self) -> None:
+        """Refuses a model that was converted to another dtype, as by `model.double()`, where FSDP2 cannot follow.
+
+        Raises:
+            PlanError: `shard-changed`.
+        """
+        for group in self._groups:
+            dtypes: set[torch.dtype] = set()
+            for parameter in internals.group_parameters(group):
+                shard = internals.sharded_parameter(parameter)
+                if shard.requires_grad:
+                    dtypes.add(shard.dtype)
+                dtype = internals.gathered_dtype(parameter)
+                if dtype is not None and dtype != shard.dtype:
+                    raise _converted(
+                        f"to {shard.dtype}", f"the first pass has made memory for whole parameters of {dtype}"
+                    )
+            if len(dtypes) > 1:
+                raise _converted("in part", "the gradients of a unit are reduced together, in one dtype")
 
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
         """Registers the callback before FSDP2's own, which autograd calls at the end of the pass, and which waits."""
@@ -470,6 +491,15 @@ def _refuse_values(parameter: internals.FSDPParam) -> NoReturn:
         f"{internals.parameter_name(parameter)} was written while it was gathered, and its shard cannot take the new values.",
         why=f"the gathered copy, with which passes compute, has another dtype than the shard ({dtype}), or got another shape",
         fix="write it after `optimizer.step()`: there the model holds the shards",
+    )
+
+
+def _converted(how: str, why: str) -> PlanError:
+    return PlanError(
+        "shard-changed",
+        f"the model was converted {how} after `prepare`, and its parameters are divided over ranks.",
+        why=why,
+        fix="convert it before `prepare`, or choose mixed_precision='bf16' or 'fp16'",
     )
 
 

@@ -103,7 +103,7 @@ class Reducer:
         self._all_used = torch.zeros(0, dtype=torch.uint8)
         self._tables: list[tuple[dict[str, Any], tuple[int, ...]]] = []
         self._modules: list[nn.Module] = []
-        self._trained: list[bool] = []
+        self._kinds: list[tuple[bool, torch.dtype]] = []
         self._search(broadcasts=False)
         broadcast_tensors(values_of(model), form.group)
         self._hooks = [
@@ -131,14 +131,14 @@ class Reducer:
     # -- the parameters of the model -----------------------------------------------------------------------------
 
     def _follow(self) -> None:
-        """Plans the buckets anew if parameters were added, replaced, frozen or unfrozen. Ranks: all, if any were."""
+        """Plans the buckets anew if parameters were added, replaced, converted, frozen or unfrozen. Ranks: all, if any were."""
         is_changed = any(
             len(table) != len(entries) or tuple(map(id, table.values())) != entries for table, entries in self._tables
         )
         if is_changed and not self._is_called_with_others():
             self._search(broadcasts=True)
             return
-        if [slot.parameter.requires_grad for slot in self._slots.values()] != self._trained:
+        if self._kinds_of_now() != self._kinds:
             self.plan_anew()
 
     def _is_called_with_others(self) -> bool:
@@ -151,6 +151,10 @@ class Reducer:
             for module in self._modules
             for tensor in module._parameters.values()
         )
+
+    def _kinds_of_now(self) -> list[tuple[bool, torch.dtype]]:
+        """Returns what decides in which bucket each parameter is: whether it is trained, and its dtype."""
+        return [(slot.parameter.requires_grad, slot.parameter.dtype) for slot in self._slots.values()]
 
     def _search(self, broadcasts: bool) -> None:
         """Finds the parameters of the model. New ones get rank 0's values, if `broadcasts`."""
@@ -187,7 +191,7 @@ class Reducer:
     def plan_anew(self) -> None:
         """Assigns parameters to buckets, in the order in which the backward pass completes them: the last parameter first."""
         self._finish_launched()
-        self._trained = [slot.parameter.requires_grad for slot in self._slots.values()]
+        self._kinds = self._kinds_of_now()
         order: list[Slot] = []
         for slot in reversed(self._slots.values()):
             slot.bucket = None

@@ -21,14 +21,15 @@ from paceline.parallel.data.shard import (
     reduce_dtype,
     resolved_reshard,
 )
-from paceline.parallel.data.wrapping import Wrapping
-from paceline.parallel.divided_parameters import take_whole_states, take_whole_values
+from paceline.parallel.data.wrapping import Wrapping, leaks
+from paceline.parallel.divided_parameters import refuse_tools, take_whole_states, take_whole_values
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import steps_whole_parameters
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import within_some
 from paceline.plan.plan import Decision, Plan
+from paceline.torch_internals.modules import computes_weight
 from paceline.torch_internals.tensors import is_view
 from paceline.world.layout import GRADIENT_AXES
 from paceline.world.param_groups import parameters_of
@@ -69,12 +70,15 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
 
     # A pipeline stage lacks some of the modules.
     present: dict[str, Any] = dict(model.named_modules())
-    norm_names = _norms_apart(plan, options, context.facts, chosen)
-    norms = [present[name] for name in norm_names if name in present]
+    apart = _norms_apart(plan, options, context.facts, chosen)
+    norms = [present[name] for name in apart if name in present]
     if norms:
         # One unit for all of them: they are small, so they stay gathered until the backward pass.
         fully_shard(norms, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(), **keywords)
-    units = [present[name] for name in chosen.units if name in present and name not in norm_names]
+    for name in _computed_weights(model, plan, options, context.facts, chosen):
+        fully_shard(present[name], reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(), **keywords)
+        apart.append(name)
+    units = [present[name] for name in chosen.units if name in present and name not in apart]
     # These hooks must run before FSDP2's own, which register autograd hooks on the outputs.
     for unit in (*units, model):
         unit.register_forward_hook(_own_memory)
@@ -87,6 +91,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
         reshard_root = False
     fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
     refuse_copies(model)
+    refuse_tools()
     explain_methods(model)
     if options.prefetch != "auto":
         for at, unit in enumerate(units):
@@ -181,6 +186,23 @@ def _norms_apart(plan: Plan, options: ShardOptions, facts: ModelFacts, wrapping:
     if param_dtype(plan, options) not in HALVES.values():
         return []
     return [name for name in facts.batch_norms if not within_some(name, wrapping.alone)]
+
+
+def _computed_weights(
+    model: nn.Module, plan: Plan, options: ShardOptions, facts: ModelFacts, wrapping: Wrapping
+) -> list[str]:
+    """Returns the modules that compute a weight from their parameters, and need units of their own.
+
+    torch computes such a weight in float32 under autocast, too, for example with the vectors of `spectral_norm`, which are
+    buffers. A list of parametrizations is called wherever the weight is read, so that the layer itself need not be.
+    """
+    if param_dtype(plan, options) not in HALVES.values():
+        return []
+    return [
+        name
+        for name, module in model.named_modules()
+        if computes_weight(module) and not within_some(name, wrapping.alone) and not leaks(name, facts, wrapping.alone)
+    ]
 
 
 def _own_memory(module: nn.Module, args: object, output: Any) -> Any:

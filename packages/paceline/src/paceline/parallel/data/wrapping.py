@@ -67,7 +67,7 @@ def wrapping(facts: ModelFacts, wrap: str | Iterable[str], min_params: int, igno
     for name in units:
         if not name or within_some(name, alone):
             continue  # the root, which is a unit always, or a module that FSDP2 ignores
-        if _leaks(name, facts, alone):
+        if leaks(name, facts, alone):
             tied.append(name)
         else:
             chosen.append(name)
@@ -77,7 +77,7 @@ def wrapping(facts: ModelFacts, wrap: str | Iterable[str], min_params: int, igno
     return Wrapping(tuple(chosen), tuple(tied), alone, tuple(problems))
 
 
-def _leaks(unit: str, facts: ModelFacts, alone: tuple[str, ...]) -> bool:
+def leaks(unit: str, facts: ModelFacts, alone: tuple[str, ...]) -> bool:
     """Returns whether a unit shares a parameter with a module outside of it."""
     for names in facts.tied:
         if any(within_some(name, alone) for name in names):

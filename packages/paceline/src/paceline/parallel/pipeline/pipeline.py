@@ -19,7 +19,7 @@ from paceline.config.kinds import one_of, whole
 from paceline.parallel.strategy import Averaging, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
-from paceline.plan.fqn import inside
+from paceline.plan.fqn import inside, listed
 from paceline.plan.options import names_of, option
 from paceline.plan.pipeline import SCHEDULES, balanced, chain, even, loads, matching, rank_of
 from paceline.plan.plan import Decision, Plan
@@ -105,12 +105,13 @@ class Pipeline(Strategy):
             Decision("pipeline.schedule", schedule.name, "derived", _where(plan, "schedule"), waits),
             Decision("pipeline.split", " | ".join(parts), "derived", _where(plan, "split"), split),
         ]
-        if facts.batch_norms:
-            statistics = (
-                f"{len(facts.batch_norms)} modules ({facts.batch_norms[0]}, ...) take statistics over a micro-batch: "
-                "other numbers than one process has over the whole batch"
+        layers = [*facts.batch_norms, *(name for name, _ in facts.batch_layers), *facts.spectral_norms]
+        if layers:
+            reason = (
+                "statistics, frequencies and steps to a spectral norm are those of each micro-batch: other numbers than one "
+                "process has over the whole batch"
             )
-            decisions.append(Decision("pipeline.batch_norm", "each micro-batch", "derived", reason=statistics))
+            decisions.append(Decision("pipeline.batch_layers", listed(layers, 3), "derived", reason=reason))
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:

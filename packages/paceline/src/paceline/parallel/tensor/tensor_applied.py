@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
 from paceline.parallel.data.averages import broadcast_tensors
-from paceline.parallel.divided_parameters import refuse_removed, take_whole_values, whole_parameters
+from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, take_whole_values, whole_parameters
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.same_inputs import SameInputs
@@ -43,6 +43,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     regions = _Divider(model, context).run()
     take_whole_values(model)
     refuse_removed(model)
+    refuse_tools()
     # The inputs of a later stage of a pipeline are computed, and may be divided.
     if context.plan.layout.pp == 1:
         SameInputs(model, "tp", context.collectives.over(context.mesh.along("tp").get_group()))
