@@ -1,6 +1,6 @@
 """Saves in the background: what is written is what was there at the call, and whatever goes wrong is told to all ranks."""
 
-import json
+import logging
 import os
 import random
 import resource
@@ -339,7 +339,7 @@ class Warned:
     def __init__(self) -> None:
         self.count = 0
 
-    def __enter__(self) -> Warned:
+    def __enter__(self) -> object:
         self._handler = logging.Handler()
         self._handler.emit = self._emit
         logging.getLogger("paceline.checkpoint").addHandler(self._handler)

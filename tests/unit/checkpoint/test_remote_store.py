@@ -432,6 +432,7 @@ def test_what_the_same_launcher_has_started_before_is_abandoned(monkeypatch) -> 
 
 def test_two_saves_into_one_name(place) -> None:
     """Each is complete, and the last one to end stays; the other one's files go with the next save at the latest."""
+
     def other_run(folder) -> None:
         Checkpointer().save(f"{place}/best", state(2.0))
         assert value_of(f"{place}/best") == 2.0

@@ -92,11 +92,16 @@ class LocalStore:
             os.remove(path)
             return
         claim.end(path)
-        if not _LEFTOVER.fullmatch(os.path.basename(path)):
-            going = _beside(path, _PARTIAL)
-            os.rename(path, going)
-            path = going
-        _remove_tree(path)
+        if _LEFTOVER.fullmatch(os.path.basename(path)):
+            _remove_tree(path)
+            return
+        going = _beside(path, _PARTIAL)
+        os.rename(path, going)
+        # If this process is killed now, the next save knows whose folder it is. A full disk is no reason not to remove it.
+        with contextlib.suppress(OSError), open(os.path.join(going, _CLAIM), "wb") as file:
+            file.write(claim.begin(going))
+        _remove_tree(going)
+        claim.end(going)
 
     def stage(self, path: str, *, fresh: bool = False) -> str:
         """Makes a partial folder beside `path`, and writes the claim into it."""
