@@ -101,7 +101,8 @@ def test_two_writers_are_killed_again_and_again(tmp_path, renames, monkeypatch) 
     saver.save(f"{root}/best", TrainState(models={"m": nn.Linear(2, 2)}))
     saver.save(saver.next_path(f"{root}/checkpoints"), TrainState(models={"m": nn.Linear(2, 2)}), fresh=True)
     assert sorted(os.listdir(root)) == ["best", "checkpoints"]
-    assert not [name for name in os.listdir(f"{root}/checkpoints") if name.startswith(".")], "what was left is gone"
+    left = {path.name: os.listdir(path) for path in Path(root, "checkpoints").iterdir() if path.name.startswith(".")}
+    assert left == {}
 
 
 def state(step: int) -> TrainState:

@@ -191,6 +191,7 @@ def test_leftovers_of_others_stay(tmp_path) -> None:
     old = time.time() - claim.ABANDONED_S - 1
     for name in (".other.partial-00", ".checkpoint_6.partial-00", ".checkpoint_7.partial-00"):
         (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("")
         os.utime(tmp_path / name, (old, old))
     Checkpointer().save(tmp_path / "c", state(1.0))
     assert len(os.listdir(tmp_path)) == 4

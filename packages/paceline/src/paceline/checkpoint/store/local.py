@@ -167,8 +167,10 @@ class LocalStore:
             files = owned(leftover)
             who = _claim_in(leftover)
             if who is None:
-                # It was exchanged, or is being removed. With neither a manifest nor a successor nobody knows what it is.
-                known = files is not None or _is_real_folder(home)
+                # It was exchanged, or its claim was not written yet. With files, but neither a manifest nor a successor, nobody
+                # knows what it is.
+                is_empty = set(_entries(leftover)) <= {_CLAIM}
+                known = files is not None or is_empty or _is_real_folder(home)
                 limit = _GAP_S if known else claim.ABANDONED_S
                 is_abandoned = _age_s(leftover) > limit
             else:
@@ -242,6 +244,13 @@ def _remove_tree(folder: str) -> None:
     """Removes a folder, which another run may be removing at the same time."""
     while os.path.lexists(folder):
         with contextlib.suppress(FileNotFoundError):
+            # The claim goes last: if this process is killed now, the next save knows what the rest is.
+            for entry in _entries(folder):
+                path = os.path.join(folder, entry)
+                if _is_real_folder(path):
+                    shutil.rmtree(path)
+                elif entry != _CLAIM:
+                    os.unlink(path)
             shutil.rmtree(folder)
 
 
