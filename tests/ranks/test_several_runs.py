@@ -175,3 +175,36 @@ def test_a_suspended_save_that_was_cleaned_away_publishes_nothing(tmp_path) -> N
     with pytest.raises(FileNotFoundError):
         store.publish(staged, str(tmp_path / "checkpoint_0"), last=NAME, owned=lambda folder: None)
     assert names(tmp_path) == ["checkpoint_1"]
+
+
+def test_two_writers_on_an_object_store(s3, tmp_path) -> None:
+    """As above: each keeps what it has published last, also after one of them was killed."""
+    script = tmp_path / "writer.py"
+    script.write_text(WRITER)
+    url = f"{s3}/run"
+    writers = [start(script, url, which, "exchange") for which in (1, 2)]
+    outputs = []
+    for writer in writers:
+        assert writer.stdout is not None
+        outputs.append("".join(writer.stdout.readline() for _ in range(3)))
+    for number, writer in enumerate(writers):
+        writer.send_signal(signal.SIGKILL)
+        outputs[number] += writer.communicate()[0]
+    taken: list[str] = []
+    store = store_for(url)
+    for output in outputs:
+        assert "Traceback" not in output, output
+        steps = published(output)
+        for path in list(steps)[-2:]:
+            # The older one was removed if the next one was published, although the kill came before that was printed.
+            if path == list(steps)[-2:][0] and len(steps) > 1 and not store.exists(f"{path}/{NAME}"):
+                continue
+            assert loaded_step(path) == steps[path]
+        taken += steps
+    assert len(taken) > 2 and len(set(taken)) == len(taken)
+    if store.exists(f"{url}/best/{NAME}"):
+        loaded_step(f"{url}/best")
+    saver = Checkpointer()
+    saver.save(f"{url}/best", state(1))
+    saver.save(saver.next_path(f"{url}/checkpoints"), state(1), fresh=True)
+    assert store.list(f"{url}/.saving") == [] and store.list(f"{url}/checkpoints/.saving") == []
