@@ -185,8 +185,11 @@ def test_two_writers_on_an_object_store(s3, tmp_path) -> None:
     writers = [start(script, url, which, "exchange") for which in (1, 2)]
     outputs = []
     for writer in writers:
-        assert writer.stdout is not None
-        outputs.append("".join(writer.stdout.readline() for _ in range(3)))
+        output = ""
+        while len(published(output)) < 2:
+            assert writer.stdout is not None and writer.poll() is None, output
+            output += writer.stdout.readline()
+        outputs.append(output)
     for number, writer in enumerate(writers):
         writer.send_signal(signal.SIGKILL)
         outputs[number] += writer.communicate()[0]
