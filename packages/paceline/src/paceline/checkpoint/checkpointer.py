@@ -383,9 +383,12 @@ class Checkpointer:
             own.discard(path)
 
     def _discard(self, store: Store, staged: str) -> None:
-        if self._peers.rank == 0 and store.exists(staged):
+        if self._peers.rank == 0:
+            # Whether it can be removed now or not, nobody writes it any more.
+            claim.end(staged)
             try:
-                store.remove(staged)
+                if store.exists(staged):
+                    store.remove(staged)
             except (OSError, CheckpointError) as error:  # the error of the save itself is being raised
                 _log.warning("could not remove the unfinished %s (%s); the next save tries again", staged, error)
 
