@@ -50,7 +50,6 @@ def s3(s3_server: int) -> Iterator[str]:
             plain.request("PUT", f"/{bucket}")
             assert plain.getresponse().status == 200
         yield f"s3://{bucket}"
-        free()
 
 
 @contextmanager
@@ -69,15 +68,6 @@ def at_endpoint(port: int, **changes: str | None) -> Iterator[None]:
         forget()
         yield
         forget()
-
-
-def free() -> None:
-    """Ends the leases that this process holds: a saver keeps one until it is collected, which a test does not wait for."""
-    from paceline.checkpoint.store.remote import STORE
-
-    for lease in list(STORE._leases.values()):  # a copy: the saver's end takes its lease out
-        lease.release()
-    STORE._leases.clear()
 
 
 def forget() -> None:

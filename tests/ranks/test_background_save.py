@@ -1,6 +1,6 @@
 """Saves in the background: what is written is what was there at the call, and whatever goes wrong is told to all ranks."""
 
-import json
+import logging
 import os
 import random
 import resource
@@ -302,7 +302,7 @@ def test_what_is_kept(tmp_path) -> None:
 
 
 def test_two_runs_and_one_folder(tmp_path) -> None:
-    """Two processes without a group are two runs; the second is told of the first, and writes nothing."""
+    """Two processes without a group are two runs. Each keeps its own checkpoints, and the second one is told of the first."""
 
     def work():
         mine = os.environ["RANK"] == "0"
@@ -316,25 +316,40 @@ def test_two_runs_and_one_folder(tmp_path) -> None:
             "GROUP_RANK",
         ):
             os.environ.pop(name, None)
-        run = Run(project_dir=str(tmp_path))
-        if mine:
-            run.accelerator.save_state()
-            (tmp_path / "ready").write_text("")
-            until(tmp_path / "refused")
-            run.accelerator.end_training()
-            (tmp_path / "left").write_text("")
-            return json.loads((tmp_path / "checkpoints/checkpoint_0/state.json").read_text())["run"]["step"]
-        until(tmp_path / "ready")
-        with pytest.raises(CheckpointError) as caught:
-            run.accelerator.save_state()
-        before = sorted(os.listdir(tmp_path / "checkpoints"))
-        (tmp_path / "refused").write_text("")
-        until(tmp_path / "left")
-        run.accelerator.save_state()
-        return caught.value.code, before, sorted(os.listdir(tmp_path / "checkpoints"))
+        run = Run(project_dir=str(tmp_path), total_limit=1)
+        saved = []
+        for number in range(3):
+            until(tmp_path / f"turn-{2 * number if mine else 2 * number + 1}")
+            with Warned() as warned:
+                saved.append(os.path.basename(run.accelerator.save_state()))
+            saved.append(warned.count)
+            (tmp_path / f"turn-{2 * number + 1 if mine else 2 * number + 2}").write_text("")
+        return saved
 
+    (tmp_path / "turn-0").write_text("")
     one, two = run_ranks(work, 2, group=False)
-    assert one == 0 and two == ("checkpoint-locked", ["checkpoint_0"], ["checkpoint_0", "checkpoint_1"])
+    assert one == ["checkpoint_0", 0, "checkpoint_2", 1, "checkpoint_4", 0]
+    assert two == ["checkpoint_1", 1, "checkpoint_3", 0, "checkpoint_5", 0]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_4", "checkpoint_5"]
+
+
+class Warned:
+    """Counts the warnings of another run that saves in the same folder."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __enter__(self) -> object:
+        self._handler = logging.Handler()
+        self._handler.emit = self._emit
+        logging.getLogger("paceline.checkpoint").addHandler(self._handler)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        logging.getLogger("paceline.checkpoint").removeHandler(self._handler)
+
+    def _emit(self, record: logging.LogRecord) -> None:
+        self.count += "another run saves into" in record.getMessage()
 
 
 def until(path: Path) -> None:

@@ -44,7 +44,7 @@ from paceline_hosts.doctor.facts import (
 from paceline_hosts.doctor.finding import CHECKS, Finding
 
 GIB = 1 << 30
-HEALTHY_FOLDER = FolderUse("", "nfs4", 0.02, None, True, True, 0.003, 200e6, 300e6)
+HEALTHY_FOLDER = FolderUse("", "nfs4", 0.02, True, True, 0.003, 200e6, 300e6)
 
 
 def host(number: int, **changes: object) -> HostFacts:
@@ -72,7 +72,7 @@ def cluster(count: int = 3, **changes: object) -> Examination:
     """A healthy cluster, with some changes."""
     examination_hosts = tuple(f"node{number}" for number in range(count))
     pairs = [(source, target) for source in examination_hosts for target in examination_hosts if source != target]
-    uses = {name: replace(HEALTHY_FOLDER, won_race=name == "node0", lock_excludes=True) for name in examination_hosts}
+    uses = {name: replace(HEALTHY_FOLDER, won_race=name == "node0") for name in examination_hosts}
     examination = Examination(
         examination_hosts,
         {},
@@ -418,9 +418,8 @@ def folder(host: str = "node1", was_named: bool = False, **changes: object) -> l
     [
         ({"error": "permission denied: /shared/x"}, ("problem", "folder-fails", "node1")),
         ({"seen_after_s": None}, ("warning", "folder-not-shared", "node1")),
-        ({"won_race": True}, ("problem", "folder-link", "node0, node1, node2")),
+        ({"won_race": True}, ("problem", "folder-claim", "node0, node1, node2")),
         ({"renames": False}, ("problem", "folder-rename", "node1")),
-        ({"lock_excludes": False}, ("warning", "folder-lock", "node1")),
         ({"seen_after_s": 2.5}, ("warning", "folder-late", "node1")),
         ({"write_bytes_per_s": 3e6}, ("warning", "folder-slow", "node1")),
         ({"fsync_s": 0.9}, ("warning", "folder-slow", "node1")),
@@ -432,8 +431,6 @@ def test_a_folder(changes: dict[str, object], expected: tuple[str, ...]) -> None
 
 def test_what_a_folder_means_depends_on_who_named_it() -> None:
     assert only(folder(was_named=True, seen_after_s=None)).level == "problem"
-    assert "remount,lock" in only(folder(lock_excludes=False)).fix
-    assert "another file system" in only(folder(lock_excludes=False, file_system="lustre")).fix
     assert "is shared, files are seen within 20 ms; writes 191 MiB/s" in only(folder()).what
 
 

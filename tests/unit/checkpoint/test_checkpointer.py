@@ -420,7 +420,7 @@ def test_no_permission(make_run, tmp_path, monkeypatch) -> None:
     error = failing("checkpoint-not-writable", Checkpointer().save, tmp_path / "file", make_run().state())
     assert "is a file, not a folder" in str(error)
 
-    def refuse(self, path):
+    def refuse(self, path, **options):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(LocalStore, "stage", refuse)
@@ -428,7 +428,7 @@ def test_no_permission(make_run, tmp_path, monkeypatch) -> None:
 
 
 def test_a_system_error(make_run, tmp_path, monkeypatch) -> None:
-    def refuse(self, path):
+    def refuse(self, path, **options):
         raise OSError(5, "Input/output error", path)
 
     monkeypatch.setattr(LocalStore, "stage", refuse)

@@ -8,8 +8,6 @@ from torch import nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, RunState, TrainState, load_model, save_model
-from paceline.checkpoint.store.local import LocalStore
-from paceline.checkpoint.store.lock import this_run
 from paceline.checkpoint.weights.opening import open_weights
 
 OUTSIDE = ["../secret.safetensors", "/secret.safetensors", "a/../../secret.safetensors", "..", ".", "", "a\0b", 7]
@@ -77,29 +75,6 @@ def test_an_index_of_torchs_that_names_another_folder(tmp_path):
 
 def state(step: int) -> TrainState:
     return TrainState(models={"model": nn.Linear(2, 1)}, run=RunState(step))
-
-
-@pytest.mark.parametrize("kind", ["symbolic", "dangling", "hard"])
-def test_a_link_named_as_the_lock_file(tmp_path, kind, caplog):
-    victim = tmp_path / "victim.txt"
-    victim.write_text("mine")
-    folder = tmp_path / "run" / "checkpoints"
-    folder.parent.mkdir()
-    lock = folder.parent / ".checkpoints.lock"
-    if kind == "hard":
-        os.link(victim, lock)
-    else:
-        lock.symlink_to(victim if kind == "symbolic" else tmp_path / "new.txt")
-    Checkpointer().save(folder / "checkpoint_0", state(1))
-    assert victim.read_text() == "mine" and not (tmp_path / "new.txt").exists()
-    assert "the link was removed, not what it pointed to" in caplog.text
-
-
-def test_what_is_no_file_named_as_the_lock_file(tmp_path):
-    os.mkfifo(tmp_path / ".run.lock")
-    with pytest.raises(CheckpointError, match=r"rm .*\.run\.lock") as caught:
-        LocalStore().hold(str(tmp_path / "run"), this_run())
-    assert caught.value.code == "checkpoint-not-writable"
 
 
 @pytest.mark.parametrize("kind", ["folder", "checkpoint", "file", "dangling"])

@@ -1,6 +1,7 @@
 """The local store: a folder takes its place at once, foreign files stay, leftovers never load and go."""
 
 import os
+import time
 
 import pytest
 from killed_saves import Killed
@@ -9,7 +10,7 @@ from torch import nn
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState
 from paceline.checkpoint.keep import Keep
-from paceline.checkpoint.store import local
+from paceline.checkpoint.store import claim, local
 from paceline.checkpoint.store.local import LocalStore
 
 
@@ -117,7 +118,7 @@ def test_killed_after_the_exchange(tmp_path, kill_at, monkeypatch, renames) -> N
 def test_killed_between_two_renames(tmp_path, kill_at, monkeypatch) -> None:
     folder = Checkpointer().save(tmp_path / "c", state(1.0))
     monkeypatch.setattr(local, "_exchange", lambda one, other: False)
-    kill_at(os, "rename", call=2)
+    kill_at(os, "rename", call=3)  # the first one finds the old checkpoint in its way
     with pytest.raises(Killed):
         Checkpointer().save(folder, state(2.0))
     assert not os.path.exists(folder)
@@ -128,26 +129,44 @@ def test_killed_between_two_renames(tmp_path, kill_at, monkeypatch) -> None:
     assert os.listdir(tmp_path) == ["c"]
 
 
-def test_killed_while_moving_into_a_foreign_folder(tmp_path, kill_at, monkeypatch) -> None:
+def test_killed_while_a_foreign_folder_is_replaced(tmp_path, kill_at, monkeypatch, renames) -> None:
+    """The user's files are moved away for a moment; they come home, whoever saves next."""
     (tmp_path / "c").mkdir()
     (tmp_path / "c/notes.txt").write_text("of mine")
-    kill_at(os, "replace", call=3)
+    kill_at(local, "_clear")
     with pytest.raises(Killed):
         Checkpointer().save(tmp_path / "c", state(2.0))
     monkeypatch.undo()
+    assert value_of(tmp_path / "c") == 2.0
+    Checkpointer().save(tmp_path / "other", state(3.0))
+    Checkpointer().save(tmp_path / "c", state(3.0))
+    assert value_of(tmp_path / "c") == 3.0 and (tmp_path / "c/notes.txt").read_text() == "of mine"
+    assert sorted(os.listdir(tmp_path)) == ["c", "other"]
+
+
+def test_killed_between_two_renames_of_a_foreign_folder(tmp_path, kill_at, monkeypatch) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c/notes.txt").write_text("of mine")
+    monkeypatch.setattr(local, "_exchange", lambda one, other: False)
+    kill_at(os, "rename", call=3)
+    with pytest.raises(Killed):
+        Checkpointer().save(tmp_path / "c", state(2.0))
+    monkeypatch.undo()
+    assert not (tmp_path / "c").exists()
     with pytest.raises(CheckpointError) as error:
         value_of(tmp_path / "c")
-    assert error.value.code == "checkpoint-none"
+    assert error.value.code == "checkpoint-none" and (tmp_path / "c/notes.txt").exists()
     Checkpointer().save(tmp_path / "c", state(3.0))
     assert value_of(tmp_path / "c") == 3.0 and (tmp_path / "c/notes.txt").exists()
     assert os.listdir(tmp_path) == ["c"]
 
 
 def test_killed_while_pruning(tmp_path, kill_at, monkeypatch) -> None:
-    Checkpointer().save(tmp_path / "checkpoint_0", state(1.0))
+    saver = Checkpointer(keep=Keep(1))
+    saver.save(tmp_path / "checkpoint_0", state(1.0))
     kill_at(local.shutil, "rmtree")
     with pytest.raises(Killed):
-        Checkpointer(keep=Keep(1)).save(tmp_path / "checkpoint_1", state(2.0))
+        saver.save(tmp_path / "checkpoint_1", state(2.0))
     monkeypatch.undo()
     assert not (tmp_path / "checkpoint_0").exists() and len(os.listdir(tmp_path)) == 2
     assert Checkpointer().latest(tmp_path) == str(tmp_path / "checkpoint_1")
@@ -156,23 +175,29 @@ def test_killed_while_pruning(tmp_path, kill_at, monkeypatch) -> None:
 
 
 def test_pruning_that_is_refused(tmp_path, monkeypatch, caplog) -> None:
-    Checkpointer().save(tmp_path / "checkpoint_0", state(1.0))
+    saver = Checkpointer(keep=Keep(1))
+    saver.save(tmp_path / "checkpoint_0", state(1.0))
 
     def refuse(self, path):
         raise PermissionError(13, "Permission denied", path)
 
     monkeypatch.setattr(LocalStore, "remove", refuse)
-    assert Checkpointer(keep=Keep(1)).save(tmp_path / "checkpoint_1", state(2.0))
+    assert saver.save(tmp_path / "checkpoint_1", state(2.0))
     assert "could not remove the old checkpoint" in caplog.text
 
 
 def test_leftovers_of_others_stay(tmp_path) -> None:
-    (tmp_path / ".other.partial-00").mkdir()
-    (tmp_path / ".checkpoint_7.partial-00").mkdir()
+    """Of other names always; of automatic names, while it is not known that nobody writes them any more."""
+    old = time.time() - claim.ABANDONED_S - 1
+    for name in (".other.partial-00", ".checkpoint_6.partial-00", ".checkpoint_7.partial-00"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").write_text("")
+        os.utime(tmp_path / name, (old, old))
     Checkpointer().save(tmp_path / "c", state(1.0))
-    assert len(os.listdir(tmp_path)) == 3
+    assert len(os.listdir(tmp_path)) == 4
+    os.utime(tmp_path / ".checkpoint_6.partial-00")
     Checkpointer().save(tmp_path / "checkpoint_8", state(1.0))
-    assert sorted(os.listdir(tmp_path)) == [".other.partial-00", "c", "checkpoint_8"]
+    assert sorted(os.listdir(tmp_path)) == [".checkpoint_6.partial-00", ".other.partial-00", "c", "checkpoint_8"]
 
 
 def test_files_and_removal(tmp_path) -> None:

@@ -1,30 +1,26 @@
 """Stores behind a URL: a checkpoint is there when its manifest is, whatever ends a save; what is refused, and how soon."""
 
 import io
-import json
-import logging
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 
 import pytest
 import torch
 from free_ports import free_port
 from killed_saves import Killed
-from s3_server import Wire, at_endpoint, filesystem, free
+from s3_server import Wire, at_endpoint, filesystem
 from torch import nn
 from warm_python import executable
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState, checkpointer, verify
 from paceline.checkpoint.format import manifest
-from paceline.checkpoint.store import lease, lock, objects, remote_files, store_for
-from paceline.checkpoint.store.lease import Lease
+from paceline.checkpoint.store import claim, objects, remote_files, store_for
 from paceline.checkpoint.store.remote import RemoteStore
 
 
@@ -54,7 +50,6 @@ def place(request):
     import fsspec
 
     yield "memory://project"
-    free()
     fsspec.filesystem("memory").store.clear()
 
 
@@ -142,7 +137,7 @@ def test_automatic_names_are_pruned_and_a_damaged_one_is_passed_over(place, capl
 
 @pytest.mark.parametrize("where", [
     (RemoteStore, "stage"), (checkpointer, "write_shard"), (checkpointer, "write_index"), (manifest.Manifest, "write"),
-    (RemoteStore, "publish"), (lease.Lease, "check"), (RemoteStore, "_sweep"), (objects, "delete_all"),
+    (RemoteStore, "publish"), (RemoteStore, "_sweep"), (objects, "delete_all"),
 ], ids=lambda where: where[1])  # fmt: skip
 def test_killed_anywhere(place, kill_at, where, monkeypatch) -> None:
     """Until the manifest is there the old one loads, from then on the new one, and the next save clears up."""
@@ -205,6 +200,7 @@ def test_a_damaged_manifest_keeps_what_it_may_have_named(place, caplog) -> None:
     store = store_for(place)
     folder = Checkpointer().save(f"{place}/checkpoint_0", state(1.0))
     left = store.stage(folder)
+    claim.end(left)
     objects.write(f"{folder}/manifest.json", b"no JSON")
     Checkpointer().save(f"{place}/checkpoint_1", state(2.0))
     assert len(saves_in(folder)) == 1 and store.exists(left) and "is damaged" in caplog.text
@@ -264,16 +260,13 @@ Checkpointer().save(sys.argv[1], TrainState(models={"m": nn.Linear(1800, 1800)})
 @pytest.mark.parametrize("before", ["manifest", "last part"])
 def test_a_client_that_is_killed(s3, before, tmp_path) -> None:
     folder = Checkpointer().save(f"{s3}/checkpoint_0", state(1.0, WIDE))
-    free()
     (tmp_path / "client.py").write_text(CLIENT)
     done = subprocess.run([executable(), tmp_path / "client.py", f"{s3}/checkpoint_1", before], check=False)
     assert done.returncode == -signal.SIGKILL
     saver = Checkpointer()
     assert saver.latest(s3) == folder and value_of(folder, WIDE) == 1.0
     assert uploads(s3) == (before == "last part") and len(saves_in(s3)) == 1 + (before == "manifest")
-    began = time.monotonic()
     saver.save(f"{s3}/checkpoint_2", state(3.0))
-    assert time.monotonic() - began < lease.LEASE_S, "a lease of a process that died on this host is free at once"
     assert uploads(s3) == 0 and len(saves_in(s3)) == 2
 
 
@@ -374,162 +367,79 @@ def test_a_url_of_this_machine(tmp_path) -> None:
     assert folder == str(tmp_path / "c") and value_of(f"file://{folder}") == 1.0
 
 
-# ---------------------------------------------------------------------- one run a prefix
+# ---------------------------------------------------------------------- several runs and one prefix
 
 
-@pytest.fixture
-def short_leases(monkeypatch):
-    for name, value in (("LEASE_S", 1.0), ("RENEW_S", 0.1), ("_LOOK_S", 0.05)):
-        monkeypatch.setattr(lease, name, value)
+def test_an_automatic_name_is_taken_once(place) -> None:
+    store = store_for(place)
+    path = f"{place}/checkpoints/checkpoint_0"
+    first = store.stage(path, fresh=True)
+    with pytest.raises(claim.NameTakenError):
+        store.stage(path, fresh=True)
+    saver = Checkpointer()
+    other = saver.save(saver.next_path(f"{place}/checkpoints"), state(2.0), fresh=True)
+    assert other == f"{place}/checkpoints/checkpoint_1"
+    store.remove(first)
+    assert store.list(f"{place}/checkpoints/.saving") == []
+    assert saver.save(path, state(3.0), fresh=True) == path, "the name is free again"
+    with pytest.raises(claim.NameTakenError):
+        store.stage(path, fresh=True)
+    assert store.list(f"{place}/checkpoints/.saving") == []
 
 
-HOLDER = """
-import sys
-from paceline.checkpoint.store import lease
-from paceline.checkpoint.store.lock import this_run
-from paceline.checkpoint.store.remote import STORE
-lease.RENEW_S = 0.1
-lease.process_name = lambda pid: "" if sys.argv[2] == "elsewhere" else PROCESS(pid)
-STORE.hold(sys.argv[1], this_run())
-print("held", flush=True)
-sys.stdin.read()
-""".replace("lease.process_name =", "PROCESS = lease.process_name; lease.process_name =")
+def test_a_store_that_ignores_the_condition(place, monkeypatch) -> None:
+    """Both runs take the name. The second one publishes, and the first one is told; no checkpoint is a mix."""
+    write = objects.write
+    monkeypatch.setattr(objects, "write", lambda url, content, create=False, **options: write(url, content, **options))
+    path = f"{place}/checkpoints/checkpoint_0"
+    saved = []
+
+    def other_run(folder) -> None:
+        if not saved:
+            saved.append("")
+            saved.append(Checkpointer().save(path, state(2.0), fresh=True))
+
+    with pytest.raises(CheckpointError) as error:
+        Checkpointer().save(path, state(1.0), fresh=True, extra_files_hook=other_run)
+    assert error.value.code == "checkpoint-store-failed" and "two runs have taken the name" in str(error.value)
+    assert saved[1] == path and value_of(path) == 2.0
 
 
-@pytest.mark.parametrize("host", ["this one", "elsewhere"])
-def test_another_run_is_named_and_its_death_frees_the_prefix(s3, short_leases, host, caplog) -> None:
-    caplog.set_level(logging.INFO, "paceline.checkpoint")
-    store, folder = store_for(s3), f"{s3}/checkpoints"
-    run = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, folder, host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert run.stdout.readline() == "held\n"
-        with pytest.raises(CheckpointError, match=f"pid {run.pid}, since") as error:
-            store.hold(folder, lock.this_run())
-        assert error.value.code == "checkpoint-locked"
-        with pytest.raises(CheckpointError, match="another run"):
-            Checkpointer().save(f"{folder}/checkpoint_0", state(1.0))
-        assert saves_in(s3) == set()
-    finally:
-        run.kill()
-        run.communicate()
-    first, second = store.hold(folder, lock.this_run()), store.hold(folder, lock.this_run())
-    assert ("renews its lease" in caplog.text) == (host == "elsewhere")
-    first()
-    first()
-    assert objects.read(f"{s3}/.checkpoints.lock")
-    second()
-    assert objects.read(f"{s3}/.checkpoints.lock") is None
+@pytest.mark.parametrize("age", [0.0, 2 * claim.ABANDONED_S])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_a_save_of_another_host_is_left_alone_for_a_day(place, monkeypatch, age, fresh) -> None:
+    store = store_for(place)
+    mine = claim.record()
+    elsewhere = {**mine, "process": "another-boot pid:[1] 7", "since": str(time.time() - age)}
+    with monkeypatch.context() as patch:
+        patch.setattr(claim, "record", lambda: elsewhere)
+        staged = store.stage(f"{place}/checkpoints/checkpoint_4", fresh=fresh)
+    with store.open(f"{staged}/__0_0.distcp", "wb") as file:
+        file.write(b"a part")
+    Checkpointer().save(f"{place}/checkpoints/checkpoint_9", state(1.0))
+    assert bool(store.list(staged)) == (not age)
+    assert bool(store.list(f"{place}/checkpoints/.saving")) == (not age)
 
 
-@pytest.mark.parametrize("host", ["this one", "elsewhere"])
-def test_a_lost_process_of_the_same_run_is_waited_for(s3, short_leases, host, monkeypatch) -> None:
+def test_what_the_same_launcher_has_started_before_is_abandoned(monkeypatch) -> None:
+    elsewhere = {"process": "another-boot pid:[1] 7", "pid": "7", "since": str(time.time()), "run": "this@1.5"}
+    assert not claim.is_abandoned("path", elsewhere)
     monkeypatch.setenv("PACELINE_RUN", "this@1.5")
-    store, folder = store_for(s3), f"{s3}/checkpoints"
-    lost = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, folder, host], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    try:
-        assert lost.stdout.readline() == "held\n"
-        monkeypatch.setattr(lease, "LOST_S", 0.2)
-        with pytest.raises(CheckpointError, match=f"pid {lost.pid}, since"):
-            store.hold(folder, lock.this_run())
-        monkeypatch.setattr(lease, "LOST_S", 60.0)
-        ends = threading.Timer(0.5, lost.kill)
-        ends.start()
-        store.hold(folder, lock.this_run())()
-        ends.join()
-    finally:
-        lost.kill()
-        lost.communicate()
+    assert claim.is_abandoned("path", elsewhere) and claim.is_abandoned("path", claim.record())
+    assert claim.is_abandoned("path", claim.decoded(b"{")) and claim.is_abandoned("path", claim.decoded(b"[]"))
+    assert claim.is_abandoned("path", {**elsewhere, "since": "soon"})
 
 
-def test_a_lease_is_renewed_and_one_that_was_lost_publishes_nothing(s3, short_leases, caplog) -> None:
-    store, folder = store_for(s3), f"{s3}/checkpoints"
-    key = f"{s3}/.checkpoints.lock"
-    release = store.hold(folder, lock.this_run())
-    _until(lambda: int(json.loads(objects.read(key))["beat"]) > 2)
-    objects.delete(key)
-    _until(lambda: objects.read(key))
-    objects.write(key, json.dumps({"host": "thief", "pid": "1", "id": "other"}).encode())
-    with pytest.raises(CheckpointError, match="host thief") as error:
-        Checkpointer().save(f"{folder}/checkpoint_0", state(1.0))
-    assert error.value.code == "checkpoint-locked" and Checkpointer().latest(folder) is None
-    _until(lambda: "no longer saves" in caplog.text)
-    release()
-    assert "thief" in str(objects.read(key)), "what is another's stays"
+def test_two_saves_into_one_name(place) -> None:
+    """Each is complete, and the last one to end stays; the other one's files go with the next save at the latest."""
 
+    def other_run(folder) -> None:
+        Checkpointer().save(f"{place}/best", state(2.0))
+        assert value_of(f"{place}/best") == 2.0
 
-def test_a_lock_that_exists_and_cannot_be_read_is_an_error(short_leases) -> None:
-    objects.write("memory://odd/.run.lock/file", b"")
-    with pytest.raises(CheckpointError, match=r"says that memory://odd/\.run\.lock exists") as error:
-        Lease("memory://odd/.run.lock", "memory://odd/run", lock.this_run())
-    assert error.value.code == "checkpoint-store-failed"
-
-
-def test_a_saver_that_is_collected_on_fsspecs_own_thread(s3, short_leases) -> None:
-    """Where the collector runs is anybody's guess; there, waiting for the loop or for who waits for it would never end."""
-    from fsspec.asyn import sync
-
-    store = store_for(s3)
-    release = store.hold(f"{s3}/checkpoints", lock.this_run())
-
-    async def collect() -> None:
-        release()
-
-    with store._guard:
-        sync(filesystem().loop, collect, timeout=20)
-    _until(lambda: objects.read(f"{s3}/.checkpoints.lock") is None)
-
-
-def test_a_save_that_begins_while_the_last_one_ends_gets_a_lease_of_its_own(short_leases, monkeypatch) -> None:
-    store, folder, key = RemoteStore(), "memory://turns/run", "memory://turns/.run.lock"
-    holding = []
-    starts = threading.Thread(target=lambda: holding.append(store.hold(folder, lock.this_run())))
-
-    class Users(set):
-        def __len__(self) -> int:
-            count = super().__len__()
-            if not count and starts.ident is None:  # the last one has just left
-                starts.start()
-                starts.join(0.3)
-            return count
-
-    def delete_late(url: str) -> None:
-        before = objects.read(url)
-        until = time.monotonic() + 0.3
-        while time.monotonic() < until and objects.read(url) == before:
-            time.sleep(0.02)
-        delete(url)
-
-    delete = objects.delete
-    monkeypatch.setattr(objects, "delete", delete_late)
-    leave = store.hold(folder, lock.this_run())
-    (ending,) = store._leases.values()
-    ending._users = Users(ending._users)
-    leave()
-    starts.join()
-    assert objects.read(key)
-    _until(lambda: int(json.loads(objects.read(key))["beat"]) > 1)
-    (leave,) = holding
-    leave()
-    assert objects.read(key) is None
-
-
-def test_a_forked_child_does_not_hold_it(place) -> None:
-    held = Lease(f"{place}/.run.lock", f"{place}/run", lock.this_run())
-    held._pid += 1
-    assert not held.is_held()
-    held.release()
-    assert not any(thread.name == "paceline-lease" for thread in threading.enumerate())
-
-
-def _until(true) -> None:
-    until = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < until
-        time.sleep(0.02)
+    Checkpointer().save(f"{place}/best", state(0.0))
+    Checkpointer().save(f"{place}/best", state(1.0), extra_files_hook=other_run)
+    assert value_of(f"{place}/best") == 1.0 and len(saves_in(place)) == 1
 
 
 def test_a_model_larger_than_a_block_comes_back_bit_equal(s3, small_parts) -> None:

@@ -292,8 +292,7 @@ class FolderUse:
         error: what failed, with the system's reason; "" if nothing failed.
         file_system: type of the file system, such as "nfs4".
         seen_after_s: seconds until this host saw the first host's file; None if it did not see it in time.
-        lock_excludes: whether the lock of the first host kept this host from locking; None if it was not tried.
-        won_race: whether this host was the one that created the exclusive link.
+        won_race: whether this host was the one that made the folder that all hosts tried to make.
         renames: whether renaming a file onto another one replaced it.
         fsync_s: seconds to write and sync one small file.
         write_bytes_per_s, read_bytes_per_s: speed with a file of 16 MiB. The file that is read was written by another host,
@@ -303,7 +302,6 @@ class FolderUse:
     error: str = ""
     file_system: str = ""
     seen_after_s: float | None = None
-    lock_excludes: bool | None = None
     won_race: bool = False
     renames: bool = False
     fsync_s: float | None = None

@@ -6,7 +6,7 @@ import os
 
 
 def process_name(pid: int) -> str:
-    """Returns a name that no other process ever has; "" if the process does not exist or the system is not Linux.
+    """Returns a name that no other process ever has; "" if the process has ended or the system is not Linux.
 
     The name has three words: the boot of the system, the PID namespace, and the start time of the process. The first two
     are the same for all processes whose numbers can be compared.
@@ -17,7 +17,11 @@ def process_name(pid: int) -> str:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             # The name of the program stands in parentheses and may hold blanks and parentheses itself, so the fields are
             # counted after the last one. Field 22 of the whole line is the start time.
-            started = file.read().rpartition(")")[2].split()[19]
+            fields = file.read().rpartition(")")[2].split()
+        # A process that was killed keeps its entry until its parent has asked for its exit code.
+        if fields[0] in ("Z", "X"):
+            return ""
+        started = fields[19]
         return f"{system} {os.readlink(f'/proc/{os.getpid()}/ns/pid')} {started}"
     except OSError:
         return ""

@@ -32,13 +32,13 @@ from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
 from paceline.checkpoint.format.shards import INDEX, SavePlanner, write_index, write_shard
 from paceline.checkpoint.format.share import FileShare
 from paceline.checkpoint.keep import Keep
+from paceline.checkpoint.ownership import Ownership
 from paceline.checkpoint.save_report import SaveReport
 from paceline.checkpoint.search import CheckpointSearch
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.state.match import Mismatch
 from paceline.checkpoint.state.train_state import Encoded, Restore, TrainState, merge
-from paceline.checkpoint.store import Store, store_for
-from paceline.checkpoint.store.folder_locks import FolderLocks
+from paceline.checkpoint.store import Store, claim, store_for
 from paceline.world.events import SavedCheckpoint
 from paceline.world.sharded import is_sharded, local
 
@@ -75,6 +75,23 @@ class _WriterAssignment:
     share: FileShare
     index: Metadata | None
     shares: list[FileShare]
+
+
+@dataclass(frozen=True)
+class _Opened:
+    """What rank 0 has decided about a save before its state is read.
+
+    Attributes:
+        home: the final folder.
+        staged: the folder into which it is written first.
+        metrics: the metrics of the script, as numbers.
+        runs: the names of this run, for the manifest.
+    """
+
+    home: str
+    staged: str
+    metrics: dict[str, float]
+    runs: list[str]
 
 
 @dataclass(frozen=True)
@@ -125,7 +142,7 @@ class Checkpointer:
         self._background = Background()
         self._staging = Staging()
         self._background_peers: WriterPeers | None = None
-        self._locks = FolderLocks()
+        self._ownership = Ownership()
         self._search = CheckpointSearch(self._peers)
 
     # ------------------------------------------------------------------ save
@@ -139,6 +156,7 @@ class Checkpointer:
         extra_files_hook: Callable[[str], None] | None = None,
         metrics: Mapping[str, float] | None = None,
         background: bool = False,
+        fresh: bool = False,
     ) -> str:
         """Saves a state at `path`. A checkpoint that is there can be loaded until the new one replaces it.
 
@@ -153,14 +171,15 @@ class Checkpointer:
             metrics: for the manifest; those of rank 0 are used.
             background: whether to return as soon as this rank's share is copied. Host memory for one share is kept between
                 saves. An error afterwards is raised by the next call of a method.
+            fresh: whether `path` is an automatic name (`next_path`), which must be new. If another run has taken it since,
+                the next free one is used.
 
         Returns:
             The absolute path of the checkpoint.
 
         Raises:
             CheckpointError: `checkpoint-value`, `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`,
-                `checkpoint-not-shared`, `checkpoint-failed`, `checkpoint-metric`, `checkpoint-locked`. Earlier checkpoints
-                are untouched.
+                `checkpoint-not-shared`, `checkpoint-failed`, `checkpoint-metric`. Earlier checkpoints are untouched.
         """
         report = SaveReport(self._tell if self._peers.rank == 0 else None, os.fspath(path), state.run.step)
         # There is one save at a time, since all saves use the same staging memory and the same background group. An error of
@@ -171,17 +190,27 @@ class Checkpointer:
         store, home = _locate(path)
         try:
             # The result of rank 0 is used; the other ranks open nothing.
-            staged, numbers = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics))[0]
+            opened = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics, fresh))[0]
         except BaseException as error:
             report.failed(error)
             raise
-        plan = json.loads(plan_json)
-        manifest = Manifest({}, state.run.step, self._peers.size, plan, numbers, run=env.get("PACELINE_RUN"))
+        home = opened.home
+        staged = opened.staged
+        report.path = home
+        manifest = Manifest(
+            {},
+            state.run.step,
+            self._peers.size,
+            json.loads(plan_json),
+            opened.metrics,
+            run=env.get("PACELINE_RUN"),
+            runs=opened.runs,
+            writer=claim.record(),
+        )
         try:
             save = self._read(store, home, staged, state, manifest, extra_files_hook, background)
         except BaseException as error:
             self._discard(store, staged)
-            self._locks.end_save()
             report.failed(error)
             raise
         if background:
@@ -201,28 +230,14 @@ class Checkpointer:
         """Returns whether a save in the background is running on any rank."""
         return self._background.started and any(self._peers.gather_object(self._background.running))
 
-    def _open(self, store: Store, home: str, metrics: Mapping[str, float] | None) -> tuple[str, dict[str, float]]:
-        """On rank 0: checks the metrics, locks the folder, and creates the folder into which the save is written.
-
-        Returns:
-            The folder to write into, and the metrics as numbers.
-        """
+    def _open(self, store: Store, home: str, metrics: Mapping[str, float] | None, fresh: bool) -> _Opened:
+        """On rank 0: checks the metrics, takes the name, and creates the folder into which the save is written."""
         if self._peers.rank:
-            return "", {}
+            return _Opened(home, "", {}, [])
         numbered = retention.number(store, home) is not None
         # Only automatic names are pruned, so only they need the metric by which that is done.
         rule = self._keep if numbered else Keep()
         numbers = rule.check(metrics)
-        folder = store.parent(home)[0] if numbered else home
-        self._locks.take(store, folder, until_the_end=numbered)
-        try:
-            return self._stage(store, home, numbered), numbers
-        except BaseException:
-            self._locks.end_save()
-            raise
-
-    def _stage(self, store: Store, home: str, numbered: bool) -> str:
-        """On rank 0: removes the remains of crashed saves, and creates the folder that is written and then renamed."""
         if store.exists(home) and not store.folder(home):
             raise CheckpointError(
                 "checkpoint-not-writable",
@@ -230,13 +245,25 @@ class Checkpointer:
                 why="a checkpoint is a folder of files",
                 fix="save under another name",
             )
-        folder, name = store.parent(home)
+        folder = store.parent(home)[0]
+        if numbered:
+            self._ownership.look(store, folder)
+        staged = ""
+        while not staged:
+            try:
+                staged = store.stage(home, fresh=fresh)
+            except claim.NameTakenError:
+                number = retention.number(store, home)
+                assert number is not None, "a fresh name is an automatic one"
+                home = retention.following(store, folder, number + 1)
+        name = store.parent(home)[1]
 
         def is_mine(other: str) -> bool:
             return other == name or (numbered and retention.PATTERN.fullmatch(other) is not None)
 
-        store.recover(folder, is_mine, lambda left_over: _files(store, left_over))
-        return store.stage(home)
+        # The name is taken before anything is cleaned. So no number comes back that a suspended process may still hold.
+        store.recover(folder, is_mine, partial(_files, store))
+        return _Opened(home, staged, numbers, self._ownership.runs(folder))
 
     def _read(
         self,
@@ -330,7 +357,7 @@ class Checkpointer:
                     facts[name] = measure(store, store.join(staged, name))
             # The manifest comes last: a folder without one is no checkpoint, wherever the process was cut off.
             replace(save.manifest, files=facts).write(store, staged)
-            store.publish(staged, save.home, last=NAME, replaces=_files(store, save.home))
+            store.publish(staged, save.home, last=NAME, owned=partial(_files, store))
 
         try:
             # Every file of every rank is written and durable before rank 0 publishes.
@@ -340,20 +367,28 @@ class Checkpointer:
             self._discard(store, staged)
             report.failed(error)
             raise
-        finally:
-            self._locks.end_save()
         report.complete(sum(fact.bytes for fact in facts.values()))
         agreed(peers, "removing old checkpoints", lambda: self._prune(store, save.home))
 
     def _prune(self, store: Store, home: str) -> None:
-        self._search.damaged.discard(home)
-        if self._peers.rank == 0 and retention.number(store, home) is not None:
-            retention.prune(store, store.parent(home)[0], self._keep, home, self._search.damaged)
+        damaged = self._search.damaged
+        damaged.discard(home)
+        if self._peers.rank or retention.number(store, home) is None:
+            return
+        folder = store.parent(home)[0]
+        own = self._ownership.own(folder)
+        own.add(home)
+        for path in retention.surplus(store, folder, self._keep, home, damaged, own):
+            retention.remove(store, path)
+            own.discard(path)
 
     def _discard(self, store: Store, staged: str) -> None:
-        if self._peers.rank == 0 and store.exists(staged):
+        if self._peers.rank == 0:
+            # Whether it can be removed now or not, nobody writes it any more.
+            claim.end(staged)
             try:
-                store.remove(staged)
+                if store.exists(staged):
+                    store.remove(staged)
             except (OSError, CheckpointError) as error:  # the error of the save itself is being raised
                 _log.warning("could not remove the unfinished %s (%s); the next save tries again", staged, error)
 
@@ -381,7 +416,13 @@ class Checkpointer:
             manifest = agreed(self._peers, f"opening {home}", lambda: self._search.verified(store, home))
         checkpoint = checkpoint_format.open(store, home, state, self._peers, manifest)
         notes = self._apply(home, checkpoint, strict)
+        if manifest is not None:
+            agreed(self._peers, f"looking beside {home}", lambda: self._go_on(store, home, manifest))
         return Loaded(home, manifest, notes)
+
+    def _go_on(self, store: Store, home: str, manifest: Manifest) -> None:
+        if self._peers.rank == 0:
+            self._ownership.go_on(store, home, manifest)
 
     def _recognise(self, store: Store, home: str) -> str:
         """On rank 0: returns the format of a folder; "native" if it is no checkpoint, so that the error names our files."""
@@ -429,7 +470,7 @@ class Checkpointer:
     # ------------------------------------------------------------------ names
 
     def next_path(self, root: str | os.PathLike[str], start: int = 0) -> str:
-        """Returns the path of the next automatically named save: `ROOT/checkpoint_N`.
+        """Returns the path of the next automatically named save: `ROOT/checkpoint_N`, for `save(fresh=True)`.
 
         N is larger than that of all checkpoints in the folder, and at least `start`.
         """

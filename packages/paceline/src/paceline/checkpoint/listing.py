@@ -12,7 +12,7 @@ from paceline.checkpoint.format.manifest import Manifest, verify
 from paceline.checkpoint.store import Store, store_for
 from paceline.world.layout import Layout
 
-_UNFINISHED = (".partial-", ".aside-")
+_UNFINISHED = (".partial", ".aside")
 
 
 @dataclass(frozen=True)

@@ -131,15 +131,23 @@ def contents(store: Store, folder: str) -> str:
     return f"it holds {listed(names, 8)}"
 
 
-def surplus(store: Store, folder: str, keep: Keep, just: str | None = None, damaged: Collection[str] = ()) -> list[str]:
+def surplus(
+    store: Store,
+    folder: str,
+    keep: Keep,
+    just: str | None = None,
+    damaged: Collection[str] = (),
+    own: Collection[str] | None = None,
+) -> list[str]:
     """Returns the automatically named checkpoints in a folder that no rule keeps, oldest first.
 
     The checkpoint that was just saved is never among them. Damaged ones are neither counted nor removed, since their intact
-    files may be needed.
+    files may be needed. Nor are those of other runs, if `own` says which are of this run; None means all of them.
     """
-    paths = [path for path in numbered(store, folder).values() if path not in damaged]
     whole: list[tuple[str, Manifest]] = []
-    for path in paths:
+    for path in numbered(store, folder).values():
+        if path in damaged or (own is not None and path not in own):
+            continue
         manifest = Manifest.find(store, path)
         if manifest is not None:
             whole.append((path, manifest))
@@ -148,13 +156,11 @@ def surplus(store: Store, folder: str, keep: Keep, just: str | None = None, dama
     return [path for path, _ in whole if path not in stay and path != just]
 
 
-def prune(store: Store, folder: str, keep: Keep, just: str | None = None, damaged: Collection[str] = ()) -> None:
-    """Removes the checkpoints that `surplus` returns.
-
-    One that cannot be removed is only a warning, since the save itself has succeeded.
-    """
-    for path in surplus(store, folder, keep, just, damaged):
-        try:
-            store.remove(path)
-        except (OSError, CheckpointError) as error:
-            _log.warning("could not remove the old checkpoint %s: %s; remove it by hand", path, error)
+def remove(store: Store, path: str) -> None:
+    """Removes an old checkpoint. That it cannot be removed is only a warning, since the save itself has succeeded."""
+    try:
+        store.remove(path)
+    except FileNotFoundError:
+        return  # another run that goes on from the same one, or a person, was faster
+    except (OSError, CheckpointError) as error:
+        _log.warning("could not remove the old checkpoint %s: %s; remove it by hand", path, error)

@@ -15,11 +15,14 @@ class SaveReport:
         tell: is given what became of it; None on ranks that say nothing.
         path: of the checkpoint.
         step: optimizer steps done.
+
+    Attributes:
+        path: the same; it changes if another run has taken the automatic name.
     """
 
     def __init__(self, tell: Callable[[SavedCheckpoint], object] | None, path: str, step: int) -> None:
         self._tell = tell
-        self._path = path
+        self.path = path
         self._step = step
         self._began = time.monotonic()
         self._stall_s: float | None = None
@@ -41,4 +44,4 @@ class SaveReport:
             return
         save_s = time.monotonic() - self._began
         stall_s = save_s if self._stall_s is None else self._stall_s
-        self._tell(SavedCheckpoint(self._step, self._path, size, stall_s, save_s, size is not None, reason))
+        self._tell(SavedCheckpoint(self._step, self.path, size, stall_s, save_s, size is not None, reason))

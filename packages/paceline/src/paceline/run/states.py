@@ -223,6 +223,7 @@ class States:
                 extra_files_hook=extra_files_hook,
                 metrics=metrics,
                 background=background,
+                fresh=path is None,
             )
         # Automatic names are `checkpoint_0`, `checkpoint_1`, ... A number that exists already was left out.
         if path is None:

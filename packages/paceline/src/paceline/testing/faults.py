@@ -175,10 +175,10 @@ class _FaultyStore:
         """Every path that another store serves."""
         return any(store is not self and store.serves(path) for store in STORES)
 
-    def stage(self, path: str) -> str:
+    def stage(self, path: str, *, fresh: bool = False) -> str:
         """A place to write into; `stage` is before it."""
         self._reach("stage", path)
-        return self._behind(path).stage(path)
+        return self._behind(path).stage(path, fresh=fresh)
 
     def open(self, path: str, mode: str) -> BinaryIO:
         """A file; `shard` is within one that is written, `load` before one is read, `manifest` before that."""
@@ -192,10 +192,10 @@ class _FaultyStore:
             return _TornShard(file, lambda: self._reach("shard", path))  # type: ignore[return-value]
         return file
 
-    def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
+    def publish(self, staged: str, path: str, *, last: str, owned: Callable[[str], Collection[str] | None]) -> None:
         """Puts a folder in its place; `publish` is before, `published` after it."""
         self._reach("publish", path)
-        self._behind(path).publish(staged, path, last=last, replaces=replaces)
+        self._behind(path).publish(staged, path, last=last, owned=owned)
         self._reach("published", path)
 
     def remove(self, path: str) -> None:

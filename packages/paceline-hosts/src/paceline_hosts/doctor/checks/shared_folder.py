@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from paceline_hosts.doctor.facts import Examination, FolderUse
-from paceline_hosts.doctor.finding import Check, Finding, Level, listed, on, where_all
+from paceline_hosts.doctor.finding import Check, Finding, Level, listed, where_all
 from paceline_hosts.doctor.units import num_bytes, seconds
 
 _LATE_S = 1.0
@@ -44,20 +44,14 @@ def _faults(examination: Examination, sharing: dict[str, FolderUse]) -> list[Fin
     elsewhere = "keep checkpoints on another file system, and try it: `paceline doctor --folder PATH`"
     winners = [host for host, use in sharing.items() if use.won_race]
     if len(winners) > 1 or (sharing and not winners):
-        what = f"{folder}: an exclusive link succeeded on {len(winners)} hosts; two runs could take the same folder"
-        findings.append(Finding("problem", "folder-link", listed(sharing), what, elsewhere))
+        what = f"{folder}: {len(winners)} hosts have made one new folder; two runs could take the same name"
+        findings.append(Finding("problem", "folder-claim", listed(sharing), what, elsewhere))
     for host, use in sharing.items():
         if not use.renames:
             what = (
                 f"{folder}: a renamed file does not take the place of another, as the end of each checkpoint needs it"
             )
             findings.append(Finding("problem", "folder-rename", host, what, elsewhere))
-        if use.lock_excludes is False:
-            what = f"{folder}: a lock of one host is not respected here; two runs could write one checkpoint"
-            fix = elsewhere
-            if use.file_system.startswith("nfs"):
-                fix = on(host, examination, f"sudo mount -o remount,lock {folder}")
-            findings.append(Finding("warning", "folder-lock", host, what, fix))
         if use.seen_after_s is not None and use.seen_after_s > _LATE_S:
             what = f"{folder}: files of other hosts are seen {seconds(use.seen_after_s)} late"
             findings.append(Finding("warning", "folder-late", host, what, elsewhere))

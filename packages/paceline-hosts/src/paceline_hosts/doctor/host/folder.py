@@ -1,8 +1,8 @@
 """Tests the shared folder on one host. `examine.py` asks for each step, on all of its hosts at the same time.
 
 look    all hosts     look for the file, which is not there yet: some file systems remember that, and show the file late
-make    first host    make a folder with a file in it, and lock a file
-use     all hosts     wait for the file; try a lock, an exclusive link, a rename, fsync, and the speed of writing
+make    first host    make a folder with a file in it
+use     all hosts     wait for the file; try to make the same folder, a rename, fsync, and the speed of writing
 read    all hosts     read the file that the next host wrote
 clean   first host    remove the folder
 """
@@ -13,14 +13,13 @@ import os
 import shutil
 import time
 from pathlib import Path
-from typing import IO
 
 from paceline.base.errors import cut
 from paceline_hosts.doctor.facts import FolderUse
 
 SEEN_S = 5.0  # how long the first host's file is waited for
 NUM_BYTES = 16 << 20
-_MARKER, _LOCK, _WINNER = "marker", "lock", "winner"
+_MARKER, _WINNER = "marker", "winner"
 
 
 class FolderProbe:
@@ -36,7 +35,6 @@ class FolderProbe:
         self._probe = Path(folder, f".paceline-doctor-{token[:16]}")
         self._folder = folder
         self._number = number
-        self._locked: IO[bytes] | None = None
 
     def look(self) -> None:
         """Looks for the file before it is there."""
@@ -44,7 +42,7 @@ class FolderProbe:
         Path(self._probe, _MARKER).exists()
 
     def make(self) -> str:
-        """Makes the folder and a file in it, and takes a lock; returns what failed, or "" if nothing did."""
+        """Makes the folder and a file in it; returns what failed, or "" if nothing did."""
         try:
             self._probe.mkdir()
             draft = self._probe / "marker.draft"
@@ -53,21 +51,7 @@ class FolderProbe:
             os.replace(draft, self._probe / _MARKER)
         except OSError as error:
             return _why(error)
-        self._lock()
         return ""
-
-    def _lock(self) -> bool:
-        """Tries to lock a file in the folder, and returns whether it was free."""
-        import fcntl
-
-        file = open(self._probe / _LOCK, "ab")  # noqa: SIM115  (its end frees the lock)
-        try:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            file.close()
-            return False
-        self._locked = file
-        return True
 
     def use(self) -> FolderUse:
         """Waits for the first host's file, and then tries the operations that checkpoints need."""
@@ -80,14 +64,12 @@ class FolderProbe:
         seen_after_s = time.monotonic() - begun
         own = self._probe / f"host{self._number}"
         try:
-            # The host that holds the lock cannot test it: to lock it again succeeds within the same process.
-            excludes = None if self._locked else not self._lock()
             fsync_s, write_rate = _write(own)
-            won = self._link(own)
+            won = self._claim()
             replaced = self._rename(own)
         except OSError as error:
             return FolderUse(_why(error), kind, seen_after_s)
-        return FolderUse("", kind, seen_after_s, excludes, won, replaced, fsync_s, write_rate)
+        return FolderUse("", kind, seen_after_s, won, replaced, fsync_s, write_rate)
 
     def _is_seen(self) -> bool:
         # Some file systems remember for a while that a name was missing, but they list a folder anew each time it is opened.
@@ -96,10 +78,10 @@ class FolderProbe:
         except OSError:
             return False
 
-    def _link(self, own: Path) -> bool:
-        """Creates a link whose name all hosts try to create; returns whether this host was the one that succeeded."""
+    def _claim(self) -> bool:
+        """Makes a folder that all hosts try to make, as a save takes its name; returns whether this host made it."""
         try:
-            os.link(own, self._probe / _WINNER)
+            os.mkdir(self._probe / _WINNER)
         except FileExistsError:
             return False
         return True
@@ -131,10 +113,6 @@ class FolderProbe:
 
     def clean(self) -> str:
         """Removes the folder of the test; returns what failed, or "" if nothing did."""
-        # NFS keeps an open file that is removed under another name, and the folder could not be removed then.
-        if self._locked:
-            self._locked.close()
-            self._locked = None
         try:
             shutil.rmtree(self._probe)
         except FileNotFoundError:

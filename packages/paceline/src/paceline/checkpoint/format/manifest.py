@@ -98,6 +98,8 @@ class Manifest:
         within: the subfolder that holds the files; empty if they are beside the manifest. A store that cannot rename writes
             each save into a subfolder of its own, and its `publish` sets this.
         run: the launcher's name of the run (`PACELINE_RUN`); empty without a launcher.
+        runs: random names of the run that has saved it, and of the runs that it goes on from; `Ownership` compares them.
+        writer: the process that has saved it, as `claim.record` describes it.
         created: seconds since 1970, UTC.
         paceline, torch: the versions that have written it.
         version: the version of the format; newer ones are refused.
@@ -111,6 +113,8 @@ class Manifest:
     metrics: dict[str, float] = field(default_factory=dict)
     within: str = ""
     run: str = ""
+    runs: list[str] = field(default_factory=list)
+    writer: dict[str, str] = field(default_factory=dict)
     created: float = field(default_factory=time.time)
     paceline: str = field(default_factory=lambda: metadata.version("paceline"))
     torch: str = field(default_factory=lambda: metadata.version("torch"))  # torch itself is not needed to look at one
@@ -138,12 +142,14 @@ class Manifest:
             ValueError: with the reason.
         """
         kinds: dict[str, Any] = {"step": int, "world_size": int, "plan": dict, "metrics": dict, "within": str}
-        kinds |= {"created": (int, float), "run": str, "checksum": str}
+        kinds |= {"created": (int, float), "run": str, "checksum": str, "runs": list, "writer": dict}
         for name, kind in kinds.items():
             if not isinstance(getattr(self, name), kind):
                 raise ValueError(f"its {name} is {short_repr(getattr(self, name))}")
         if not all(isinstance(value, (int, float)) for value in self.metrics.values()):
             raise ValueError(f"its metrics are {short_repr(self.metrics)}")
+        if not all(isinstance(text, str) for text in (*self.runs, *self.writer, *self.writer.values())):
+            raise ValueError(f"its runs are {short_repr(self.runs)}, and its writer is {short_repr(self.writer)}")
         for name in self.paths():
             parts = name.split("/")
             if {"", ".", ".."} & set(parts) or (os.sep != "/" and os.sep in name):

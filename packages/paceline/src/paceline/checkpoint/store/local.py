@@ -1,30 +1,40 @@
 """The local file system, shared folders included.
 
-stage     .NAME.partial-XXXX beside NAME
+stage     .NAME.partial-XXXX beside NAME; for an automatic name .NAME.partial, a folder that must not exist yet
 publish   nothing at NAME        one rename
-          foreign files alone    ours are moved in, the manifest last
-          a checkpoint           the two folders change places at once, foreign files follow, the old one goes
-recover   a partial folder that was never published is deleted; of one that was exchanged, what is foreign goes
-          home first; a checkpoint that was moved aside returns if nothing took its place
+          something at NAME      the two folders change places at once, foreign files follow, the old one goes
+recover   a partial folder that nobody writes any more is deleted; of one that was exchanged, what is foreign goes
+          home first; a folder that was moved aside returns if nothing took its place
+
+A partial folder contains the claim of its save (`claim`), which goes once the folder has its name. So one without a claim
+was exchanged.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
+import re
 import secrets
 import shutil
 import sys
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection
 from typing import BinaryIO, cast
 
 from paceline.base.files import expanded
+from paceline.checkpoint.store import claim
 from paceline.checkpoint.store.direct import DurableFile, sync_folder
-from paceline.checkpoint.store.lock import hold_local
 
-_PARTIAL = ".partial-"
-_ASIDE = ".aside-"
+_PARTIAL = "partial"
+_ASIDE = "aside"
+_LEFTOVER = re.compile(rf"\.(.+)\.({_PARTIAL}|{_ASIDE})(?:-[0-9a-f]+)?")
+_CLAIM = ".paceline-claim"
+# A folder is younger than this while its claim is written, and while another run moves foreign files out of it.
+_GAP_S = 60.0
+_TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 
@@ -62,7 +72,7 @@ class LocalStore:
         sizes = {}
         for name in _relative_files(folder):
             path = os.path.join(folder, name)
-            if os.path.exists(path):  # a link may point to a file that is gone
+            if name != _CLAIM and os.path.exists(path):  # a link may point to a file that is gone
                 sizes[name.replace(os.sep, "/")] = os.path.getsize(path)
         return dict(sorted(sizes.items()))
 
@@ -70,7 +80,10 @@ class LocalStore:
         """Opens a file; a written one is flushed to the disk when it is closed without an error."""
         if mode == "rb":
             return open(path, "rb")
-        os.makedirs(os.path.dirname(path), exist_ok=True)
+        folder = os.path.dirname(path)
+        # The folder of a save that was cleaned away must not come back with a part of its files.
+        if not any(_LEFTOVER.fullmatch(name) for name in folder.split(os.sep)):
+            os.makedirs(folder, exist_ok=True)
         return cast(BinaryIO, DurableFile(path))
 
     def remove(self, path: str) -> None:
@@ -78,35 +91,48 @@ class LocalStore:
         if not os.path.isdir(path) or os.path.islink(path):
             os.remove(path)
             return
-        folder, name = os.path.split(path)
-        if not _leftover(name)[1]:
-            going = _partial(folder, name)
-            os.rename(path, going)
-            path = going
-        shutil.rmtree(path)
+        claim.end(path)
+        if _LEFTOVER.fullmatch(os.path.basename(path)):
+            _remove_tree(path)
+            return
+        going = _beside(path, _PARTIAL)
+        os.rename(path, going)
+        # If this process is killed now, the next save knows whose folder it is. A full disk is no reason not to remove it.
+        with contextlib.suppress(OSError), open(os.path.join(going, _CLAIM), "wb") as file:
+            file.write(claim.begin(going))
+        _remove_tree(going)
+        claim.end(going)
 
-    def stage(self, path: str) -> str:
-        """Makes `.NAME.partial-XXXX` beside `path`."""
+    def stage(self, path: str, *, fresh: bool = False) -> str:
+        """Makes a partial folder beside `path`, and writes the claim into it."""
         folder, name = os.path.split(path)
-        staged = _partial(folder, name)
-        os.makedirs(staged)
+        os.makedirs(folder, exist_ok=True)
+        staged = os.path.join(folder, f".{name}.{_PARTIAL}") if fresh else _beside(path, _PARTIAL)
+        try:
+            os.mkdir(staged)
+        except FileExistsError:
+            raise claim.NameTakenError(path) from None
+        # The run that had the name before may have published since this one looked. While it had the name, `mkdir` failed.
+        if fresh and os.path.lexists(path):
+            os.rmdir(staged)
+            raise claim.NameTakenError(path)
+        try:
+            with open(os.path.join(staged, _CLAIM), "wb") as file:
+                file.write(claim.begin(staged))
+        except OSError:  # a full disk
+            shutil.rmtree(staged)
+            raise
         return staged
 
-    def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
-        """Moves a staged folder to its place; the docstring of this module explains the three cases."""
+    def publish(self, staged: str, path: str, *, last: str, owned: Callable[[str], Collection[str] | None]) -> None:
+        """Moves a staged folder to its place; the docstring of this module explains the cases."""
         # The entries of the staged folders must be on the disk before the rename that makes them visible.
         _sync_tree(staged)
-        if not os.path.lexists(path):
-            os.rename(staged, path)
-        elif replaces is None:
-            _move_in(staged, path, last)
-        else:
-            # After an exchange the old checkpoint is at the path of the staged one.
-            old = staged
-            if not _exchange(staged, path):
-                old = _put_aside(staged, path)
-            _adopt(old, path, frozenset(replaces))
-            shutil.rmtree(old)
+        for old in _take_place(staged, path):
+            _clear(old, path, owned(old))
+        with contextlib.suppress(FileNotFoundError):  # another run has replaced the whole folder
+            os.unlink(os.path.join(path, _CLAIM))
+        claim.end(staged)
         sync_folder(os.path.dirname(path))
 
     def recover(
@@ -119,32 +145,43 @@ class LocalStore:
     ) -> None:
         """Cleans up after saves that did not end; see the docstring of this module."""
         for entry in self.list(folder):
-            name, kind = _leftover(entry)
-            if not kind or not mine(name):
+            match = _LEFTOVER.fullmatch(entry)
+            if match is None or not mine(match[1]):
                 continue
             leftover = os.path.join(folder, entry)
-            home = os.path.join(folder, name)
+            home = os.path.join(folder, match[1])
             if not _is_real_folder(leftover):
                 # No save leaves a link or a file under such a name. The target of a link belongs to somebody else, so that
                 # only the link is removed.
-                if clean:
+                if clean and os.path.lexists(leftover):
                     os.unlink(leftover)
                 continue
-            files = owned(leftover)
-            # A crash between the two renames of `_put_aside` left no checkpoint under the name: the old one returns.
-            if files is not None and kind == _ASIDE and not os.path.lexists(home):
-                os.rename(leftover, home)
+            # A crash between the two renames of `_take_place` left nothing under the name: the old folder returns. If that run
+            # lives, it finds this folder in its way, and moves it again.
+            if match[2] == _ASIDE and not os.path.lexists(home):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(leftover, home)
                 continue
             if not clean:
                 continue
-            # A leftover with a manifest may be the old checkpoint after an exchange. Files of the user's in it move on.
-            if files is not None and _is_real_folder(home):
-                _adopt(leftover, home, frozenset(files))
-            shutil.rmtree(leftover)
-
-    def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
-        """Takes a record lock on `.NAME.lock` beside the folder; see `lock.py`."""
-        return hold_local(folder, who)
+            files = owned(leftover)
+            who = _claim_in(leftover)
+            if who is None:
+                # It was exchanged, or its claim was not written yet. With files, but neither a manifest nor a successor, nobody
+                # knows what it is.
+                is_empty = set(_entries(leftover)) <= {_CLAIM}
+                known = files is not None or is_empty or _is_real_folder(home)
+                limit = _GAP_S if known else claim.ABANDONED_S
+                is_abandoned = _age_s(leftover) > limit
+            else:
+                is_abandoned = claim.is_abandoned(leftover, who)
+            if not is_abandoned:
+                continue
+            if who is not None and files is None:
+                # It was never published, so all of its files are ours.
+                _remove_tree(leftover)
+            else:
+                _clear(leftover, home, files)
 
 
 def _is_real_folder(path: str) -> bool:
@@ -152,33 +189,69 @@ def _is_real_folder(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
 
 
-def _partial(folder: str, name: str) -> str:
-    return os.path.join(folder, f".{name}{_PARTIAL}{secrets.token_hex(4)}")
+def _beside(path: str, kind: str) -> str:
+    folder, name = os.path.split(path)
+    return os.path.join(folder, f".{name}.{kind}-{secrets.token_hex(4)}")
 
 
-def _leftover(entry: str) -> tuple[str, str]:
-    """Returns the final name and the kind of a leftover; two empty strings for anything else."""
-    for kind in (_PARTIAL, _ASIDE):
-        name, mark, _ = entry.rpartition(kind)
-        if mark and name.startswith("."):
-            return name[1:], kind
-    return "", ""
+def _claim_in(folder: str) -> dict[str, str] | None:
+    """Returns the claim in a partial folder; None if there is none, or if it is not written yet."""
+    try:
+        with open(os.path.join(folder, _CLAIM), "rb") as file:
+            return claim.decoded(file.read()) or None
+    except FileNotFoundError:
+        return None
 
 
-def _move_in(staged: str, path: str, last: str) -> None:
-    """Moves files one by one; `last` follows when the others are on the disk, since it says that they are complete."""
-    names = sorted(_relative_files(staged), key=lambda name: name == last)  # False sorts before True
-    folders = {path}
-    for name in names:
-        target = os.path.join(path, name)
-        if name == last:
-            for folder in folders:
-                sync_folder(folder)
-        os.makedirs(os.path.dirname(target), exist_ok=True)
-        os.replace(os.path.join(staged, name), target)
-        folders.add(os.path.dirname(target))
-    sync_folder(path)
-    shutil.rmtree(staged)
+def _age_s(folder: str) -> float:
+    """Returns the seconds since something was last created or removed in a folder; 0 if the folder is gone."""
+    try:
+        return time.time() - os.lstat(folder).st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _take_place(new: str, path: str) -> list[str]:
+    """Moves a folder to its final path, whatever another run does there; returns the folders that were moved away.
+
+    Without an exchange, a crash between the two renames leaves nothing under the name until `recover` moves the old one back.
+    """
+    replaced: list[str] = []
+    while True:
+        try:
+            os.rename(new, path)
+            return replaced
+        except OSError as error:
+            if error.errno not in _TAKEN:
+                raise
+        # Another run may move away what is there, at any moment: then it is tried again.
+        with contextlib.suppress(FileNotFoundError):
+            if _exchange(new, path):
+                return [*replaced, new]
+            aside = _beside(path, _ASIDE)
+            os.rename(path, aside)
+            replaced.append(aside)
+
+
+def _clear(old: str, home: str, files: Collection[str] | None) -> None:
+    """Moves what is not of the checkpoint from an old folder to its successor, if there is one, and removes the old one."""
+    if _is_real_folder(home):
+        _adopt(old, home, frozenset(files or ()) | {_CLAIM})
+    _remove_tree(old)
+
+
+def _remove_tree(folder: str) -> None:
+    """Removes a folder, which another run may be removing at the same time."""
+    while os.path.lexists(folder):
+        with contextlib.suppress(FileNotFoundError):
+            # The claim goes last: if this process is killed now, the next save knows what the rest is.
+            for entry in _entries(folder):
+                path = os.path.join(folder, entry)
+                if _is_real_folder(path):
+                    shutil.rmtree(path)
+                elif entry != _CLAIM:
+                    os.unlink(path)
+            shutil.rmtree(folder)
 
 
 def _relative_files(folder: str) -> list[str]:
@@ -203,20 +276,9 @@ def _exchange(path: str, other: str) -> bool:
     raise OSError(number, os.strerror(number), other)
 
 
-def _put_aside(staged: str, path: str) -> str:
-    """Replaces a folder by two renames, for systems without an exchange; returns the path of the old folder.
-
-    After a crash between the two renames, `recover` moves the old folder back.
-    """
-    aside = staged.replace(_PARTIAL, _ASIDE)
-    os.rename(path, aside)
-    os.rename(staged, path)
-    return aside
-
-
 def _adopt(old: str, new: str, owned: frozenset[str], below: str = "") -> None:
     """Moves files that are not `owned` from an old folder to the new one; it replaces nothing that the new one has."""
-    for entry in os.listdir(old):
+    for entry in _entries(old):
         name = f"{below}{entry}"
         source = os.path.join(old, entry)
         target = os.path.join(new, entry)
@@ -231,7 +293,15 @@ def _adopt(old: str, new: str, owned: frozenset[str], below: str = "") -> None:
             if not os.listdir(target):
                 os.rmdir(target)
         elif not os.path.lexists(target):
-            os.rename(source, target)
+            with contextlib.suppress(FileNotFoundError):  # another run has moved it
+                os.rename(source, target)
+
+
+def _entries(folder: str) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:  # another run has removed the folder
+        return []
 
 
 def _sync_tree(folder: str) -> None:

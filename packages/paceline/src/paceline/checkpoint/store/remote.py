@@ -5,12 +5,16 @@ manifest is one object, which is replaced in one request. Until then, the old ma
 
     RUN/checkpoints/checkpoint_7/manifest.json            written last, in one request
     RUN/checkpoints/checkpoint_7/save-1f0c.../__0_0.distcp, .metadata, state.json ...
-    RUN/checkpoints/.saving/checkpoint_7.save-1f0c...     a mark, there while a save or a removal is under way
+    RUN/checkpoints/.saving/checkpoint_7.save-1f0c...     a mark, there while a save is under way
+    RUN/checkpoints/.saving/checkpoint_7.taken            another one, if the name is an automatic one
 
-stage     writes the mark; this fails first if the credentials, the bucket or the network are missing
-publish   writes the manifest; then deletes what it replaced, and the mark
-recover   for each mark: deletes folders of saves that the manifest does not name, and aborts uploads in parts
+stage     writes the marks; this fails first if the credentials, the bucket or the network are missing
+publish   writes the manifest; then deletes what it replaced, and the marks
+recover   for each mark that is abandoned: deletes the folder of its save, and aborts its uploads in parts
 remove    writes a mark; deletes the manifest, then the rest, then the mark
+
+A mark contains the claim of its writer (`claim`). An automatic name is taken by a mark that is written on the condition that
+there is none. S3 and most others keep this condition; where a store ignores it, `publish` finds the other run's mark.
 """
 
 from __future__ import annotations
@@ -19,21 +23,19 @@ import json
 import logging
 import re
 import secrets
-import threading
-from collections.abc import Callable, Collection, Mapping
-from functools import partial
+from collections.abc import Callable, Collection
 from typing import Any, BinaryIO, cast
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.format.manifest import NAME, encoded
-from paceline.checkpoint.store import objects
-from paceline.checkpoint.store.lease import Lease
+from paceline.checkpoint.store import claim, objects
 from paceline.checkpoint.store.remote_files import Upload, open_reader
 
 _log = logging.getLogger("paceline.checkpoint")
 _MARKS = ".saving"
 _SAVE = re.compile(r"save-[0-9a-f]{16}")
-_MARK = re.compile(r"(.*)\.(save-[0-9a-f]{16}|removing)")
+_TAKEN = "taken"
+_MARK = re.compile(rf"(.*)\.(save-[0-9a-f]{{16}}|removing|{_TAKEN})")
 _LOCAL = ("file", "local")
 
 
@@ -41,8 +43,8 @@ class RemoteStore:
     """A `Store` of objects behind a URL; a folder is a prefix of their names."""
 
     def __init__(self) -> None:
-        self._leases: dict[str, Lease] = {}
-        self._guard = threading.Lock()
+        # The mark by which the automatic name is taken, and its content, by the folder of the save.
+        self._taken: dict[str, tuple[str, bytes]] = {}
 
     def serves(self, path: str) -> bool:
         """Returns whether `path` is a URL of a protocol that fsspec knows, except those for files of this machine."""
@@ -92,40 +94,67 @@ class RemoteStore:
             objects.delete(path)
             return
         home, name = self.parent(path)
+        claim.end(path)
         if _SAVE.fullmatch(name) and self._within(home) == name:
             return
         mark = self._mark(home, name) if _SAVE.fullmatch(name) else self._mark(path, "removing")
-        objects.write(mark, b"")
-        objects.delete(self.join(path, NAME))
-        objects.delete_all(path)
-        objects.abort_uploads(path)
-        objects.delete(mark)
+        try:
+            objects.write(mark, claim.begin(path))
+            objects.delete(self.join(path, NAME))
+            objects.delete_all(path)
+            objects.abort_uploads(path)
+            self._give_back(path)
+            objects.delete(mark)
+        finally:
+            claim.end(path)
 
-    def stage(self, path: str) -> str:
+    def stage(self, path: str, *, fresh: bool = False) -> str:
         """Marks that a save into `path` is under way, and returns the folder that it writes."""
         save = f"save-{secrets.token_hex(8)}"
-        objects.write(self._mark(path, save), b"")
-        return self.join(path, save)
+        staged = self.join(path, save)
+        if fresh:
+            taken = self._mark(path, _TAKEN)
+            content = claim.begin(staged, save=save)
+            if not objects.write(taken, content, create=True):
+                raise claim.NameTakenError(path)
+            self._taken[staged] = taken, content
+            # The run that had the name before may have published since this one looked.
+            if objects.kind(path):
+                self._give_back(staged)
+                raise claim.NameTakenError(path)
+        objects.write(self._mark(path, save), claim.begin(staged))
+        return staged
 
-    def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
-        """Writes the manifest; the files stay where they are."""
+    def publish(self, staged: str, path: str, *, last: str, owned: Callable[[str], Collection[str] | None]) -> None:
+        """Writes the manifest; the files stay where they are.
+
+        Raises:
+            CheckpointError: `checkpoint-store-failed`, if the store has let another run take the same automatic name.
+        """
         save = self.parent(staged)[1]
         with self.open(self.join(staged, last), "rb") as file:
             manifest: dict[str, Any] = json.loads(file.read())
-        # The lease may be on the checkpoint, or on the folder of all checkpoints.
-        folders = (path, self.parent(path)[0])
-        for lease in list(self._leases.values()):
-            if lease.is_held() and lease.folder in folders:
-                lease.check()
+        replaced = owned(path) or ()
+        if staged in self._taken:
+            taken, content = self._taken[staged]
+            if objects.read(taken) != content:
+                raise CheckpointError(
+                    "checkpoint-store-failed",
+                    f"two runs have taken the name {path} at the same moment.",
+                    why="this store ignores the condition that an object must not exist yet",
+                    fix="give each run its own `project_dir`",
+                )
         with self.open(self.join(path, last), "wb") as out:
             out.write(encoded({**manifest, "within": save}))
         try:
             objects.delete(self.join(staged, last))
-            for name in replaces or ():
+            for name in replaced:
                 if name != last and not _SAVE.match(name):
                     objects.delete(self.join(path, name))
-            self._sweep(path, save)
+            self._sweep(path)
+            self._give_back(staged)
             objects.delete(self._mark(path, save))
+            claim.end(staged)
         except CheckpointError as error:
             # The checkpoint is published. What is left only uses space, and the next save finds the mark and cleans up.
             _log.warning("saved %s, but could not delete what it replaced: %s", path, error)
@@ -142,37 +171,33 @@ class RemoteStore:
         if not clean:
             return
         for entry in self.list(self.join(folder, _MARKS)):
-            mark = _MARK.fullmatch(entry)
-            if mark is None or not mine(mark[1]):
+            match = _MARK.fullmatch(entry)
+            if match is None or not mine(match[1]):
                 continue
-            home = self.join(folder, mark[1]) if mark[1] else folder
+            mark = self.join(folder, _MARKS, entry)
+            try:
+                with self.open(mark, "rb") as file:
+                    who = claim.decoded(file.read())
+            except FileNotFoundError:  # that save has ended since
+                continue
+            home = self.join(folder, match[1]) if match[1] else folder
+            written = home if match[2] == "removing" else self.join(home, who.get("save", match[2]))
+            if not claim.is_abandoned(written, who):
+                continue
             try:
                 within = self._within(home)
             except (ValueError, AttributeError):
                 _log.warning("the manifest of %s is damaged: what an unfinished save left there stays", home)
                 continue
-            if within is None and mark[2] == "removing":
-                objects.delete_all(home)
-            self._sweep(home, within)
-            objects.abort_uploads(home)
-            objects.delete(self.join(folder, _MARKS, entry))
-
-    def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
-        """Takes a lease on the object `.NAME.lock` beside the folder; see `lease`."""
-        home, name = self.parent(folder)
-        key = self.join(home, f".{name}.lock")
-        user = object()
-        with self._guard:
-            lease = self._leases.get(key)
-            if lease is None or not lease.join(user):
-                # The thread of a lease that has ended deletes the object, and must not delete that of the next lease.
-                if lease is not None:
-                    lease.release()
-                lease = self._leases[key] = Lease(key, folder, who)
-                lease.join(user)
-        # The guard is not taken for it: the garbage collector may run it on the thread of fsspec, and the owner of the guard
-        # may be waiting for that thread.
-        return partial(lease.leave, user)
+            if match[2] == "removing":
+                if within is None:
+                    objects.delete_all(home)
+            elif match[2] != _TAKEN and within != match[2]:
+                objects.delete_all(self.join(home, match[2]))
+                objects.abort_uploads(self.join(home, match[2]))
+            objects.delete(mark)
+            # The save may have been killed between its manifest and the removal of what that replaced.
+            self._sweep(home)
 
     def _mark(self, path: str, what: str) -> str:
         folder, name = self.parent(path)
@@ -186,11 +211,23 @@ class RemoteStore:
         except FileNotFoundError:
             return None
 
-    def _sweep(self, home: str, keep: str | None) -> None:
-        """Deletes the folders of all saves but one."""
-        for name in self.list(home):
-            if _SAVE.fullmatch(name) and name != keep:
-                objects.delete_all(self.join(home, name))
+    def _give_back(self, staged: str) -> None:
+        """Frees the automatic name that a save has taken, if it has taken one."""
+        if staged in self._taken:
+            taken, _ = self._taken.pop(staged)
+            objects.delete(taken)
+
+    def _sweep(self, home: str) -> None:
+        """Deletes the folders of saves that neither the manifest names nor a mark."""
+        # The order matters, since another run may be saving here. It writes its mark before its first file, and its manifest
+        # before it deletes the mark.
+        saves = [name for name in self.list(home) if _SAVE.fullmatch(name)]
+        folder, name = self.parent(home)
+        marks = self.list(self.join(folder, _MARKS))
+        within = self._within(home)
+        for save in saves:
+            if save != within and f"{name}.{save}" not in marks:
+                objects.delete_all(self.join(home, save))
 
 
 STORE = RemoteStore()

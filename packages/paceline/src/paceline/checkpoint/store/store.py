@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import BinaryIO, Protocol
 
 from paceline.base.errors import CheckpointError, short_repr
@@ -51,18 +51,27 @@ class Store(Protocol):
     def remove(self, path: str) -> None:
         """Removes a file or a whole folder. A folder that is removed in part must not look complete."""
 
-    def stage(self, path: str) -> str:
-        """Creates a new folder beside `path` to write into."""
+    def stage(self, path: str, *, fresh: bool = False) -> str:
+        """Creates a new folder to write a save into. No other save writes there, whatever it writes at the same time.
 
-    def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
-        """Moves a staged folder to its final path at once.
+        Args:
+            path: the final path.
+            fresh: whether `path` is an automatic name, which must be new. It is taken until `publish`, or until the folder is
+                removed.
+
+        Raises:
+            NameTakenError: `fresh` is set, and another save has the name.
+        """
+
+    def publish(self, staged: str, path: str, *, last: str, owned: Callable[[str], Collection[str] | None]) -> None:
+        """Moves a staged folder to its final path at once. What is there is replaced, also what another run has just published.
 
         Args:
             staged: the result of `stage`.
             path: the final path.
             last: the name of the file that makes the folder valid.
-            replaces: files of the valid folder at `path`, which are removed; all other files there are kept.
-                None if there is no valid folder.
+            owned: returns the files in the manifest of a folder; None without a manifest. These files of the folder at `path`
+                are removed, and all others there are kept.
         """
 
     def recover(
@@ -75,26 +84,13 @@ class Store(Protocol):
     ) -> None:
         """Cleans up after saves that were interrupted, and finishes those that were published in part.
 
+        Nothing is deleted that may belong to a save that is under way; see `claim`.
+
         Args:
             folder: the folder in which `stage` has created its folders.
             mine: returns whether a final name belongs to the caller.
             owned: returns the files in the manifest of a folder; None without a manifest.
-            clean: whether to delete as well. A reader must not, since another run may be saving there.
-        """
-
-    def hold(self, folder: str, who: Mapping[str, str]) -> Callable[[], None]:
-        """Locks a folder against other runs, until the process ends or the returned function is called.
-
-        A process may lock a folder several times; the last release frees it. Forked children do not hold the lock.
-
-        Args:
-            folder: a checkpoint, or the folder of automatic names; it need not exist yet.
-            who: this run, for the error that another run gets (`lock.this_run()`).
-
-        Ranks: the rank that publishes.
-
-        Raises:
-            CheckpointError: `checkpoint-locked`, which names the run that holds the lock.
+            clean: whether to delete as well. A reader does not.
         """
 
 

@@ -1,7 +1,7 @@
 """Removes old checkpoints from a folder, except those that a rule keeps.
 
-Those with automatic names (`checkpoint_3`) alone are removed, and never while a run saves into the folder; a checkpoint
-that any rule names stays, and so does the newest.
+Those with automatic names (`checkpoint_3`) alone are removed, whichever run has saved them; a checkpoint that any rule names
+stays, and so does the newest. A run may be saving into the folder at the same time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ def run(args: argparse.Namespace) -> int:
     from paceline.checkpoint import retention
     from paceline.checkpoint.keep import Keep
     from paceline.checkpoint.listing import the_folder
-    from paceline.checkpoint.store.lock import this_run
 
     if args.keep_last is None and args.keep_every is None and args.best is None:
         raise ConfigError(
@@ -53,12 +52,9 @@ def run(args: argparse.Namespace) -> int:
         for path in retention.surplus(store, folder, keep, newest):
             print(f"would remove {path} ({_text.size(sizes.get(path, 0))})")
         return 0
-    release = store.hold(folder, this_run())
-    try:
-        going = retention.surplus(store, folder, keep, newest)
-        retention.prune(store, folder, keep, newest)
-    finally:
-        release()
+    going = retention.surplus(store, folder, keep, newest)
+    for path in going:
+        retention.remove(store, path)
     failed = [path for path in going if store.exists(path)]  # the log has said why
     for path in going:
         if path not in failed:
