@@ -1,4 +1,4 @@
-"""What `offload` does to a model's optimizers: states and steps are in host memory."""
+"""What `offload` does to a model: states and steps of its optimizers, and its activations, are in host memory."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.parallel.activation_copies import ActivationCopies
 from paceline.parallel.offload import OffloadOptions
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused
 from paceline.parallel.stand_ins import original, stand_in, stand_ins
@@ -20,7 +21,13 @@ from paceline.world.sharded import local
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
-    """Leaves the model as it is; `bind` changes its optimizers."""
+    """Lets blocks save their activations on the host, if the plan says so; `bind` changes the model's optimizers."""
+    options: OffloadOptions = context.options
+    if context.plan.offloads_activations and (context.device.type != "cpu" or options.always):
+        copies = ActivationCopies(context.device, options.pin_memory and context.device.type != "cpu")
+        modules = dict(model.named_modules())
+        for name in context.facts.blocks or ("",):
+            copies.attach(modules[name])
     return OffloadedStates(model, context)
 
 
@@ -31,6 +38,8 @@ class OffloadedStates(AppliedStrategy):
         super().__init__(model)
         self._device = context.device
         self._options: OffloadOptions = context.options
+        # FSDP2 moves the states of parameters that it divides.
+        self._moves_states = context.plan.offloads_states and not context.plan.fully_sharded
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Makes the optimizer step on the host.
@@ -38,6 +47,8 @@ class OffloadedStates(AppliedStrategy):
         Raises:
             TrainError: `step-closure`, for LBFGS, which steps with a closure.
         """
+        if not self._moves_states:
+            return []
         optimizer = adapter.optimizer
         field = f"optimizer.{type(optimizer).__name__}.offloaded"
         if self._device.type == "cpu" and not self._options.always:
