@@ -20,6 +20,7 @@ from paceline.parallel.data.division import (
 )
 from paceline.parallel.data.zero import STRATEGY as ZERO
 from paceline.parallel.offload import STRATEGY as OFFLOAD
+from paceline.parallel.recompute import STRATEGY as RECOMPUTE
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.parallel.strategy import STRATEGIES
@@ -249,3 +250,21 @@ def test_a_part_is_this_ranks_rows_in_place(mesh) -> None:
     assert by_rows.split(parameter, torch.ones(5, 2)).shape == (2, 2)
     step = torch.tensor(3.0)
     assert by_rows.split(parameter, step) is step and by_rows.join(parameter, step) is step
+
+
+def test_the_forecast_of_activations_on_the_host() -> None:
+    def activations(offload: str, recompute: str = "no") -> int:
+        case = Plan(offload=offload, recompute=recompute)
+        facts = SimpleNamespace(blocks=tuple(str(number) for number in range(8)))
+        before = Bytes(activations=34 * 8 * 1000, optimizer=1)
+        if recompute != "no":
+            before = RECOMPUTE.cost(case, facts, before)
+        if offload != "no":
+            before = OFFLOAD.cost(case, facts, before)
+        return before.activations
+
+    assert activations("activations") == activations("no") // 4
+    assert activations("optimizer") == activations("no")
+    # The inputs of two of eight blocks, and one block in full.
+    assert activations("activations", "blocks") == pytest.approx(2 * 2000 + 32_000, abs=1)
+    assert activations("no", "blocks") == pytest.approx(8 * 2000 + 32_000, abs=1)

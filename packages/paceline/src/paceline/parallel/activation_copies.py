@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.torch_internals.tensors import dtensor
+from paceline.world import runtime
 from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded, local
 
@@ -89,11 +90,13 @@ class ActivationCopies:
         block_pass = _BlockPass(self._last)
         self._last = weakref.ref(block_pass)
         # Asked in each pass: FSDP2 puts whole parameters in place for it.
-        kept = {local(tensor).untyped_storage().data_ptr() for tensor in (*block.parameters(), *block.buffers())}
+        storages = [local(tensor).untyped_storage() for tensor in (*block.parameters(), *block.buffers())]
+        # By identity, since tensors of a rehearsal have no addresses; `storages` keeps the objects alive.
+        kept = {id(storage): storage for storage in storages}
 
         def pack(tensor: Tensor) -> Any:
             part: Tensor = local(tensor)
-            if not self._moves(part) or part.untyped_storage().data_ptr() in kept:
+            if not self._moves(part) or id(part.untyped_storage()) in kept:
                 return tensor
             saved = self._copied(part)
             block_pass.saved.append(saved)
@@ -121,6 +124,7 @@ class ActivationCopies:
     def _copied(self, part: Tensor) -> _Saved:
         part = part.detach()
         saved = _Saved(torch.empty_like(part, device="cpu", pin_memory=self._pinned), part.shape, part.stride())
+        runtime.current().kept_on_host(saved.host)
         if self._stream is None:
             saved.host.copy_(part)
             return saved
@@ -161,8 +165,6 @@ class ActivationCopies:
             return
         # Behind the copy to the host, since both run on this stream.
         with self._stream:
-            saved.fetched = torch.empty_strided(
-                saved.shape, saved.stride, dtype=saved.host.dtype, device=self._device
-            )
+            saved.fetched = torch.empty_strided(saved.shape, saved.stride, dtype=saved.host.dtype, device=self._device)
             saved.fetched.copy_(saved.host, non_blocking=True)
             saved.arrived = self._stream.record_event()

@@ -53,7 +53,11 @@ class Offload(Strategy):
             Problem(
                 "offload-compile",
                 "activations of compiled blocks cannot wait in the host's memory.",
-                why=[origin(plan, "offload"), origin(plan, "compile"), "torch.compile leaves hooks on saved tensors out"],
+                why=[
+                    origin(plan, "offload"),
+                    origin(plan, "compile"),
+                    "torch.compile leaves hooks on saved tensors out",
+                ],
                 fix="leave compile at no, or use `--recompute blocks` in place of the offload of activations",
             )
         ]
@@ -62,7 +66,9 @@ class Offload(Strategy):
         """Says what is moved, and that unsharded parameters stay on the device, also if the plan asks to offload all."""
         decisions: list[Decision] = []
         if plan.offload.startswith("all") and not plan.fully_sharded:
-            reason = "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
+            reason = (
+                "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
+            )
             decisions.append(Decision("offload.moves", "optimizer states", "derived", reason=reason))
         if plan.offloads_activations:
             num_blocks = max(1, len(facts.blocks))

@@ -17,18 +17,24 @@ from paceline.parallel.stand_ins import original, stand_in, stand_ins
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
 from paceline.torch_internals.grad_scaler import check_before_step
+from paceline.world import runtime
 from paceline.world.sharded import local
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     """Lets blocks save their activations on the host, if the plan says so; `bind` changes the model's optimizers."""
     options: OffloadOptions = context.options
-    if context.plan.offloads_activations and (context.device.type != "cpu" or options.always):
+    if context.plan.offloads_activations and _moves(context.device, options):
         copies = ActivationCopies(context.device, options.pin_memory and context.device.type != "cpu")
         modules = dict(model.named_modules())
         for name in context.facts.blocks or ("",):
             copies.attach(modules[name])
     return OffloadedStates(model, context)
+
+
+def _moves(device: torch.device, options: OffloadOptions) -> bool:
+    """Returns whether the memory of the device is another than that of the host."""
+    return device.type != "cpu" or options.always or runtime.current().has_own_memory
 
 
 class OffloadedStates(AppliedStrategy):
@@ -51,7 +57,7 @@ class OffloadedStates(AppliedStrategy):
             return []
         optimizer = adapter.optimizer
         field = f"optimizer.{type(optimizer).__name__}.offloaded"
-        if self._device.type == "cpu" and not self._options.always:
+        if not _moves(self._device, self._options):
             return [Decision(field, "no", "derived", reason="nothing was moved: the device is the host")]
         if isinstance(optimizer, torch.optim.LBFGS):
             raise closure_refused(optimizer)
@@ -110,6 +116,7 @@ class _OnHost:
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     state[key] = value.to(_HOST)
+                    runtime.current().kept_on_host(state[key])
 
     def _copy(self, place: int, what: str, tensor: Tensor) -> Tensor:
         # The memory is used again in each step, because to allocate page-locked memory is slow.
@@ -120,6 +127,7 @@ class _OnHost:
                 tensor, device=_HOST, pin_memory=self._pinned, memory_format=torch.contiguous_format
             )
             self._copies[(place, what)] = copy
+            runtime.current().kept_on_host(copy)
         return copy.copy_(tensor, non_blocking=True)
 
 
