@@ -20,8 +20,8 @@ from paceline.parallel.data.division import (
 )
 from paceline.parallel.data.zero import STRATEGY as ZERO
 from paceline.parallel.offload import STRATEGY as OFFLOAD
-from paceline.parallel.recompute import STRATEGY as RECOMPUTE
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.parallel.recompute import STRATEGY as RECOMPUTE
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.cost import Bytes

@@ -195,10 +195,10 @@ class RunSettings:
         "Computes activations again in the backward pass: those of each repeated block, of selected operations, or of every "
         "K-th block.", _MEMORY,
     )  # fmt: skip
-    offload: Offload = setting(
+    offload: Literal["no", "optimizer", "all", "activations", "optimizer+activations", "all+activations"] = setting(
         "no", one_of(*get_args(Offload)),
-        "Keeps in the host's memory what is not needed at the moment: optimizer states, or also parameters and gradients (all); "
-        "activations, alone or with these.",
+        "Keeps in the host's memory what is not needed at the moment: optimizer states, or also parameters and gradients "
+        "(all); activations, alone or with these.",
         _MEMORY,
     )  # fmt: skip
     compile: bool = setting(False, YES_NO, "Compiles the repeated blocks, one by one.", _MEMORY)

@@ -3,8 +3,8 @@
     forward     each tensor that a block saves -> a copy on the host, on a stream beside the computation
     backward    the first of a block's tensors that is needed -> all of this block and of the one before it are fetched
 
-The same values come back in the same layout, so gradients have the same bits. Parameters and buffers stay where they are. A block
-that is computed again (`recompute`) saves its inputs alone.
+The same values come back in the same layout, so gradients have the same bits. Parameters and buffers stay where they are. A
+block that is computed again (`recompute`) saves its inputs alone.
 
 Source: PyTorch's `saved_tensors_hooks`; the order of fetches is that of Rhu et al., "vDNN", MICRO 2016.
 """

@@ -73,8 +73,8 @@ class Offload(Strategy):
         if plan.offloads_activations:
             num_blocks = max(1, len(facts.blocks))
             reason = (
-                f"what {num_blocks} block{'s' if num_blocks > 1 else ''} save for the backward pass waits on the host, and about "
-                "two blocks of it are on the device; on a CPU nothing is moved, since it is there already"
+                f"what {num_blocks} block{'s' if num_blocks > 1 else ''} save for the backward pass waits on the host, and "
+                "about two blocks of it are on the device; on a CPU nothing is moved, since it is there already"
             )
             decisions.append(Decision("offload.activations", num_blocks, "derived", reason=reason))
         return decisions
