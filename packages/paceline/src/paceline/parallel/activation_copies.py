@@ -29,7 +29,7 @@ SMALLEST = 1 << 10  # bytes: a smaller tensor costs more to copy than it saves
 
 
 @dataclass(eq=False)
-class _SavedTensor:
+class _HostTensor:
     """One tensor on the host.
 
     Attributes:
@@ -57,7 +57,7 @@ class _BlockPass:
     """
 
     before: Callable[[], _BlockPass | None]
-    saved: list[_SavedTensor] = field(default_factory=list)
+    saved: list[_HostTensor] = field(default_factory=list)
     is_begun: bool = False
 
 
@@ -121,9 +121,9 @@ class ActivationCopies:
         span = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
         return span >= part.numel()
 
-    def _copied(self, part: Tensor) -> _SavedTensor:
+    def _copied(self, part: Tensor) -> _HostTensor:
         part = part.detach()
-        saved = _SavedTensor(torch.empty_like(part, device="cpu", pin_memory=self._pinned), part.shape, part.stride())
+        saved = _HostTensor(torch.empty_like(part, device="cpu", pin_memory=self._pinned), part.shape, part.stride())
         runtime.current().kept_on_host(saved.host)
         if self._stream is None:
             saved.host.copy_(part)
@@ -135,7 +135,7 @@ class ActivationCopies:
         part.record_stream(self._stream)
         return saved
 
-    def _taken(self, block_pass: _BlockPass, saved: _SavedTensor) -> Tensor:
+    def _taken(self, block_pass: _BlockPass, saved: _HostTensor) -> Tensor:
         """Returns a saved tensor on the device, and begins to fetch what comes after it."""
         if not block_pass.is_begun:
             block_pass.is_begun = True
@@ -155,7 +155,7 @@ class ActivationCopies:
             tensor.record_stream(stream)
         return tensor
 
-    def _fetch(self, saved: _SavedTensor) -> None:
+    def _fetch(self, saved: _HostTensor) -> None:
         if saved.fetched is not None:
             return
         # The same strides, also with gaps between elements: kernels choose by them in which order they add.
