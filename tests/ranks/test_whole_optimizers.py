@@ -1,4 +1,4 @@
-"""Optimizers that look at whole matrices, or at blocks of memory, step as on one process under every data-parallel plan."""
+"""Optimizers that look at whole matrices, or at blocks of memory, step as on one process under every plan."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from paceline.testing import run_ranks
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner = nn.Sequential(nn.Linear(FEATURES, 7), nn.Tanh(), nn.Linear(7, 1))
+        self.inner = nn.Sequential(nn.Linear(FEATURES, 8), nn.Tanh(), nn.Linear(8, 1))
         self.scale = nn.Parameter(torch.ones(()))
 
     def forward(self, x, words=None):
@@ -27,12 +27,13 @@ OPTIMIZERS = {
     "BlockWise": BlockWise,
     "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.1),
 }
-CASES = [Case(name, Net, optimizer) for name, optimizer in OPTIMIZERS.items()]
+DIVIDED = {"inner.0": "colwise", "inner.2": "rowwise"}
+CASES = [Case(name, Net, optimizer, divided=DIVIDED) for name, optimizer in OPTIMIZERS.items()]
 
 
-@pytest.mark.parametrize("plan", DATA_PARALLEL)
+@pytest.mark.parametrize("plan", [*DATA_PARALLEL, "tp"])
 def test_they_have_the_numbers_of_one_process(plan) -> None:
-    outcomes = sweep([(case, plan) for case in CASES], 3)
+    outcomes = sweep([(case, plan) for case in CASES], 2 if plan == "tp" else 3)
     assert outcomes == {(case.name, plan): "exact" for case in CASES}
 
 

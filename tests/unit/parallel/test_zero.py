@@ -21,6 +21,7 @@ from paceline.parallel.data.division import (
 from paceline.parallel.data.zero import STRATEGY as ZERO
 from paceline.parallel.offload import STRATEGY as OFFLOAD
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.parallel.recompute import STRATEGY as RECOMPUTE
 from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.cost import Bytes
@@ -88,7 +89,7 @@ def test_offload_says_that_nothing_was_moved_on_the_host() -> None:
     )
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters())
-    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case))
+    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case), plan=case)
     (said,) = OFFLOAD.apply(net, context).bind(OptimizerAdapter(optimizer))
     assert said.value == "no" and "nothing was moved" in said.reason
     assert "step" not in vars(optimizer) and OFFLOAD.cost(case, None, Bytes(optimizer=8)).optimizer == 0
@@ -107,7 +108,7 @@ def nets() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
 def test_offloaded_steps_are_the_same_steps() -> None:
     (net, optimizer), (plain_net, plain) = nets()
     case = Plan(offload="optimizer", options={"offload": {"always": True}})
-    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case))
+    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case), plan=case)
     OFFLOAD.apply(net, context).bind(OptimizerAdapter(optimizer))
     parameters = list(net.parameters())
     for step in range(3):
@@ -249,3 +250,21 @@ def test_a_part_is_this_ranks_rows_in_place(mesh) -> None:
     assert by_rows.split(parameter, torch.ones(5, 2)).shape == (2, 2)
     step = torch.tensor(3.0)
     assert by_rows.split(parameter, step) is step and by_rows.join(parameter, step) is step
+
+
+def test_the_forecast_of_activations_on_the_host() -> None:
+    def activations(offload: str, recompute: str = "no") -> int:
+        case = Plan(offload=offload, recompute=recompute)
+        facts = SimpleNamespace(blocks=tuple(str(number) for number in range(8)))
+        before = Bytes(activations=34 * 8 * 1000, optimizer=1)
+        if recompute != "no":
+            before = RECOMPUTE.cost(case, facts, before)
+        if offload != "no":
+            before = OFFLOAD.cost(case, facts, before)
+        return before.activations
+
+    assert activations("activations") == activations("no") // 4
+    assert activations("optimizer") == activations("no")
+    # The inputs of two of eight blocks, and one block in full.
+    assert activations("activations", "blocks") == pytest.approx(2 * 2000 + 32_000, abs=1)
+    assert activations("no", "blocks") == pytest.approx(8 * 2000 + 32_000, abs=1)

@@ -29,25 +29,6 @@ def test_a_scheduler_does_not_warn_after_an_optimizer_that_is_marked() -> None:
     assert optimizers.times_stepped(scheduler) == 2
 
 
-def test_muon_orthogonalises_by_a_function_that_can_be_replaced() -> None:
-    parameter = nn.Parameter(torch.ones(2, 3))
-    optimizer = torch.optim.Muon([parameter], lr=0.1)
-    shapes = []
-
-    def replacement(plain, matrix, *args, **kwargs):
-        shapes.append(matrix.shape)
-        return plain(matrix, *args, **kwargs)
-
-    for replaced in (True, False):
-        parameter.grad = torch.ones(2, 3)
-        if replaced:
-            with optimizers.replace_orthogonalisation(replacement):
-                optimizer.step()
-        else:
-            optimizer.step()
-    assert shapes == [parameter.shape]
-
-
 class Wrapper(torch.optim.Optimizer):
     """Like many a Lookahead, it does not call `Optimizer.__init__`."""
 

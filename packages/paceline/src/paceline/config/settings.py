@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from paceline.base.registry import Registry
 from paceline.config.clusters import CLUSTERS
@@ -36,7 +36,7 @@ from paceline.world.layout import AXES, DATA_AXES, Axis, listed_axes, model_axes
 # these files and never imports them.
 PRECISIONS = Registry("paceline.precisions", "precision")
 
-Offload = Literal["no", "optimizer", "all"]
+Offload = Literal["no", "optimizer", "all", "activations", "optimizer+activations", "all+activations"]
 OnHang = Literal["report", "restart", "leave"]
 
 # Other launchers count the processes of all nodes together under this name; `procs` counts those of each node.
@@ -195,9 +195,10 @@ class RunSettings:
         "Computes activations again in the backward pass: those of each repeated block, of selected operations, or of every "
         "K-th block.", _MEMORY,
     )  # fmt: skip
-    offload: Literal["no", "optimizer", "all"] = setting(
-        "no", one_of("no", "optimizer", "all"),
-        "Keeps states in the host's memory while they are not needed: optimizer states, or also parameters and gradients.",
+    offload: Literal["no", "optimizer", "all", "activations", "optimizer+activations", "all+activations"] = setting(
+        "no", one_of(*get_args(Offload)),
+        "Keeps in the host's memory what is not needed at the moment: optimizer states, or also parameters and gradients "
+        "(all); activations, alone or with these.",
         _MEMORY,
     )  # fmt: skip
     compile: bool = setting(False, YES_NO, "Compiles the repeated blocks, one by one.", _MEMORY)

@@ -1,1 +1,20 @@
-"""Optimizers, gradient scale, clipping, schedules."""
+"""Optimizers, gradient scale, clipping, schedules. Optimizers of Paceline's own are public names, such as `Muon`."""
+
+from typing import TYPE_CHECKING
+
+from paceline.base.lazy import lazy_names
+
+_WHERE = {
+    "Lamb": "paceline.optim.lamb",
+    "Lion": "paceline.optim.lion",
+    "Muon": "paceline.optim.muon",
+}
+
+__all__ = ["Lamb", "Lion", "Muon"]
+
+if TYPE_CHECKING:  # to type checkers a module with a `__getattr__` has every name, misspelt ones too
+    from paceline.optim.lamb import Lamb
+    from paceline.optim.lion import Lion
+    from paceline.optim.muon import Muon
+else:
+    __getattr__ = lazy_names(__name__, _WHERE)

@@ -23,7 +23,7 @@ from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.modules import parameter_table
 from paceline.torch_internals.parametrizations import before_replacing
 from paceline.world.param_groups import parameters_by_number
-from paceline.world.sharded import is_sharded, local, part_like, whole
+from paceline.world.sharded import division_of, is_sharded, local, part_like, whole
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -181,6 +181,10 @@ def take_whole_states(optimizer: Optimizer) -> None:
         states = {}
         for number, state in saved["state"].items():
             like = parameters.get(number)
+            # Whole states of a parameter that one rank steps stay whole.
+            if like is not None and division_of(optimizer, like) is not None:
+                states[number] = state
+                continue
             states[number] = {key: divided(value, like) for key, value in state.items()}
         return {**saved, "state": states}
 

@@ -1,5 +1,6 @@
-"""`offload`: optimizer states stay in host memory, and the optimizer steps on the CPU.
+"""`offload`: optimizer states stay in host memory, and the optimizer steps on the CPU; activations wait there.
 
+    forward, backward    see `activation_copies`
     step    user's hooks -> parameters and gradients (under `zero`, this rank's rows of them) are copied to the host
             -> the optimizer steps there -> parameters are copied back -> user's hooks
 
@@ -12,24 +13,27 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from paceline.base.errors import Problem
 from paceline.config.kinds import YES_NO
+from paceline.parallel.recompute import fractions
 from paceline.parallel.strategy import Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
+from paceline.plan.rules import origin
 
 
 @dataclass(frozen=True)
 class OffloadOptions:
-    """Options of the offload of optimizer states."""
+    """Options of the offload of optimizer states and of activations."""
 
     pin_memory: bool = option(True, YES_NO, "Copies use page-locked memory, which is faster and cannot be swapped.")
     always: bool = option(False, YES_NO, "Copies even if the device is the host, which has no use except in tests.")
 
 
 class Offload(Strategy):
-    """Optimizer states on the host."""
+    """Optimizer states and activations on the host."""
 
     name = "offload"
     stage = 70  # `bind` runs from the last stage to the first, so this copies the rows that `zero` steps
@@ -38,19 +42,58 @@ class Offload(Strategy):
     Options = OffloadOptions
 
     def wanted(self, plan: Plan) -> bool:
-        """Used unless FSDP2 offloads."""
-        return plan.offload != "no" and not plan.fully_sharded
+        """Used for activations, and for states unless FSDP2 offloads them."""
+        return plan.offloads_activations or (plan.offloads_states and not plan.fully_sharded)
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """Refuses activations of compiled blocks: what these save is chosen by the compiler, in one graph."""
+        if not (plan.offloads_activations and plan.compile):
+            return []
+        return [
+            Problem(
+                "offload-compile",
+                "activations of compiled blocks cannot wait in the host's memory.",
+                why=[
+                    origin(plan, "offload"),
+                    origin(plan, "compile"),
+                    "torch.compile leaves hooks on saved tensors out",
+                ],
+                fix="leave compile at no, or use `--recompute blocks` in place of the offload of activations",
+            )
+        ]
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """Says that unsharded parameters stay on the device, also if the plan asks to offload all."""
-        if plan.offload != "all":
-            return []
-        reason = "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
-        return [Decision("offload.moves", "optimizer states", "derived", reason=reason)]
+        """Says what is moved, and that unsharded parameters stay on the device, also if the plan asks to offload all."""
+        decisions: list[Decision] = []
+        if plan.offload.startswith("all") and not plan.fully_sharded:
+            reason = (
+                "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
+            )
+            decisions.append(Decision("offload.moves", "optimizer states", "derived", reason=reason))
+        if plan.offloads_activations:
+            num_blocks = max(1, len(facts.blocks))
+            reason = (
+                f"what {num_blocks} block{'s' if num_blocks > 1 else ''} save for the backward pass waits on the host, and "
+                "about two blocks of it are on the device; on a CPU nothing is moved, since it is there already"
+            )
+            decisions.append(Decision("offload.activations", num_blocks, "derived", reason=reason))
+        return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Counts no optimizer states, since a plan counts the memory of the device."""
-        return replace(before, optimizer=0)
+        """Counts what stays on the device: no optimizer states, and of activations those of two blocks."""
+        after = before
+        if plan.offloads_states and not plan.fully_sharded:
+            after = replace(after, optimizer=0)
+        if plan.offloads_activations:
+            # `recompute`, which comes before, has counted what is kept and the block that is computed again.
+            kept, again = fractions(plan, facts)
+            num_blocks = max(1, len(facts.blocks))
+            kept_on_device = kept * min(1.0, _BLOCKS_ON_DEVICE / num_blocks)
+            after = replace(after, activations=int(before.activations * (kept_on_device + again) / (kept + again)))
+        return after
 
+
+# The block whose backward pass runs, and the one before it, whose activations are fetched meanwhile.
+_BLOCKS_ON_DEVICE = 2
 
 STRATEGY = Offload()

@@ -1,4 +1,4 @@
-"""What `offload` does to a model's optimizers: states and steps are in host memory."""
+"""What `offload` does to a model: states and steps of its optimizers, and its activations, are in host memory."""
 
 from __future__ import annotations
 
@@ -10,18 +10,31 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.parallel.activation_copies import ActivationCopies
 from paceline.parallel.offload import OffloadOptions
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused
 from paceline.parallel.stand_ins import original, stand_in, stand_ins
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
 from paceline.torch_internals.grad_scaler import check_before_step
+from paceline.world import runtime
 from paceline.world.sharded import local
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
-    """Leaves the model as it is; `bind` changes its optimizers."""
+    """Lets blocks save their activations on the host, if the plan says so; `bind` changes the model's optimizers."""
+    options: OffloadOptions = context.options
+    if context.plan.offloads_activations and _moves(context.device, options):
+        copies = ActivationCopies(context.device, options.pin_memory and context.device.type != "cpu")
+        modules = dict(model.named_modules())
+        for name in context.facts.blocks or ("",):
+            copies.attach(modules[name])
     return OffloadedStates(model, context)
+
+
+def _moves(device: torch.device, options: OffloadOptions) -> bool:
+    """Returns whether the memory of the device is another than that of the host."""
+    return device.type != "cpu" or options.always or runtime.current().has_own_memory
 
 
 class OffloadedStates(AppliedStrategy):
@@ -31,6 +44,8 @@ class OffloadedStates(AppliedStrategy):
         super().__init__(model)
         self._device = context.device
         self._options: OffloadOptions = context.options
+        # FSDP2 moves the states of parameters that it divides.
+        self._moves_states = context.plan.offloads_states and not context.plan.fully_sharded
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Makes the optimizer step on the host.
@@ -38,9 +53,11 @@ class OffloadedStates(AppliedStrategy):
         Raises:
             TrainError: `step-closure`, for LBFGS, which steps with a closure.
         """
+        if not self._moves_states:
+            return []
         optimizer = adapter.optimizer
         field = f"optimizer.{type(optimizer).__name__}.offloaded"
-        if self._device.type == "cpu" and not self._options.always:
+        if not _moves(self._device, self._options):
             return [Decision(field, "no", "derived", reason="nothing was moved: the device is the host")]
         if isinstance(optimizer, torch.optim.LBFGS):
             raise closure_refused(optimizer)
@@ -99,6 +116,7 @@ class _OnHost:
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     state[key] = value.to(_HOST)
+                    runtime.current().kept_on_host(state[key])
 
     def _copy(self, place: int, what: str, tensor: Tensor) -> Tensor:
         # The memory is used again in each step, because to allocate page-locked memory is slow.
@@ -109,6 +127,7 @@ class _OnHost:
                 tensor, device=_HOST, pin_memory=self._pinned, memory_format=torch.contiguous_format
             )
             self._copies[(place, what)] = copy
+            runtime.current().kept_on_host(copy)
         return copy.copy_(tensor, non_blocking=True)
 
 

@@ -101,14 +101,23 @@ class Recompute(Strategy):
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Counts the inputs (or products) of all blocks, and all activations of one block at a time."""
-        total = max(1, len(facts.blocks))
-        share = len(chosen(plan.recompute, facts.blocks)) / total
-        kept_share = _INPUT / _ALL
-        if plan.recompute == "selective":
-            kept_share = _PRODUCTS / _ALL
-        # Blocks that keep everything, what the others keep, and one block at a time that is computed again in full.
-        fraction = min(1.0, 1 - share + share * kept_share + (1 - kept_share) / total)
-        return replace(before, activations=int(before.activations * fraction))
+        kept, again = fractions(plan, facts)
+        return replace(before, activations=int(before.activations * (kept + again)))
+
+
+def fractions(plan: Plan, facts: ModelFacts) -> tuple[float, float]:
+    """Returns which part of all activations is kept from the forward pass on, and which is computed again at a time."""
+    if plan.recompute == "no":
+        return 1.0, 0.0
+    total = max(1, len(facts.blocks))
+    share = len(chosen(plan.recompute, facts.blocks)) / total
+    kept_share = _INPUT / _ALL
+    if plan.recompute == "selective":
+        kept_share = _PRODUCTS / _ALL
+    # Blocks that keep everything, and what the others keep.
+    kept = 1 - share + share * kept_share
+    # One block at a time is computed again in full.
+    return kept, min(1 - kept, (1 - kept_share) / total)
 
 
 def chosen(recompute: str, blocks: tuple[str, ...]) -> tuple[str, ...]:

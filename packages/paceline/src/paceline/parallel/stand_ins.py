@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.torch_internals.optimizers import replace_orthogonalisation
 from paceline.torch_internals.tensors import dtensor
 from paceline.world.param_groups import inner_optimizers, parameters_of
-from paceline.world.sharded import is_sharded, local, whole
+from paceline.world.sharded import is_sharded, local
 
 # Attributes of a stand-in: the model's parameter, and the tensor whose memory it shares.
 _STANDS_FOR = "_stands_for"
@@ -86,35 +85,47 @@ _ELEMENTWISE_OF_TORCH = (
 )  # fmt: skip
 
 
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Returns whether the step of an optimizer treats each element of a parameter independently."""
+def elementwise_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """Returns the parameters whose elements the step of an optimizer treats independently of each other.
+
+    An optimizer that steps its groups in different ways writes `elementwise=True` into those for which it holds.
+    """
     kind = type(optimizer)
-    return kind in _ELEMENTWISE_OF_TORCH or bool(vars(kind).get("elementwise"))
+    if kind in _ELEMENTWISE_OF_TORCH or vars(kind).get("elementwise"):
+        return parameters_of(optimizer)
+    parameters: list[nn.Parameter] = []
+    for group in optimizer.param_groups:
+        if group.get("elementwise"):
+            parameters += group["params"]
+    return parameters
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Returns whether the step of an optimizer treats each element of all its parameters independently."""
+    return len(elementwise_parameters(optimizer)) == len(parameters_of(optimizer))
 
 
 def steps_whole_parameters(optimizer: Optimizer) -> bool:
-    """Returns whether the step of an optimizer may look at a whole parameter, so that it needs each of them whole."""
-    if is_elementwise(optimizer) or inner_optimizers(optimizer):
-        return False
-    # A subclass of Muon may step otherwise.
-    return type(optimizer) is not torch.optim.Muon
+    """Returns whether the step of an optimizer may look at a whole parameter, so that it needs some of them whole."""
+    return not is_elementwise(optimizer) and not inner_optimizers(optimizer)
 
 
 def step_local_parts(adapter: OptimizerAdapter) -> None:
-    """Makes an elementwise optimizer step the local tensor of each DTensor, with the same results.
+    """Makes an optimizer step the local tensor of each DTensor whose elements are independent, with the same results.
 
     Otherwise DTensor searches for the sharding of an operation over all parameters, which took a third of a run's first step.
     Between steps the states are DTensors, as checkpoints need them.
     """
-    optimizer = adapter.optimizer
-    if is_elementwise(optimizer) and any(map(is_sharded, parameters_of(optimizer))):
+    if any(map(is_sharded, elementwise_parameters(adapter.optimizer))):
         adapter.swap(_on_local_parts)
 
 
 @contextmanager
 def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
+    independent = set(elementwise_parameters(optimizer))
+
     def local_part(parameter: Tensor) -> Tensor:
-        if not is_sharded(parameter):
+        if not is_sharded(parameter) or parameter not in independent:
             return parameter
         gradient = parameter.grad
         if is_sharded(gradient) and gradient.placements != parameter.placements:
@@ -141,27 +152,6 @@ def _on_local_parts(optimizer: Optimizer) -> Iterator[None]:
                         assert is_sharded(parameter)
                         shape, strides = parameter.shape, parameter.stride()
                         state[key] = dtensor(value, parameter.device_mesh, parameter.placements, shape, strides)
-
-
-def step_whole_matrices(adapter: OptimizerAdapter) -> None:
-    """Makes Muon orthogonalise whole matrices where they are divided, with the same results as one process.
-
-    Each rank gathers one matrix at a time and keeps its part of the result. DTensor would divide the matrix products: their
-    sums in bfloat16 round otherwise, and it refuses a matrix that has fewer rows or columns than there are ranks.
-    """
-    optimizer = adapter.optimizer
-    if isinstance(optimizer, torch.optim.Muon) and any(map(is_sharded, parameters_of(optimizer))):
-        adapter.swap(lambda _: replace_orthogonalisation(_on_whole_matrix))
-
-
-def _on_whole_matrix(orthogonalise: Callable[..., Tensor], matrix: Tensor, *args: object, **kwargs: object) -> Tensor:
-    result = orthogonalise(whole(matrix), *args, **kwargs)
-    if not is_sharded(matrix):
-        return result
-    from torch.distributed.tensor import DTensor
-
-    mesh = matrix.device_mesh
-    return DTensor.from_local(result, mesh, run_check=False).redistribute(mesh, matrix.placements)
 
 
 def _rename(optimizer: Optimizer, pairs: list[tuple[Tensor, Tensor]]) -> None:

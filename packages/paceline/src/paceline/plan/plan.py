@@ -48,7 +48,8 @@ class Plan:
         recompute: which activations are computed again in the backward pass: "no", "blocks", "selective", or "K" for
             every K-th block.
         compile: whether the repeated blocks are compiled.
-        offload: what waits in the host's memory while it is not needed: "no", "optimizer" or "all".
+        offload: what waits in the host's memory while it is not needed: "no", "optimizer", "all" or "activations", or
+            "activations" behind a + with one of the others.
         open: settings that were asked to be chosen when the models are known; () once they are.
         strategies: names of the model passes, in the order in which they are applied.
         options: options of each strategy, by its name.
@@ -74,6 +75,16 @@ class Plan:
         """Whether the `shard` axis is served by FSDP2: always where parameters are divided, and for a lower stage where
         tensor or pipeline ranks hold parts of the model too, which our own stages 1 and 2 do not divide again."""
         return self.layout.shard > 1 and (self.zero == 3 or self.layout.parameter_parts > 1)
+
+    @property
+    def offloads_states(self) -> bool:
+        """Whether optimizer states wait in the host's memory."""
+        return self.offload not in ("no", "activations")
+
+    @property
+    def offloads_activations(self) -> bool:
+        """Whether activations wait in the host's memory."""
+        return self.offload.endswith("activations")
 
     def in_float32(self, reason: str) -> Plan:
         """Returns the plan in float32, whatever precision was asked for."""

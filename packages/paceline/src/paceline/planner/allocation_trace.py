@@ -46,6 +46,7 @@ class AllocationTrace:
         self._sizes: list[int] = []
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._elsewhere: set[int] = set()  # numbers of storages in another memory
 
     def enter(self, tensor: torch.Tensor) -> int:
         """Notes the storage of a tensor, if it is new or has another size; returns its number."""
@@ -61,6 +62,12 @@ class AllocationTrace:
         self._set_size(number, storage.nbytes())
         return number
 
+    def leave_out(self, tensor: torch.Tensor) -> None:
+        """Says that the storage of a tensor is in another memory, which is not counted."""
+        number = self.enter(tensor)
+        self._set_size(number, 0)
+        self._elsewhere.add(number)
+
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Notes that a storage was resized, as FSDP does with parameters that it gathers."""
         number = self._numbers.get(id(storage))
@@ -74,7 +81,7 @@ class AllocationTrace:
         self._watches.pop(key, None)
 
     def _set_size(self, number: int, size: int) -> None:
-        if size != self._sizes[number]:
+        if size != self._sizes[number] and number not in self._elsewhere:
             self._entries.append((number, size - self._sizes[number]))
             self._sizes[number] = size
 

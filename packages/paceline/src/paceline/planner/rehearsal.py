@@ -255,6 +255,7 @@ class RehearsalRuntime(Runtime):
         self.plan: Plan | None = None
         # Over gloo, ranks send to each other in pairs and need buffers to receive, which a native collective does not.
         self.backend = "" if simulated.accelerated else "gloo"
+        self.has_own_memory = simulated.accelerated
         self._trace = trace
         self._allocations = trace.allocations
         self._simulated = simulated
@@ -298,6 +299,10 @@ class RehearsalRuntime(Runtime):
             self._facts[id(model)] = model.facts
             self._modules.append(model.module)
             self._allocations.label([*model.module.parameters(), *model.module.buffers()], "parameters")
+
+    def kept_on_host(self, copy: torch.Tensor) -> None:
+        """Takes a copy on the host out of the memory of the device."""
+        self._allocations.leave_out(copy)
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         """Reads batches without recording what the loader does, and labels their memory."""

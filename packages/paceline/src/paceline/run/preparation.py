@@ -27,6 +27,7 @@ from paceline.base.log import info, warn_once
 from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import prepare_loader, random_samples
+from paceline.optim.muon import decisions_about
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import (
@@ -41,7 +42,7 @@ from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.stand_ins import step_local_parts, step_whole_matrices
+from paceline.parallel.stand_ins import step_local_parts
 from paceline.parallel.strategy import STRATEGIES, Context, strategies_of
 from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
@@ -460,9 +461,10 @@ class Preparation:
             if model.is_stepped_by(optimizer):
                 for decision in model.chain.bind(adapter):
                     self.run.note(decision)
+        for decision in decisions_about(optimizer):
+            self.run.note(decision)
         copy_assigned_data(adapter)
         step_local_parts(adapter)
-        step_whole_matrices(adapter)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
         # where they are: torch keeps them on the CPU.
         for state in optimizer.state.values():

@@ -1,12 +1,9 @@
-"""The private side of optimizers and learning-rate schedulers: the order of hooks, counters of steps, steps of Muon."""
+"""The private side of optimizers and learning-rate schedulers: the order of hooks, counters of steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from functools import partial
+from collections.abc import Callable
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.hooks import RemovableHandle
@@ -36,20 +33,3 @@ def times_stepped(scheduler: LRScheduler) -> int:
     The public `last_epoch` may be set by the caller of `step`.
     """
     return scheduler._step_count
-
-
-@contextmanager
-def replace_orthogonalisation(replacement: Callable[..., Tensor]) -> Iterator[None]:
-    """While it is open, `torch.optim.Muon` orthogonalises each matrix by another function.
-
-    Args:
-        replacement: is called with torch's function and its arguments, of which the first is the matrix.
-    """
-    from torch.optim import _muon
-
-    plain = _muon._zeropower_via_newtonschulz
-    _muon._zeropower_via_newtonschulz = partial(replacement, plain)
-    try:
-        yield
-    finally:
-        _muon._zeropower_via_newtonschulz = plain

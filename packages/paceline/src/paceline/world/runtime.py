@@ -62,12 +62,14 @@ class Runtime:
         compares_widths: whether runs of several widths are compared, so that samples come in one order at each, also where
             another library's own order is another on one process.
         backend: the backend that a group of ranks that do not exist stands for, such as "gloo"; "" for that of the group.
+        has_own_memory: whether tensors of the CPU stand for those of an accelerator, whose memory is not the host's.
     """
 
     keeps_files = True
     others_answer = True
     compares_widths = False
     backend = ""
+    has_own_memory = False
 
     def device(self, world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:
         """Returns the device of this process; see `device.detect`."""
@@ -97,6 +99,9 @@ class Runtime:
 
     def prepared(self, run: PreparedRun) -> None:
         """Called after models were prepared."""
+
+    def kept_on_host(self, copy: torch.Tensor) -> None:
+        """Called with each copy in the host's memory of what would else be in the device's."""
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         """Returns the batches that the training loop gets, given those that a loader yields."""

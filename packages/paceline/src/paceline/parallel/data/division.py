@@ -3,10 +3,10 @@
     ByRows          each rank steps the rows of every parameter that DTensor's `Shard(0)` assigns to it. The work is even;
                     the result is exact for an optimizer that treats each element independently
     ByParameters    each rank steps some of the parameters: for optimizers that need whole matrices, such as Muon
-    ByOwners        the same where parameters are divided themselves (`shard`): their owner gathers them for the step
+    ByOwners        the same where parameters are divided themselves (`shard`, `tp`): their owner gathers them for the step
 
-ZeRO stages 1 and 2 (`zero.py`) use the first two, `shard.py` the last. The functions that pack small tensors also
-serve `reducer.py`.
+ZeRO stages 1 and 2 (`zero.py`) use the first two, `shard.py` and `tensor.py` the last. The functions that pack small tensors
+also serve `reducer.py`.
 
 Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models", SC 2020.
 """
@@ -20,16 +20,18 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
 from paceline.parallel.divided_parameters import part_of
-from paceline.parallel.stand_ins import stand_in, stand_ins
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.parallel.stand_ins import elementwise_parameters, stand_in, stand_ins, steps_whole_parameters
+from paceline.plan.plan import Decision
 from paceline.torch_internals.tensors import dtensor as dtensor_of
 from paceline.world.param_groups import parameters_by_number, parameters_of
-from paceline.world.sharded import is_sharded, local, whole
+from paceline.world.sharded import divide, division_of, is_sharded, local, whole
 from paceline.world.transport import transport_of
 from paceline.world.works import WorkHandle, wait_all
 
@@ -212,7 +214,8 @@ class _Divided:
             return parameter
 
         for parameter in parameters_of(optimizer):
-            if is_sharded(parameter.grad) and not self.covers(parameter):
+            # Another division of the same optimizer may have it.
+            if is_sharded(parameter.grad) and division_of(optimizer, parameter) is None:
                 self.adopt(parameter)
         with stand_ins(optimizer, own_part):
             yield
@@ -464,6 +467,34 @@ class ByOwners(ByParameters):
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns an uninitialized tensor of the whole parameter's shape."""
         return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+
+
+def step_by_owners(adapter: OptimizerAdapter, model: nn.Module, mesh: DeviceMesh) -> list[Decision]:
+    """Makes an optimizer step divided parameters as whole ones, each on one rank, if its step may look at whole parameters.
+
+    Args:
+        adapter: of the optimizer.
+        model: whose parameters are divided.
+        mesh: all ranks that hold parts of the same parameters, 1-D.
+    """
+    optimizer = adapter.optimizer
+    if not steps_whole_parameters(optimizer):
+        return []
+    independent = set(elementwise_parameters(optimizer))
+    trained = [each for each in model.parameters() if each.requires_grad and each not in independent]
+    division = ByOwners(mesh, trained, 0)
+    keep_divided(optimizer, division)
+    divide(optimizer, division)
+    adapter.swap(division.stepping)
+    reason = (
+        "it may look at a whole parameter, as it does not say that it is elementwise: each is gathered for the step by one "
+        "rank, which keeps its states"
+    )
+    if independent:
+        reason += (
+            f"; {len(independent)} parameters are in groups that are elementwise, and each rank steps its part of them"
+        )
+    return [Decision(f"optimizer.{type(optimizer).__name__}.divided", "parameters", "derived", reason=reason)]
 
 
 def _without_memory(parameter: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
-from paceline.parallel.data.averages import CHUNK
-from paceline.parallel.data.division import ByOwners, keep_divided
+from paceline.parallel.data.division import step_by_owners
 from paceline.parallel.data.fsdp import Units, broadcast_values, explain_methods, refuse_copies
 from paceline.parallel.data.shard import (
     DTYPES,
@@ -24,7 +23,6 @@ from paceline.parallel.data.shard import (
 from paceline.parallel.data.wrapping import Wrapping, leaks
 from paceline.parallel.divided_parameters import refuse_tools, take_whole_states, take_whole_values
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.stand_ins import steps_whole_parameters
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import within_some
@@ -33,7 +31,6 @@ from paceline.torch_internals.modules import computes_weight
 from paceline.torch_internals.tensors import is_view
 from paceline.world.layout import GRADIENT_AXES
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import divide
 from paceline.world.transport import transport_of
 from paceline.world.tree import map_tensors
 
@@ -65,7 +62,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
         output = DTYPES[options.output_dtype]
     precision = MixedPrecisionPolicy(param_dtype(plan, options), reduce_dtype(plan, options), output)
     keywords: dict[str, Any] = {"mesh": context.mesh.along(*axes), "ignored_params": set(alone) or None}
-    if plan.offload != "no" and context.device.type != "cpu":
+    if plan.offloads_states and context.device.type != "cpu":
         keywords["offload_policy"] = CPUOffloadPolicy()
 
     # A pipeline stage lacks some of the modules.
@@ -100,7 +97,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
             unit.set_modules_to_forward_prefetch(following)
             unit.set_modules_to_backward_prefetch(previous[::-1])
     applied = DividedUnits(model, context, alone, keeps=reshard is False)
-    applied.parameters_on_host = plan.offload != "no"
+    applied.parameters_on_host = plan.offloads_states
     # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
     collectives = context.collectives if plan.layout.pp == 1 else None
     is_pairwise = transport_of(group, context.device).is_pairwise
@@ -144,29 +141,10 @@ class DividedUnits(Units):
         """
         _refuse_optimizer(adapter.optimizer)
         adapter.refuse(self.before_step)
-        decisions = self._divide_by_owners(adapter)
-        if not decisions:
-            take_whole_states(adapter.optimizer)
+        decisions = step_by_owners(adapter, self.module, self._context.mesh.along((*GRADIENT_AXES, "tp")))
+        take_whole_states(adapter.optimizer)
         adapter.forget(lambda to_none: self.forget(parameters_of(adapter.optimizer), to_none))
         return [*decisions, *super().bind(adapter)]
-
-    def _divide_by_owners(self, adapter: OptimizerAdapter) -> list[Decision]:
-        """Makes an optimizer step whole parameters, each on one rank, if it needs that; returns [] if it does not."""
-        optimizer = adapter.optimizer
-        # Parts along tp are gathered by nobody here: there the optimizer steps DTensors.
-        if not steps_whole_parameters(optimizer) or self._context.plan.layout.tp > 1:
-            return []
-        trained = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
-        division = ByOwners(self._context.mesh.along(GRADIENT_AXES), trained, CHUNK)
-        keep_divided(optimizer, division)
-        divide(optimizer, division)
-        adapter.swap(division.stepping)
-        kind = type(optimizer).__name__
-        reason = (
-            "it may look at a whole parameter, as it does not say that it is elementwise: each is gathered for the step by one "
-            "rank, which keeps its states"
-        )
-        return [Decision(f"optimizer.{kind}.divided", "parameters", "derived", reason=reason)]
 
 
 def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:

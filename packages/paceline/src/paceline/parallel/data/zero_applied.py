@@ -16,7 +16,7 @@ from paceline.parallel.data.reducer import Reducer
 from paceline.parallel.data.rows import Rows
 from paceline.parallel.data.zero import ZeroOptions
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused, step_held
-from paceline.parallel.stand_ins import is_elementwise
+from paceline.parallel.stand_ins import elementwise_parameters, is_elementwise
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision
@@ -56,16 +56,24 @@ class DividedStates(AppliedStrategy):
         what, reason = _divided_by(optimizer, options, self._context.facts)
         mesh = self._context.mesh.along("shard")
         # Frozen ones too, which may be unfrozen later.
-        trained = list(self.module.parameters())
+        by_rows: list[nn.Parameter] = []
+        by_parameters: list[nn.Parameter] = []
+        independent = set(elementwise_parameters(optimizer))
+        for parameter in self.module.parameters():
+            if what == "rows" or (what == "rows and parameters" and parameter in independent):
+                by_rows.append(parameter)
+            else:
+                by_parameters.append(parameter)
         limit = int(options.bucket_cap_mb * 2**20)
-        division: ByRows | ByParameters
-        if what == "rows":
-            division = ByRows(mesh, trained, limit)
-        else:
-            division = ByParameters(mesh, trained, limit)
-        keep_divided(optimizer, division)
-        divide(optimizer, division)
-        adapter.swap(division.stepping)
+        divisions: list[ByRows | ByParameters] = []
+        if by_rows:
+            divisions.append(ByRows(mesh, by_rows, limit))
+        if by_parameters:
+            divisions.append(ByParameters(mesh, by_parameters, limit))
+        for division in divisions:
+            keep_divided(optimizer, division)
+            divide(optimizer, division)
+            adapter.swap(division.stepping)
         info("parallel", f"{kind} is divided by {what}: {reason}")
         return [Decision(f"optimizer.{kind}.divided", what, "derived", reason=reason)]
 
@@ -118,11 +126,16 @@ class DividedGradients(ReducedGradients):
 
 
 def _divided_by(optimizer: Optimizer, options: ZeroOptions, facts: ModelFacts) -> tuple[str, str]:
-    """Returns what each rank steps, "rows" or "parameters", and the reason."""
+    """Returns what each rank steps, "rows", "parameters" or "rows and parameters", and the reason."""
     if options.divide != "auto":
         return options.divide, f"zero.divide={options.divide}"
     if facts.sparse:
         return "parameters", "a sparse gradient has no rows to divide"
     if is_elementwise(optimizer):
         return "rows", "it treats each element by itself"
+    if elementwise_parameters(optimizer):
+        return (
+            "rows and parameters",
+            "some of its groups are elementwise; of the others it may look at whole parameters",
+        )
     return "parameters", "it may look at a whole parameter, as it does not say that it is elementwise"

@@ -13,11 +13,11 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
 from paceline.parallel.data.averages import broadcast_tensors
+from paceline.parallel.data.division import step_by_owners
 from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, take_whole_values, whole_parameters
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.same_inputs import SameInputs
-from paceline.parallel.stand_ins import is_elementwise
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.tensor import styles
 from paceline.parallel.tensor.names import GROUPS, HEADS, KV_HEADS, LOCAL_HEADS, LayerGroup, shape
@@ -47,7 +47,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     # The inputs of a later stage of a pipeline are computed, and may be divided.
     if context.plan.layout.pp == 1:
         SameInputs(model, "tp", context.collectives.over(context.mesh.along("tp").get_group()))
-    return DividedLayers(model, regions)
+    return DividedLayers(model, regions, context)
 
 
 class DividedLayers(AppliedStrategy):
@@ -56,41 +56,24 @@ class DividedLayers(AppliedStrategy):
     Args:
         model: after the division.
         regions: its attentions and MLPs.
+        context: of the strategy.
     """
 
-    def __init__(self, model: nn.Module, regions: list[styles.Region]) -> None:
+    def __init__(self, model: nn.Module, regions: list[styles.Region], context: Context) -> None:
         super().__init__(model)
         self._regions = regions
+        self._context = context
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
-        """Turns `foreach` off for groups that hold plain tensors and DTensors, unless the user has chosen it.
-
-        A `foreach` step passes all parameters of a group to one operation, which refuses such a mixture.
-
-        Raises:
-            PlanError: `shard-optimizer`, for Adafactor.
-        """
+        """Lets an optimizer that may look at whole parameters step each on its owner; LBFGS steps DTensors."""
         optimizer = adapter.optimizer
-        if isinstance(optimizer, torch.optim.Adafactor):
-            raise PlanError(
-                "shard-optimizer",
-                "Adafactor cannot step parameters that are divided over ranks.",
-                why="tp divides matrices; Adafactor's factors are sums over the rows and columns of a whole matrix",
-                fix="use AdamW or SGD, or a plan without tp",
-            )
-        decisions: list[Decision] = []
         if isinstance(optimizer, torch.optim.LBFGS):
             optimizer.register_load_state_dict_post_hook(_replicate_states)
-        if is_elementwise(optimizer):  # it steps the local tensors, which are all plain
-            return decisions
-        for group in optimizer.param_groups:
-            meshes = {getattr(parameter, "device_mesh", None) for parameter in group["params"]}
-            chooses_itself = "foreach" in group and group["foreach"] is None and not group.get("fused")
-            if len(meshes) > 1 and chooses_itself:
-                group["foreach"] = False
-                field = f"optimizer.{type(optimizer).__name__}.foreach"
-                decisions.append(Decision(field, False, "derived", reason="some of its parameters are no DTensors"))
-        return decisions
+            return []
+        # Otherwise `shard` does it, whose ranks hold parts of the same parameters.
+        if self._context.plan.fully_sharded:
+            return []
+        return step_by_owners(adapter, self.module, self._context.mesh.along("tp"))
 
     @contextmanager
     def full_parameters(self, writeback: bool) -> Iterator[None]:
