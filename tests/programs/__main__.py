@@ -71,7 +71,9 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         given = set(folder.rglob("*"))
         before = [str(HERE / "shim"), *args.libraries.split(os.pathsep)]
         if side == "real":
-            before.append({"deepspeed": args.deepspeed, "accelerate": args.accelerate}.get(program.library, ""))
+            before.append(args.deepspeed if program.library == "deepspeed" else "")
+            # A program for DeepSpeed may import accelerate, too: transformers' Trainer does.
+            before.append(args.accelerate if program.library != "torchrun" else "")
         else:
             before += map(str, sorted((HERE.parents[1] / "packages").glob("*/src")))
         if program.library != "deepspeed":

@@ -123,6 +123,8 @@ def shim_torch(torch: Any) -> None:
         torch.accelerator.device_count = lambda: 8
         torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
         torch.accelerator.set_device_index = lambda *_: None
+    if os.environ.get("PROGRAMS_CUDA"):  # for programs that divide by the number of devices
+        torch.cuda.device_count = lambda: int(os.environ["PROGRAMS_CUDA"])
     for owner in (torch.Tensor, torch.nn.Module):
         owner.to = on_cpu(owner.to, numbers=True)
         owner.cuda = lambda self, *_, **__: self
