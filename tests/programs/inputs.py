@@ -141,10 +141,41 @@ def superoffload(folder: Path) -> None:
         (folder / f"{name}offload.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def trainer_configs(folder: Path) -> None:
+    """Makes `zero0.json` to `zero3.json` and `tp.json` of the template, as the program's shell script does."""
+    template = (folder / "configs" / "ds_config_temp.json").read_text(encoding="utf-8")
+    for name, stage, size in (("zero0", 0, 0), ("zero1", 1, 0), ("zero2", 2, 0), ("zero3", 3, 0), ("tp", 0, 2)):
+        text = template.replace("${zero_stage}", str(stage)).replace("${autotp_size}", str(size))
+        (folder / f"{name}.json").write_text(text, encoding="utf-8")
+
+
 def plain_config(folder: Path) -> None:
     """Makes `ds_plain.json`, a config with nothing but its sizes."""
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
     (folder / "ds_plain.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def bert_tasks(folder: Path) -> None:
+    """Makes `bert`, the vocabulary of a BERT, with `squad.json` and `glue`, questions and pairs of sentences."""
+    draw = random.Random(0)
+    (folder / "bert").mkdir()
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "bert" / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    paragraphs = []
+    for number in range(24):
+        words = draw.choices(WORDS, k=10)
+        answer = {"text": words[4], "answer_start": len(" ".join(words[:4])) + 1}
+        question = {"id": str(number), "question": _text(draw, 3), "answers": [answer]}
+        paragraphs.append({"context": " ".join(words), "qas": [question]})
+    data = [{"title": "drawn", "paragraphs": paragraphs}]
+    (folder / "squad.json").write_text(json.dumps({"version": "1.1", "data": data}), encoding="utf-8")
+    (folder / "glue").mkdir()
+    rows = ["index\tsentence1\tsentence2\tlabel"]
+    for number in range(32):
+        label = draw.choice(("entailment", "not_entailment"))
+        rows.append(f"{number}\t{_text(draw, 5)}\t{_text(draw, 5)}\t{label}")
+    for split in ("train", "dev"):
+        (folder / "glue" / f"{split}.tsv").write_text("\n".join(rows) + "\n", encoding="utf-8")
 
 
 def wikitext(folder: Path) -> None:

@@ -148,6 +148,32 @@ PROGRAMS = (
     example("hello", "training/HelloDeepSpeed",
             "train_bert_ds.py --checkpoint_dir out --tokenizer model --num_layers 2 --ff_dim 64 --h_dim 32 --num_heads 4 "
             "--num_iterations 8 --checkpoint_every 4 --log_every 2", inputs=("language_model", "wikitext"), tolerance=2e-2),
+    example("squad", "training/BingBertSquad",
+            "nvidia_run_squad_deepspeed.py --bert_model bert --do_train --do_lower_case --train_file squad.json "
+            "--train_batch_size 24 --gradient_accumulation_steps 8 --num_train_epochs 1 --max_seq_length 20 --doc_stride 8 "
+            "--max_query_length 6 --output_dir out --deepspeed --deepspeed_config deepspeed_bsz24_config.json --preln "
+            "--seed 1", procs=(1,), inputs=("bert_tasks",), tolerance=2e-2),
+    example("glue", "training/BingBertGlue",
+            "run_glue_classifier_bert_base.py --task_name RTE --do_train --deepspeed --preln --deepspeed_config "
+            "glue_bert_base.json --do_lower_case --data_dir glue --bert_model bert --max_seq_length 16 --train_batch_size 32 "
+            "--gradient_accumulation_steps 32 --num_train_epochs 1 --output_dir out", procs=(1,), inputs=("bert_tasks",)),
+    *(
+        example(f"trainer {config}", "training/tensor_parallel/hf_integration",
+                "train.py --model_name_or_path model --data_path instructions.json --bf16 False --use_cpu --output_dir out "
+                "--max_steps 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --eval_strategy no "
+                "--save_strategy no --learning_rate 1e-2 --lr_scheduler_type cosine --logging_steps 1 --report_to none "
+                f"--deepspeed {config}.json", expected, procs=procs, inputs=("language_model", "instructions",
+                "trainer_configs"))
+        for config, expected, procs in (("zero1", "equal", (1, 2)), ("zero2", "equal", (2,)), ("zero3", "equal", (1, 2)),
+                                        ("tp", "refused", (2,)))
+    ),
+    example("moq", "training/MoQ", "run_glue.py --model_name_or_path model --task_name mrpc --do_train --output_dir out",
+            "own fault", procs=(1,)),
+    example("domino", "training/DeepSpeed-Domino", "pretrain_gpt.py", "own fault", procs=(1,)),
+    example("bing_bert", "training/bing_bert",
+            "deepspeed_train.py --cf bert_large_lamb_nvidia_data.json --max_seq_length 128 --output_dir out --deepspeed "
+            "--deepspeed_config deepspeed_bsz64k_lamb_config_seq128.json --data_path_prefix . --use_nvidia_dataset",
+            "refused", procs=(1,)),
     plain("nanogpt", "karpathy/nanoGPT/.",
           "train.py --device=cpu --compile=False --dtype=float32 --backend=gloo --dataset=tiny --n_layer=2 --n_head=2 "
           "--n_embd=32 --block_size=16 --batch_size=4 --gradient_accumulation_steps=4 --max_iters=6 --lr_decay_iters=6 "
