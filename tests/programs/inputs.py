@@ -142,9 +142,12 @@ def superoffload(folder: Path) -> None:
 
 
 def trainer_configs(folder: Path) -> None:
-    """Makes `zero0.json` to `zero3.json` and `tp.json` of the template, as the program's shell script does."""
+    """Makes `zero1.json`, `tp.json` and others of the template, as the program's shell script does.
+
+    The script says 0 where nothing is divided, by which transformers divides.
+    """
     template = (folder / "configs" / "ds_config_temp.json").read_text(encoding="utf-8")
-    for name, stage, size in (("zero0", 0, 0), ("zero1", 1, 0), ("zero2", 2, 0), ("zero3", 3, 0), ("tp", 0, 2)):
+    for name, stage, size in (("zero1", 1, 1), ("zero2", 2, 1), ("zero3", 3, 1), ("tp", 0, 2), ("zero1tp", 1, 2)):
         text = template.replace("${zero_stage}", str(stage)).replace("${autotp_size}", str(size))
         (folder / f"{name}.json").write_text(text, encoding="utf-8")
 

@@ -165,7 +165,7 @@ PROGRAMS = (
                 f"--deepspeed {config}.json", expected, procs=procs, inputs=("language_model", "instructions",
                 "trainer_configs"))
         for config, expected, procs in (("zero1", "equal", (1, 2)), ("zero2", "equal", (2,)), ("zero3", "equal", (1, 2)),
-                                        ("tp", "refused", (2,)))
+                                        ("tp", "equal", (2,)), ("zero1tp", "equal", (2,)))
     ),
     example("moq", "training/MoQ", "run_glue.py --model_name_or_path model --task_name mrpc --do_train --output_dir out",
             "own fault", procs=(1,)),
