@@ -215,7 +215,7 @@ def outcome(program: Program, real: Ended, ours: Ended) -> tuple[str, str]:
         if different:
             return "failed", f"{details}; another {different}"
         details += f"; {len(real.tensors)} saved tensors"
-    return ("equal" if largest <= program.tolerance else "failed"), details
+    return ("equal" if largest <= program.tolerance else "differs"), details
 
 
 def is_expected(program: Program, found: str) -> bool:

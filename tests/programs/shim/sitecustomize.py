@@ -211,9 +211,18 @@ def shim_config(config: Any) -> None:
     config.get_optimizer_params = get_optimizer_params
 
 
+def shim_transformers(transformers: Any) -> None:
+    """Gives transformers a name that it no longer has, to programs that import it beside others."""
+    if os.environ.get("PROGRAMS_OLDER"):
+        import torch
+
+        transformers.AdamW = torch.optim.AdamW
+
+
 SHIMS = {
     "deepspeed.runtime.config": shim_config,
     "torch": shim_torch,
+    "transformers": shim_transformers,
     "torch.nn.parallel.distributed": shim_distributed,
     "torchvision.datasets": shim_torchvision,
     "deepspeed.comm.torch": shim_deepspeed,

@@ -96,7 +96,12 @@ def build(
     for notice in parsed.notices_beside(sizes_for_auto(model)):
         warn_once("config", notice)
     # Whether the batch divides is known before the group is formed, so that a wrong one raises on every rank.
-    batch = parsed.batch(engine_class.width(model, data_ranks(parsed, World.detect().size, environment.snapshot())))
+    ranks = data_ranks(parsed, World.detect().size, environment.snapshot())
+    # DeepSpeed learns from mpu alone that the ranks which divide layers share their samples. Without it, each counts in
+    # `train_batch_size`, as in what transformers writes for "auto".
+    if mpu is None:
+        ranks *= max(1, parsed["tensor_parallel.autotp_size"])
+    batch = parsed.batch(engine_class.width(model, ranks))
     init_distributed(dist_init_required=dist_init_required)
 
     settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
