@@ -247,7 +247,8 @@ class ShimLoader(Loader):
     def exec_module(self, module: Any) -> None:
         """Runs it."""
         self._plain.exec_module(module)
-        SHIMS[self._name](module)
+        # transformers puts another object into the place of its module.
+        SHIMS[self._name](sys.modules.get(self._name, module))
 
 
 class ShimFinder(MetaPathFinder):

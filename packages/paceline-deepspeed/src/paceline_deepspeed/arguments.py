@@ -45,7 +45,7 @@ def checked(
     configs = {place: value for place, value in sources.items() if value is not None}
     # Without exactly one config there is nothing to read, so the problems that are known by now are all.
     if len(configs) != 1:
-        problems.append(_not_one_config(configs))
+        problems += [*_mpu(mpu, pipeline, 1), _not_one_config(configs)]
         raise ConfigError.of(problems)
     ((place, content),) = configs.items()
     try:
@@ -59,7 +59,7 @@ def checked(
         parsed = read(runtime.current().foreign_config("deepspeed", content))
     except PacelineError as error:
         # Problems of the arguments and of the config are told together.
-        raise ConfigError.of([*problems, *error.problems]) from None
+        raise ConfigError.of([*problems, *_mpu(mpu, pipeline, 1), *error.problems]) from None
     divided = max(1, parsed["tensor_parallel.autotp_size"])
     problems += [*_mpu(mpu, pipeline, divided), *_noted(noted_size(model), divided)]
     if problems:
