@@ -128,7 +128,9 @@ def _universal(where: Path, folder: Path) -> None:
         of_parameter.mkdir(parents=True)
         for key, value in {"fp32": saved.weights, **moments}.items():
             whole = value.read(name, [slice(0, size) for size in shape]).clone()
-            torch.save(whole.flatten() if saved.stage == 3 else {"cat_dim": 0, "param": whole}, of_parameter / f"{key}.pt")
+            torch.save(
+                whole.flatten() if saved.stage == 3 else {"cat_dim": 0, "param": whole}, of_parameter / f"{key}.pt"
+            )
         if saved.stage != 3:
             torch.save(others[name]["step"], of_parameter / "step.pt")
     common = {"zero_stage": saved.stage, "dynamic_loss_scale": False, "param_groups": saved.optimizer["param_groups"]}
@@ -140,7 +142,9 @@ def _universal(where: Path, folder: Path) -> None:
 @pytest.mark.parametrize("name", ["stage1_fp32", "stage3_fp32"])
 def test_a_universal_checkpoint_goes_on(folders, tmp_path, name):
     _universal(tmp_path / "global_step4_universal", folders / name / "global_step4")
-    for losses, client, counters in run_ranks(_engine_goes_on, world=2, args=(str(tmp_path), 2, "global_step4_universal")):
+    for losses, client, counters in run_ranks(
+        _engine_goes_on, world=2, args=(str(tmp_path), 2, "global_step4_universal")
+    ):
         assert losses == pytest.approx(_LOSSES[name][record.STEPS :], abs=1e-6)
         assert client == {"epoch": 3, "note": "kept"}
         assert counters == (8, 64, 0)

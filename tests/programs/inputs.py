@@ -84,7 +84,13 @@ def _tokenizer() -> Any:
     vocabulary = {word: number for number, word in enumerate([*special, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+    names = {
+        "unk_token": "<unk>",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "mask_token": "<mask>",
+    }
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     fast.chat_template = CHAT
     return fast
@@ -137,7 +143,12 @@ def superoffload(folder: Path) -> None:
             "sub_group_size": 4e6,
             "offload_optimizer": {"device": "cpu", "pin_memory": True, **more},
         }
-        config = {"train_batch_size": 4, "bf16": {"enabled": True}, "zero_optimization": zero, "wall_clock_breakdown": True}
+        config = {
+            "train_batch_size": 4,
+            "bf16": {"enabled": True},
+            "zero_optimization": zero,
+            "wall_clock_breakdown": True,
+        }
         (folder / f"{name}offload.json").write_text(json.dumps(config), encoding="utf-8")
 
 
@@ -154,7 +165,11 @@ def trainer_configs(folder: Path) -> None:
 
 def plain_config(folder: Path) -> None:
     """Makes `ds_plain.json`, a config with nothing but its sizes."""
-    config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}, "zero_allow_untested_optimizer": True}
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
     (folder / "ds_plain.json").write_text(json.dumps(config), encoding="utf-8")
 
 

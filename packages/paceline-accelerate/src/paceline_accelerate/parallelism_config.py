@@ -256,7 +256,6 @@ class ParallelismConfig(SaidFields):
             raise ValueError(f"Parallelism must be one of {list(_ORDER)}, but got {parallelism}")
         setattr(self, f"{parallelism}_size", size)
 
-
     def _validate_accelerator(self, accelerator: _Placed) -> None:
         """Takes the replicas of a plan where the script says no size. That sizes and processes agree, the plan has checked."""
         if self.total_size == 1 and accelerator.num_processes > 1:

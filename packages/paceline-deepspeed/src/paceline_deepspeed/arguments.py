@@ -150,7 +150,9 @@ def _mpu(mpu: object, pipeline: bool, divided: int) -> list[Problem]:
         return [Problem("deepspeed-mpu", "`mpu` and the config divide layers over other numbers of ranks.", why, fix)]
     rank = World.detect().rank
     if place is not None and place != rank % size:
-        why = [f"rank {rank} is number {place} of its group in {type(mpu).__name__}, and number {rank % size} in the plan"]
+        why = [
+            f"rank {rank} is number {place} of its group in {type(mpu).__name__}, and number {rank % size} in the plan"
+        ]
         fix = f"make groups of neighbours: ranks 0 to {size - 1}, and so on"
         return [Problem("deepspeed-mpu", "the groups of `mpu` are other ranks than the plan's.", why, fix)]
     return []

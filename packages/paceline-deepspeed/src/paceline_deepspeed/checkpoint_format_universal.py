@@ -1,8 +1,8 @@
 """Universal checkpoints of DeepSpeed, which `ds_to_universal` makes of the folders of one width: whole tensors by name.
 
-    (zero_pp_rank_R_)mp_rank_00_model_states.pt   as in the folder that was converted
-    zero/PARAMETER/fp32.pt, exp_avg.pt, ...       the parameter in float32, and each state of its optimizer
-    zero/optimizer_state.pt                       what is the same for all parameters: groups, loss scale, counts
+(zero_pp_rank_R_)mp_rank_00_model_states.pt   as in the folder that was converted
+zero/PARAMETER/fp32.pt, exp_avg.pt, ...       the parameter in float32, and each state of its optimizer
+zero/optimizer_state.pt                       what is the same for all parameters: groups, loss scale, counts
 """
 
 from __future__ import annotations

@@ -68,7 +68,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--autotuning", choices=("tune", "run"), help="first find the best configuration, like `paceline tune`")
     add("--no_ssh_check", action="store_true", help="no effect: the check needs no extra connection")
     add(
-        "--log_level", default="info", metavar="LEVEL", choices=("debug", "info", "warning", "error", "critical"),
+        "--log_level",
+        default="info",
+        metavar="LEVEL",
+        choices=("debug", "info", "warning", "error", "critical"),
         help="error or critical: no notices [info]",
     )
     add("-q", "--quiet", action="store_true", help="no notices")

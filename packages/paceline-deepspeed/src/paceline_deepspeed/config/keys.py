@@ -213,7 +213,19 @@ def rows() -> tuple[Key, ...]:
     from paceline_deepspeed.config.watch_keys import WATCH
     from paceline_deepspeed.config.zero_keys import ZERO
 
-    return (*_BATCH, *_OPTIMIZER, *_STEP, *_PRECISION, *ZERO, *_ACTIVATIONS, *_TENSOR, *_CHECKPOINT, *WATCH, *_OURS, *_REMOVED)
+    return (
+        *_BATCH,
+        *_OPTIMIZER,
+        *_STEP,
+        *_PRECISION,
+        *ZERO,
+        *_ACTIVATIONS,
+        *_TENSOR,
+        *_CHECKPOINT,
+        *WATCH,
+        *_OURS,
+        *_REMOVED,
+    )
 
 
 @cache
