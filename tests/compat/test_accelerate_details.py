@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -457,3 +458,40 @@ def test_recursive_extraction_unwraps_every_attribute_named_module() -> None:
     assert extract_model_from_parallel(model, recursive=True)[0][0] is leaf
     wrapper = Wrapper(leaf)
     assert extract_model_from_parallel(wrapper) is wrapper
+
+
+def _calls_of_private_names(monkeypatch) -> list[str]:
+    """What `prepare` calls of the methods that a library has put into the classes, in order."""
+    calls = []
+
+    def around(kind: type, name: str) -> None:
+        original = getattr(kind, name)
+
+        def replaced(self, *args):
+            calls.append(name)
+            return original(self, *args)
+
+        monkeypatch.setattr(kind, name, replaced)
+
+    around(Accelerator, "_prepare_fsdp2")
+    around(ParallelismConfig, "_validate_accelerator")
+    accelerator = Accelerator(
+        cpu=True,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2),
+        parallelism_config=ParallelismConfig(dp_shard_size=dist.get_world_size()),
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(2, 4)).sum())
+    optimizer.step()
+    assert accelerator.state._prepare_backend() == ("gloo", accelerator.distributed_type)
+    return calls
+
+
+def test_private_methods_that_libraries_replace_are_called() -> None:
+    def work() -> list[str]:
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            return _calls_of_private_names(monkeypatch)
+
+    assert run_ranks(work, 2) == [["_validate_accelerator", "_prepare_fsdp2"]] * 2

@@ -25,6 +25,7 @@ from paceline.checkpoint.weights.model import load_model
 from paceline.testing import run_ranks
 from paceline_deepspeed import schedules
 from paceline_deepspeed.checkpoint_format_files import DeepSpeedFolder
+from paceline_deepspeed.checkpoint_format_universal import open_folder
 from paceline_deepspeed.consolidation import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -87,7 +88,7 @@ def test_a_folder_of_deepspeed_goes_on_as_if_it_had_not_stopped(folders, name):
         assert step == 4
 
 
-def _engine_goes_on(folder: str, stage: int) -> tuple[list[float], dict, tuple]:
+def _engine_goes_on(folder: str, stage: int, tag: str = "global_step4") -> tuple[list[float], dict, tuple]:
     """The recorded script itself, on our engine."""
     torch.manual_seed(1)
     model = record.Net()
@@ -97,7 +98,7 @@ def _engine_goes_on(folder: str, stage: int) -> tuple[list[float], dict, tuple]:
     told["train_micro_batch_size_per_gpu"] = 8 // world
     engine = initialize(model=model, optimizer=optimizer, config=told)[0]
     path, client = engine.load_checkpoint(folder)
-    assert path == os.path.join(folder, "global_step4")
+    assert path == os.path.join(folder, tag)
     losses = []
     for step in range(record.STEPS, 2 * record.STEPS):
         loss = engine(record.batch(step).chunk(world)[dist.get_rank()]).square().mean()
@@ -115,6 +116,52 @@ def test_the_recorded_script_goes_on(folders, name, world, stage):
         assert losses == pytest.approx(_LOSSES[name][record.STEPS :], abs=1e-6)
         assert client == {"epoch": 3, "note": "kept"}
         assert counters == (8, 64, 0)
+
+
+def _universal(where: Path, folder: Path) -> None:
+    """Writes what DeepSpeed's `ds_to_universal` makes of a folder: a file for each tensor of a parameter, and common state."""
+    saved = open_folder(str(folder))
+    moments, others = saved.moments()
+    shutil.copytree(folder, where, ignore=shutil.ignore_patterns("*_optim_states.pt"))
+    for name, shape in saved.trained.items():
+        of_parameter = where / "zero" / name
+        of_parameter.mkdir(parents=True)
+        for key, value in {"fp32": saved.weights, **moments}.items():
+            whole = value.read(name, [slice(0, size) for size in shape]).clone()
+            torch.save(
+                whole.flatten() if saved.stage == 3 else {"cat_dim": 0, "param": whole}, of_parameter / f"{key}.pt"
+            )
+        if saved.stage != 3:
+            torch.save(others[name]["step"], of_parameter / "step.pt")
+    common = {"zero_stage": saved.stage, "dynamic_loss_scale": False, "param_groups": saved.optimizer["param_groups"]}
+    common["optimizer_state_dict"] = {"state": {0: {"step": next(iter(others.values()))["step"]}}}
+    torch.save(common, where / "zero" / "optimizer_state.pt")
+    (where.parent / "latest_universal").write_text(where.name)
+
+
+@pytest.mark.parametrize("name", ["stage1_fp32", "stage3_fp32"])
+def test_a_universal_checkpoint_goes_on(folders, tmp_path, name):
+    _universal(tmp_path / "global_step4_universal", folders / name / "global_step4")
+    for losses, client, counters in run_ranks(
+        _engine_goes_on, world=2, args=(str(tmp_path), 2, "global_step4_universal")
+    ):
+        assert losses == pytest.approx(_LOSSES[name][record.STEPS :], abs=1e-6)
+        assert client == {"epoch": 3, "note": "kept"}
+        assert counters == (8, 64, 0)
+
+
+def test_a_universal_checkpoint_that_lacks_a_part_is_named(folders, tmp_path):
+    where = tmp_path / "global_step4_universal"
+    _universal(where, folders / "stage1_fp32" / "global_step4")
+    assert open_folder(str(where)).client_state == {"epoch": 3, "note": "kept"}
+    parameter = next(iter(open_folder(str(where)).trained))
+    for lost in ("zero/optimizer_state.pt", f"zero/{parameter}/fp32.pt"):
+        kept = (where / lost).read_bytes()
+        (where / lost).unlink()
+        with pytest.raises(CheckpointError) as error:
+            open_folder(str(where))
+        assert error.value.code == "checkpoint-damaged"
+        (where / lost).write_bytes(kept)
 
 
 def test_stage_3_loads_divided_as_it_was_and_otherwise(folders):

@@ -47,7 +47,7 @@ def test_a_name_that_is_not_carried_names_the_native_way() -> None:
     for use, way in (
         (deepspeed.init_inference, "save_16bit_model"),
         (deepspeed.moe.layer.MoE, "divided by ZeRO"),
-        (deepspeed.tp_model_init, "plan={'tp': 2}"),
+        (deepspeed.set_autotp_mode, "autotp_size"),
         (deepspeed.sequence.layer.DistributedAttention, "plan={'cp': 2}"),
     ):
         with pytest.raises(CompatError, match=r"is not carried by Paceline") as raised:

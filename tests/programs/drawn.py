@@ -29,14 +29,14 @@ TOLERANCE_16_BITS = 3e-2
 
 def run(side: str, first: int, last: int, deepspeed: str, output: Path) -> str:
     """Runs the programs of some seeds under one library; returns what was printed."""
-    library = deepspeed if side == "real" else str(HERE.parents[1] / "src")
+    libraries = [deepspeed] if side == "real" else map(str, sorted((HERE.parents[1] / "packages").glob("*/src")))
     module = ["deepspeed.launcher.runner"] if side == "real" else ["paceline", "deepspeed"]
     variables = {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
         "OMP_NUM_THREADS": "1",
         "PROGRAMS_RECORD": str(output),
-        "PYTHONPATH": os.pathsep.join([str(HERE / "shim"), library]),
+        "PYTHONPATH": os.pathsep.join([str(HERE / "shim"), *libraries]),
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     words = [str(HERE / "drawn_loop.py"), str(output), str(first), str(last)]

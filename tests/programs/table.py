@@ -17,7 +17,8 @@ class Program:
         folder: of the program in the repository; it runs there, in a copy.
         command: the script and its arguments.
         expected: "equal": each rank computes the losses of the real library. "refused CODE": it ends with this code.
-            "own fault": it fails under the real library on a CPU, so that only our outcome is told.
+            "own fault": it fails under the real library on a CPU, so that only our outcome is told. "differs": the real
+            library computes another loss, which is not that of the model on one process.
         procs: numbers of processes.
         samples: of a data set that is drawn in place of a download.
         tolerance: largest relative difference of a loss.
@@ -73,6 +74,10 @@ _TRL = (
     "--logging_steps 1 --report_to none --use_cpu --bf16 False --gradient_checkpointing False --eval_strategy no "
     "--save_strategy no --dataset_name "
 )
+_SUPEROFFLOAD = (
+    "finetune_zero3.py --deepspeed_config {}offload.json --model_name model --num_train_epochs 1 --lr 1e-5 --batch_size 4 "
+    "--output_dir out --max_length 32 --bench_steps 4 --warmup_steps 1 --attn_implementation eager --activation_checkpointing"
+)
 _EXAMPLES = "pytorch/examples"
 PROGRAMS = (
     *(
@@ -107,6 +112,71 @@ PROGRAMS = (
     example("imagenet", "training/imagenet",
             "main.py -a resnet18 --deepspeed --deepspeed_config config/ds_config.json --multiprocessing_distributed "
             "--dist-backend gloo -b 8 -j 0 --epochs 1 --print-freq 1 .", samples=32),
+    *(
+        example(f"autotp basic zero {stage}", "training/tensor_parallel/basic_example",
+                f"autotp_example.py --model_name model --tp_size 2 --dp_size 1 --zero_stage {stage} --seq_length 32 "
+                "--num_steps 4 --learning_rate 1e-2 --precision fp32", procs=(2,), inputs=("language_model",),
+                env={"PROGRAMS_CUDA": "2"}, tolerance=2e-3)  # it differs from itself by 7e-4
+        for stage in (0, 1, 2)
+    ),
+    example("autotp memory", "training/tensor_parallel/basic_example",
+            "autotp_memory_compare.py --model_name model --tp_size 2 --dp_size 1 --zero_stage 1 --seq_length 32 --num_steps 4 "
+            "--learning_rate 1e-2 --precision fp32 --mode traditional", procs=(2,), inputs=("language_model",),
+            tolerance=2e-3),
+    example("autotp patterns", "training/tensor_parallel/custom_patterns",
+            "autotp_custom_patterns.py --model_name model --tp_size 2 --dp_size 1 --zero_stage 1 --seq_length 32 "
+            "--num_steps 6 --learning_rate 1e-2 --precision fp32", "differs", procs=(2,), inputs=("gpt_neox",)),
+    example("superoffload", "training/DeepSpeed-SuperOffload",
+            _SUPEROFFLOAD.format("super"), "refused", procs=(1,), inputs=("language_model", "instructions", "superoffload")),
+    example("superoffload zero", "training/DeepSpeed-SuperOffload",
+            _SUPEROFFLOAD.format("zero"), inputs=("language_model", "instructions", "superoffload"), tolerance=2e-2),
+    example("zenflow llama", "training/DeepSpeed-ZenFlow/finetuning",
+            "finetune_llama.py --deepspeed_config zf_config.json --model_name model --num_train_epochs 1 --lr 2e-5 "
+            "--batch_size 8 --output_dir out", "refused", procs=(1,), inputs=("language_model", "instructions")),
+    example("vit random-ltd", "training/data_efficiency/vit_finetuning",
+            "main_cifar.py --deepspeed_config config/ds_config_cifar_random_ltd.json --deepspeed --random_ltd --dataset "
+            "cifar10vit224 --seed 1 --arch vits16r224 --lr 1e-4 --scheduler constant --epochs 1 --batchsize 32 --workers 0",
+            "own fault", procs=(1,)),  # of timm 1.0
+    example("gpt random-ltd", "training/data_efficiency/gpt_finetuning",
+            "run_clm_no_trainer.py --deepspeed_config config/ds_config_gpt_base_random_ltd.json --deepspeed --random_ltd "
+            "--dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 --model_name_or_path model "
+            "--per_device_train_batch_size 2 --num_train_epochs 1 --block_size 16 --output_dir out", "refused", procs=(1,),
+            inputs=("gpt2", "wikitext"), env={"PROGRAMS_OLDER": "1"}),
+    example("gpt", "training/data_efficiency/gpt_finetuning",
+            "run_clm_no_trainer.py --deepspeed_config ds_plain.json --deepspeed "
+            "--dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 --model_name_or_path model "
+            "--per_device_train_batch_size 2 --num_train_epochs 1 --block_size 16 --output_dir out",
+            inputs=("gpt2", "wikitext", "plain_config"), env={"PROGRAMS_OLDER": "1"}),
+    example("hello", "training/HelloDeepSpeed",
+            "train_bert_ds.py --checkpoint_dir out --tokenizer model --num_layers 2 --ff_dim 64 --h_dim 32 --num_heads 4 "
+            "--num_iterations 8 --checkpoint_every 4 --log_every 2", inputs=("language_model", "wikitext"), tolerance=2e-2),
+    example("squad", "training/BingBertSquad",
+            "nvidia_run_squad_deepspeed.py --bert_model bert --do_train --do_lower_case --train_file squad.json "
+            "--train_batch_size 24 --gradient_accumulation_steps 8 --num_train_epochs 1 --max_seq_length 20 --doc_stride 8 "
+            "--max_query_length 6 --output_dir out --deepspeed --deepspeed_config deepspeed_bsz24_config.json --preln "
+            "--seed 1", "refused", procs=(1,), inputs=("bert_tasks",)),
+    example("glue", "training/BingBertGlue",
+            "run_glue_classifier_bert_base.py --task_name RTE --do_train --deepspeed --preln --deepspeed_config "
+            "glue_bert_base.json --do_lower_case --data_dir glue --bert_model bert --max_seq_length 16 --train_batch_size 32 "
+            "--gradient_accumulation_steps 32 --num_train_epochs 1 --output_dir out", "own fault", procs=(1,),
+            inputs=("bert_tasks",)),  # it needs Apex
+    *(
+        example(f"trainer {config}", "training/tensor_parallel/hf_integration",
+                "train.py --model_name_or_path model --data_path instructions.json --bf16 False --use_cpu --output_dir out "
+                "--max_steps 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --eval_strategy no "
+                "--save_strategy no --learning_rate 1e-2 --lr_scheduler_type cosine --logging_steps 1 --report_to none "
+                f"--deepspeed {config}.json", expected, procs=procs, inputs=("language_model", "instructions",
+                "trainer_configs"), tolerance=1e-4)
+        for config, expected, procs in (("zero1", "equal", (1, 2)), ("zero2", "equal", (2,)), ("zero3", "equal", (1, 2)),
+                                        ("tp", "equal", (2,)), ("zero1tp", "equal", (2,)))
+    ),
+    example("moq", "training/MoQ", "run_glue.py --model_name_or_path model --task_name mrpc --do_train --output_dir out",
+            "own fault", procs=(1,)),
+    example("domino", "training/DeepSpeed-Domino", "pretrain_gpt.py", "own fault", procs=(1,)),
+    example("bing_bert", "training/bing_bert",
+            "deepspeed_train.py --cf bert_large_lamb_nvidia_data.json --max_seq_length 128 --output_dir out --deepspeed "
+            "--deepspeed_config deepspeed_bsz64k_lamb_config_seq128.json --data_path_prefix . --use_nvidia_dataset",
+            "refused", procs=(1,)),
     plain("nanogpt", "karpathy/nanoGPT/.",
           "train.py --device=cpu --compile=False --dtype=float32 --backend=gloo --dataset=tiny --n_layer=2 --n_head=2 "
           "--n_embd=32 --block_size=16 --batch_size=4 --gradient_accumulation_steps=4 --max_iters=6 --lr_decay_iters=6 "

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -19,6 +20,7 @@ from paceline.testing import RankFailed, run_ranks
 from paceline_deepspeed.arguments import checked
 from paceline_deepspeed.initialize import initialize
 from paceline_deepspeed.processes import init_distributed
+from paceline_deepspeed.tensor_parallel import tp_model_init
 
 ROWS = 12
 ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -27,6 +29,13 @@ ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}
 def model() -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+
+
+def divisible() -> nn.Module:
+    """The model with a table of what tensor parallel divides, as models of transformers have one."""
+    net = model()
+    net._tp_plan = {"0": "colwise", "2": "rowwise"}
+    return net
 
 
 def batches(steps: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -537,7 +546,7 @@ def test_bad_arguments_are_all_told_at_once_before_anything_is_touched() -> None
     with pytest.raises(ConfigError) as raised:
         initialize(arguments, None, mpu=unit, config=config())
     codes = [problem.code for problem in raised.value.problems]
-    assert codes == ["deepspeed-model", "deepspeed-mpu", "deepspeed-local-rank", "deepspeed-config-source"]
+    assert codes == ["deepspeed-model", "deepspeed-local-rank", "deepspeed-mpu", "deepspeed-config-source"]
     assert "other.json" in str(raised.value) and "args.local_rank is 5" in str(raised.value)
     for wrong in ({"config": None}, {"config": 3}, {"config": config(), "config_params": config()}):
         with pytest.raises(ConfigError, match="deepspeed-config-source"):
@@ -572,5 +581,62 @@ def test_two_names_of_one_argument(tmp_path) -> None:
         engine.save_checkpoint(tmp_path, ckpt_id=7, client_sd={"step": 1, "epoch": 2})
         path, told = start(config()).load_checkpoint(tmp_path, 7)
         assert path.endswith("7") and told == {"step": 1, "epoch": 2}
+
+    run_ranks(work, 2)
+
+
+# -- tensor parallel --------------------------------------------------------------------------------------------
+
+
+def _unit(size: int, number: int) -> SimpleNamespace:
+    """A model-parallel unit as Megatron's."""
+    return SimpleNamespace(get_model_parallel_world_size=lambda: size, get_model_parallel_rank=lambda: number)
+
+
+def test_ranks_that_divide_layers_share_their_samples() -> None:
+    def work() -> dict:
+        rank = dist.get_rank()
+        found = {}
+        for name, stage, size, named in (
+            ("mpu", 1, ROWS, {"mpu": _unit(2, rank)}),
+            # Without mpu DeepSpeed counts each rank.
+            ("config alone", 0, 2 * ROWS, {}),
+        ):
+            keys = config(
+                train_batch_size=size,
+                train_micro_batch_size_per_gpu=ROWS,
+                zero_optimization={"stage": stage},
+                tensor_parallel={"autotp_size": 2},
+            )
+            net = tp_model_init(divisible(), 2, torch.float32)
+            engine = start(keys, net=net, **named)
+            assert engine.accelerator.plan.layout.tp == engine.autotp_size() == 2
+            for x, y in batches(3):
+                engine.backward(cross_entropy(engine(x), y))
+                engine.step()
+            found[name] = engine.module_state_dict()
+        for size in (0, 1):
+            assert start(config(tensor_parallel={"autotp_size": size})).accelerator.plan.layout.tp == 1
+        return found
+
+    for ranks in run_ranks(work, 2):
+        for name, weights in ranks.items():
+            assert apart(weights, plain(0.0)) < 2e-6, name
+
+
+def test_a_unit_that_is_not_the_plan_is_refused() -> None:
+    def work() -> None:
+        rank = dist.get_rank()
+        divided = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, "tensor_parallel": {"autotp_size": 2}}
+        whole = {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM}
+        for keys, net, unit in (
+            (whole, divisible(), _unit(2, rank)),
+            (divided, divisible(), _unit(2, 1 - rank)),
+            (divided, divisible(), _unit(4, rank)),
+            (whole, tp_model_init(divisible(), 2), None),
+        ):
+            with pytest.raises(ConfigError) as raised:
+                start(keys, net=net, mpu=unit)
+            assert [problem.code for problem in raised.value.problems] == ["deepspeed-mpu"]
 
     run_ranks(work, 2)

@@ -123,6 +123,8 @@ def shim_torch(torch: Any) -> None:
         torch.accelerator.device_count = lambda: 8
         torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
         torch.accelerator.set_device_index = lambda *_: None
+    if os.environ.get("PROGRAMS_CUDA"):  # for programs that divide by the number of devices
+        torch.cuda.device_count = lambda: int(os.environ["PROGRAMS_CUDA"])
     for owner in (torch.Tensor, torch.nn.Module):
         owner.to = on_cpu(owner.to, numbers=True)
         owner.cuda = lambda self, *_, **__: self
@@ -209,9 +211,18 @@ def shim_config(config: Any) -> None:
     config.get_optimizer_params = get_optimizer_params
 
 
+def shim_transformers(transformers: Any) -> None:
+    """Gives transformers a name that it no longer has, to programs that import it beside others."""
+    if os.environ.get("PROGRAMS_OLDER"):
+        import torch
+
+        transformers.AdamW = torch.optim.AdamW
+
+
 SHIMS = {
     "deepspeed.runtime.config": shim_config,
     "torch": shim_torch,
+    "transformers": shim_transformers,
     "torch.nn.parallel.distributed": shim_distributed,
     "torchvision.datasets": shim_torchvision,
     "deepspeed.comm.torch": shim_deepspeed,
@@ -236,7 +247,8 @@ class ShimLoader(Loader):
     def exec_module(self, module: Any) -> None:
         """Runs it."""
         self._plain.exec_module(module)
-        SHIMS[self._name](module)
+        # transformers puts another object into the place of its module.
+        SHIMS[self._name](sys.modules.get(self._name, module))
 
 
 class ShimFinder(MetaPathFinder):

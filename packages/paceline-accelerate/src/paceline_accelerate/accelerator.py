@@ -141,6 +141,8 @@ class Accelerator(ParticipantByState, AcceleratorBase):
             parallelism_config,
             shows_wanted_device=self.preparation.device_problem is not None,
         )
+        if parallelism_config is not None:
+            parallelism_config._validate_accelerator(self)
         self.deepspeed = None
         if asked.plugins:
             # Importing its engine takes a second, so only a run that uses it pays for that.
@@ -251,15 +253,32 @@ class Accelerator(ParticipantByState, AcceleratorBase):
                 # Its modules already are on the devices that its map names, and moving it would undo that.
                 places[position] = False
         objects = args if self.deepspeed is None else self.deepspeed.prepare(args)
-        if not self._prepares_its_own_way():
+        if self.parallelism_config is not None and self.parallelism_config.cp_size > 1:
+            objects = self._prepare_cp(*objects)
+        if self.is_fsdp2 and self._replaces("_prepare_fsdp2"):
+            results = list(self._prepare_fsdp2(*objects))
+        elif self._prepares_its_own_way():
+            results = self.preparation.one_by_one(objects, places, self._prepare_one)
+        else:
             return super().prepare(*objects, device_placement=places)
-        results = self.preparation.one_by_one(objects, places, self._prepare_one)
         return results[0] if len(results) == 1 else tuple(results)
+
+    def _prepare_fsdp2(self, *args: Any) -> tuple[Any, ...]:
+        """Prepares objects under FSDP 2, as `prepare` does; a library may put its own function around it. Ranks: all."""
+        results = super().prepare(*args)
+        return results if len(args) > 1 else (results,)
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Returns the objects; the plan divides sequences, and `prepare` carries it out. A library may replace it."""
+        return args
+
+    def _replaces(self, name: str) -> bool:
+        """Whether a subclass, a library or the script itself has replaced a method of this class."""
+        return getattr(getattr(self, name), "__func__", None) is not _OWN[name]
 
     def _prepares_its_own_way(self) -> bool:
         """Whether a subclass, or the script itself, has replaced one of the methods that `prepare` calls under accelerate."""
-        names = [*_PREPARE.values(), "_prepare_one"]
-        return any(getattr(getattr(self, name), "__func__", None) is not getattr(Accelerator, name) for name in names)
+        return any(self._replaces(name) for name in (*_PREPARE.values(), "_prepare_one"))
 
     def _prepare_one(self, obj: object, first_pass: bool = False, device_placement: bool | None = None) -> Any:
         """Prepares one object: a scheduler in the second pass, anything else in the first. Ranks: all."""
@@ -512,6 +531,9 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         self.run.events.leaving()
         self.trackers.finish()
 
+
+# The methods that `prepare` calls, as they are here: a library may put others into the class, or a script into its accelerator.
+_OWN = {name: getattr(Accelerator, name) for name in (*_PREPARE.values(), "_prepare_one", "_prepare_fsdp2")}
 
 # Accelerators by `id`, so that unpickling in the process that pickled one returns that very accelerator.
 _accelerators: weakref.WeakValueDictionary[int, Accelerator] = weakref.WeakValueDictionary()

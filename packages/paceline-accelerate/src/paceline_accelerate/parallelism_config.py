@@ -256,12 +256,18 @@ class ParallelismConfig(SaidFields):
             raise ValueError(f"Parallelism must be one of {list(_ORDER)}, but got {parallelism}")
         setattr(self, f"{parallelism}_size", size)
 
+    def _validate_accelerator(self, accelerator: _Placed) -> None:
+        """Takes the replicas of a plan where the script says no size. That sizes and processes agree, the plan has checked."""
+        if self.total_size == 1 and accelerator.num_processes > 1:
+            self._set_size("dp_replicate", accelerator.num_processes)
+
 
 class _Placed(Protocol):
     """The part of an accelerator that says where its process stands."""
 
     parallelism_config: Any
     process_index: Any
+    num_processes: Any
 
     @property
     def plan(self) -> Plan: ...

@@ -196,6 +196,12 @@ class PartialState(Participant):
 
     # -- the group ---------------------------------------------------------------------------------------------------
 
+    def _prepare_backend(
+        self, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None
+    ) -> tuple[str | None, Any]:
+        """Returns the backend and the kind of the processes. Both follow from the device, whatever the arguments say."""
+        return self.backend, self.distributed_type
+
     def set_device(self) -> None:
         """Makes this process's device the current device of torch, if it has an index."""
         if self.device.type not in ("cpu", "meta") and self.device.index is not None:

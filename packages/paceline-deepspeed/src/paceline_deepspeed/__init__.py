@@ -36,6 +36,7 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     f"{_HERE}.pipe": "LayerSpec PipelineModule TiedLayerSpec",
     f"{_HERE}.pipe_engine": "PipelineEngine",
     f"{_HERE}.profiling": "log_summary",
+    f"{_HERE}.tensor_parallel": "tp_model_init",
     f"{_HERE}.timers": "SynchronizedWallClockTimer",
     f"{_HERE}.flops_profiler": "FlopsProfiler duration_to_string flops_to_string get_model_profile macs_to_string "
     "number_to_string params_to_string",
@@ -99,7 +100,7 @@ _NATIVE_WAYS = (
     (
         r"tp_model|TensorParallel|[Tt]ensor_parallel|autotp|AutoTP|model_parallel|mpu",
         "tensor parallelism is an axis of the plan, not a group that a script makes",
-        "native: `paceline.Accelerator(plan={'tp': 2})`",
+        'say how many ranks divide each layer in the config: `"tensor_parallel": {"autotp_size": 2}`',
     ),
     (
         r"[Ss]equence|Ulysses|DistributedAttention|vocab_",

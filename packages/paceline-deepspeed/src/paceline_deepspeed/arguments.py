@@ -15,6 +15,7 @@ from paceline.base.errors import ConfigError, PacelineError, Problem
 from paceline.world import runtime
 from paceline.world.world import World
 from paceline_deepspeed.config import DeepSpeedConfig, read
+from paceline_deepspeed.tensor_parallel import noted_size
 
 
 def checked(
@@ -29,7 +30,7 @@ def checked(
         ConfigError: `deepspeed-config-source`, `deepspeed-model`, `deepspeed-argument`, `deepspeed-mpu`,
             `deepspeed-local-rank`, and those of the config itself; all at once.
     """
-    problems = [*_unusable(parts), *_mpu(mpu, pipeline), *_local_rank(args)]
+    problems = [*_unusable(parts), *_local_rank(args)]
     if not isinstance(model, nn.Module):
         why = f"model is a {type(model).__name__}"
         if model is None:
@@ -44,7 +45,7 @@ def checked(
     configs = {place: value for place, value in sources.items() if value is not None}
     # Without exactly one config there is nothing to read, so the problems that are known by now are all.
     if len(configs) != 1:
-        problems.append(_not_one_config(configs))
+        problems += [*_mpu(mpu, pipeline, 1), _not_one_config(configs)]
         raise ConfigError.of(problems)
     ((place, content),) = configs.items()
     try:
@@ -58,7 +59,9 @@ def checked(
         parsed = read(runtime.current().foreign_config("deepspeed", content))
     except PacelineError as error:
         # Problems of the arguments and of the config are told together.
-        raise ConfigError.of([*problems, *error.problems]) from None
+        raise ConfigError.of([*problems, *_mpu(mpu, pipeline, 1), *error.problems]) from None
+    divided = max(1, parsed["tensor_parallel.autotp_size"])
+    problems += [*_mpu(mpu, pipeline, divided), *_noted(noted_size(model), divided)]
     if problems:
         raise ConfigError.of(problems)
     return parsed
@@ -120,24 +123,52 @@ def _not_one_config(configs: Mapping[str, Any]) -> Problem:
     return Problem("deepspeed-config-source", f"the config was given {len(configs)} times.", why, fix)
 
 
-def _mpu(mpu: object, pipeline: bool) -> list[Problem]:
-    """Refuses a model-parallel unit of several ranks: a plan has groups of its own. One of size 1 changes nothing."""
+def _mpu(mpu: object, pipeline: bool, divided: int) -> list[Problem]:
+    """Refuses a model-parallel unit that is not as the plan: a plan has groups of its own. One of size 1 changes nothing.
+
+    Args:
+        divided: ranks over which the config divides layers.
+    """
     if mpu is None:
         return []
     size = 1
-    # The name in Megatron's newer releases, and in its older ones.
-    for name in ("get_tensor_model_parallel_world_size", "get_model_parallel_world_size"):
-        if hasattr(mpu, name):
-            size = getattr(mpu, name)()
+    place = None
+    # The names in Megatron's newer releases, and in its older ones.
+    for kind in ("tensor_model_parallel", "model_parallel"):
+        if hasattr(mpu, f"get_{kind}_world_size"):
+            size = getattr(mpu, f"get_{kind}_world_size")()
+            place = getattr(mpu, f"get_{kind}_rank", lambda: None)()
             break
-    if size == 1 and not pipeline:
-        return []
-    what = "`mpu` groups are not carried."
     if pipeline:
-        what = "a PipelineModule brings its own groups."
-    why = f"{type(mpu).__name__} divides layers over {size} ranks"
-    fix = f"leave mpu out; to divide layers, natively: `paceline.Accelerator(plan={{'tp': {max(2, size)}}})`"
-    return [Problem("deepspeed-mpu", what, why, fix)]
+        fix = "leave mpu out"
+        return [Problem("deepspeed-mpu", "a PipelineModule brings its own groups.", f"mpu={type(mpu).__name__}", fix)]
+    if size == 1:
+        return []
+    why = [f"{type(mpu).__name__} divides layers over {size} ranks", f"tensor_parallel.autotp_size is {divided}"]
+    if size != divided:
+        fix = f"{_divide(size)}, if the model is whole on each rank"
+        return [Problem("deepspeed-mpu", "`mpu` and the config divide layers over other numbers of ranks.", why, fix)]
+    rank = World.detect().rank
+    if place is not None and place != rank % size:
+        why = [
+            f"rank {rank} is number {place} of its group in {type(mpu).__name__}, and number {rank % size} in the plan"
+        ]
+        fix = f"make groups of neighbours: ranks 0 to {size - 1}, and so on"
+        return [Problem("deepspeed-mpu", "the groups of `mpu` are other ranks than the plan's.", why, fix)]
+    return []
+
+
+def _noted(size: int, divided: int) -> list[Problem]:
+    """Refuses a size of `tp_model_init` that the config does not say: the plan follows the config alone."""
+    if size in (1, divided):
+        return []
+    why = [f"deepspeed.tp_model_init(tp_size={size})", f"tensor_parallel.autotp_size is {divided}"]
+    what = "the script and its config divide layers over other numbers of ranks."
+    return [Problem("deepspeed-mpu", what, why, _divide(size))]
+
+
+def _divide(size: int) -> str:
+    return f'write `"tensor_parallel": {{"autotp_size": {size}}}` in the config'
 
 
 def _local_rank(args: object) -> list[Problem]:

@@ -26,7 +26,7 @@ from paceline.checkpoint.state.module_state import clean
 from paceline.checkpoint.store import Store, confined, store_for
 from paceline.world.arrived import as_bytes
 from paceline_deepspeed import module_state
-from paceline_deepspeed.checkpoint_format import tag_in
+from paceline_deepspeed.checkpoint_format import LATEST, tag_in
 
 # What reads and writes weights is imported where it is called: it loads torch.distributed.checkpoint, and the engine's class
 # is imported long before.
@@ -212,12 +212,6 @@ def load_checkpoint(
         if tag is None:
             return None, None
     tag = str(tag)
-    if engine.config["checkpoint.load_universal"]:
-        warn_once(
-            "compat",
-            "checkpoint.load_universal: nothing need be converted, every checkpoint loads at any width and stage; "
-            "the folder is read as it is.",
-        )
     path = store.join(folder, tag)
     states = accelerator.states
     only = set(_ALL)
@@ -251,16 +245,23 @@ def load_checkpoint(
 
 
 def _latest(engine: Engine, store: Store, folder: str) -> str | None:
-    """Reads the tag in the file `latest`; None, with a warning, where there is no such file. Ranks: all."""
+    """Reads the tag in the file `latest`; None, with a warning, where there is no such file. Ranks: all.
+
+    With `checkpoint.load_universal` the file `latest_universal` of a converted checkpoint comes first.
+    """
+    names = LATEST
+    if engine.config["checkpoint.load_universal"]:
+        names = (LATEST[1], LATEST[0])
 
     def read() -> str | None:
-        path = store.join(store.resolve(folder), "latest")
-        if not store.exists(path):
-            return None
-        with store.open(path, "rb") as file:
-            tag = tag_in(file.read())
-        confined(store, folder, tag, path)
-        return tag
+        for name in names:
+            path = store.join(store.resolve(folder), name)
+            if store.exists(path):
+                with store.open(path, "rb") as file:
+                    tag = tag_in(file.read())
+                confined(store, folder, tag, path)
+                return tag
+        return None
 
     accelerator = engine.accelerator
     tag = agreed(accelerator.collectives, f"reading {folder}/latest", read)

@@ -18,11 +18,12 @@ if TYPE_CHECKING:
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _OPTIMIZER_FILE_END = "_optim_states.pt"
 _STEP = re.compile(r"global_step(\d+)")
+LATEST = ("latest", "latest_universal")
 _LONGEST_TAG = 4096  # bytes of a path
 
 
 class DeepSpeedFormat(CheckpointFormat):
-    """The folders that DeepSpeed's `save_checkpoint` writes, of every ZeRO stage."""
+    """The folders that DeepSpeed's `save_checkpoint` writes, of every ZeRO stage, and what `ds_to_universal` makes of them."""
 
     name = "deepspeed"
 
@@ -30,12 +31,15 @@ class DeepSpeedFormat(CheckpointFormat):
         return any(_MODEL_FILE.fullmatch(name) for name in _names(folder))
 
     def newest(self, store: Store, folder: str) -> str | None:
-        """Returns the checkpoint that the file `latest` names."""
-        path = os.path.join(folder, "latest")
-        if "://" in folder or not os.path.isfile(path):
+        """Returns the checkpoint that the file `latest` names, or `latest_universal`, where that is the only one."""
+        if "://" in folder:
             return None
-        with open(path, "rb") as file:
-            return confined(store, folder, tag_in(file.read(_LONGEST_TAG)), path)
+        for name in LATEST:
+            path = os.path.join(folder, name)
+            if os.path.isfile(path):
+                with open(path, "rb") as file:
+                    return confined(store, folder, tag_in(file.read(_LONGEST_TAG)), path)
+        return None
 
     def summary(self, store: Store, folder: str) -> Summary:
         """Tells the step in an automatic name, and how many ranks wrote files of their optimizer."""
@@ -53,22 +57,22 @@ class DeepSpeedFormat(CheckpointFormat):
 
     def weights(self, store: Store, folder: str, model: str) -> Weights | None:
         """Returns the whole model, in the precision in which its optimizer keeps it."""
-        from paceline_deepspeed.checkpoint_format_files import DeepSpeedFolder
+        from paceline_deepspeed.checkpoint_format_universal import open_folder
 
         if not self.recognises(store, folder):
             return None
-        return DeepSpeedFolder(folder).weights
+        return open_folder(folder).weights
 
     def tied_names(self, store: Store, folder: str) -> Mapping[str, str]:
-        from paceline_deepspeed.checkpoint_format_files import DeepSpeedFolder
+        from paceline_deepspeed.checkpoint_format_universal import open_folder
 
-        return DeepSpeedFolder(folder).aliases
+        return open_folder(folder).aliases
 
     def frozen_names(self, folder: str) -> Collection[str]:
         """Returns the names of the parameters that were not trained."""
-        from paceline_deepspeed.checkpoint_format_files import DeepSpeedFolder
+        from paceline_deepspeed.checkpoint_format_universal import open_folder
 
-        return frozenset(DeepSpeedFolder(folder).first.get("frozen_param_shapes") or ())
+        return frozenset(open_folder(folder).first.get("frozen_param_shapes") or ())
 
 
 def _names(folder: str) -> list[str]:

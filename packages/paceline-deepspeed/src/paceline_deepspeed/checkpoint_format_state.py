@@ -20,7 +20,8 @@ from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.train_state import TrainState
 from paceline.checkpoint.weights.model import saved_names_of
 from paceline.checkpoint.weights.sources import TensorWeights, Weights
-from paceline_deepspeed.checkpoint_format_files import DeepSpeedFolder, Pieces
+from paceline_deepspeed.checkpoint_format_files import Pieces
+from paceline_deepspeed.checkpoint_format_universal import open_folder
 
 _KINDS = frozenset({"models", "optimizers", "schedulers", "scaler"})
 _States = tuple[dict[str, Any], dict[str, int]]  # of each parameter: its state, and the number of its group
@@ -37,7 +38,7 @@ class DeepSpeedReader:
 
     def __init__(self, folder: str, state: TrainState, names: RunNames) -> None:
         self._folder = folder
-        self._saved = DeepSpeedFolder(folder)
+        self._saved = open_folder(folder)
         self._names = names
         self._optimizers = state.optimizer_states()
         self._translation = StateTranslation(state, _KINDS, names)

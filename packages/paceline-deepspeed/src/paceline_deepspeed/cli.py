@@ -67,7 +67,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--venv_script", metavar="FILE", help="script that each host of the hostfile sources first")
     add("--autotuning", choices=("tune", "run"), help="first find the best configuration, like `paceline tune`")
     add("--no_ssh_check", action="store_true", help="no effect: the check needs no extra connection")
-    add("--log_level", default="info", metavar="LEVEL", help="error or critical: no notices [info]")
+    add(
+        "--log_level",
+        default="info",
+        metavar="LEVEL",
+        choices=("debug", "info", "warning", "error", "critical"),
+        help="error or critical: no notices [info]",
+    )
     add("-q", "--quiet", action="store_true", help="no notices")
     add("--elastic_training", action="store_const", const="", help=argparse.SUPPRESS)
     for name in ("min_elastic_nodes", "max_elastic_nodes"):
@@ -274,6 +280,8 @@ def _idle(args: argparse.Namespace) -> list[str]:
         notices.append("--no_ssh_check has no effect: hosts are checked over the connection that runs them.")
     if args.enable_each_rank_log:
         notices.append(f"the output of rank N goes to {args.enable_each_rank_log}/rankN.out and rankN.err.")
+    if args.force_multi and not args.hostfile and not os.path.isfile(DEFAULT_HOSTFILE):
+        notices.append("--force_multi has no effect without a hostfile: the processes run on this host.")
     if args.venv_script and not args.hostfile:
         notices.append("--venv_script is for hosts of a hostfile: activate it here before the command.")
     return notices

@@ -304,8 +304,8 @@ class ConfigView:
     get_tensor_parallel_rank = get_model_parallel_rank
 
     def autotp_size(self) -> int:
-        """Returns 0: the `tensor_parallel` block is not carried."""
-        return 0
+        """How many ranks divide the matrices of a layer, as the config says; 0 if it says nothing."""
+        return int(self.config["tensor_parallel.autotp_size"])
 
     def is_first_weights_partition_group(self) -> bool:
         """Whether this rank keeps a part of the first copy of the parameters: all do at stage 3, which has one copy."""

@@ -129,7 +129,7 @@ class DeepSpeedEngine(nn.Module):
 
     @classmethod
     def width(cls, model: nn.Module, world: int) -> int:
-        """Returns how many of `world` ranks read different samples."""
+        """Returns how many of `world` ranks, those that no layer or sequence is divided over, read different samples."""
         return world
 
     @classmethod

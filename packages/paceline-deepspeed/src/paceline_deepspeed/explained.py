@@ -11,11 +11,10 @@ from paceline.base.text_table import text_table
 from paceline.config import schema
 from paceline.config.given import Choice, Given
 from paceline.config.overrides import Overrides
-from paceline.config.settings import RunSettings
-from paceline.config.sources import Resolved, resolve_launch, resolve_run
+from paceline.config.sources import resolve_launch, resolve_run
 from paceline_deepspeed.config import Batch, DeepSpeedConfig, read
 from paceline_deepspeed.config.batch import MICRO, STEPS, TRAIN
-from paceline_deepspeed.semantics import DEEPSPEED
+from paceline_deepspeed.width import data_ranks
 
 
 def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) -> str:
@@ -42,7 +41,7 @@ def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) 
     window: list[Given] = []
     if processes is not None:
         # The width of the run decides how long a window is, and follows from the other settings.
-        batch = _batch(config, resolve_run(Overrides(plan=config.given), env), processes)
+        batch = config.batch(data_ranks(config, processes, env))
         window.append(Given("accumulate", batch.accumulate, "code", config.places.get(STEPS, path)))
     resolved = resolve_run(Overrides(plan=[*config.given, *window]), env)
 
@@ -70,15 +69,6 @@ def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) 
             lines += ["", *_table(heading, choices)]
     lines += [f"\nnotice: {text}" for text in resolved.notices]
     return "\n".join(lines)
-
-
-def _batch(config: DeepSpeedConfig, resolved: Resolved[RunSettings], processes: int) -> Batch:
-    from paceline.plan.plan import Decision
-    from paceline.plan.resolve import draft
-
-    decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
-    plan = draft(resolved.settings, decisions, processes, DEEPSPEED)
-    return config.batch(plan.layout.width)
 
 
 def _table(heading: str, choices: Sequence[Choice]) -> list[str]:

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from paceline.accelerator import Accelerator, start_accelerator
+from paceline.base import env as environment
 from paceline.base import wording
 from paceline.base.log import warn_once
 from paceline.config.given import Given
@@ -29,6 +30,7 @@ from paceline_deepspeed.phrases import PHRASES
 from paceline_deepspeed.processes import init_distributed
 from paceline_deepspeed.profiling import wall_clock_settings
 from paceline_deepspeed.semantics import DEEPSPEED
+from paceline_deepspeed.width import data_ranks
 
 # DeepSpeed leaves batch norms and buffers as they are on each rank, gives each parameter a gradient, and trains with losses
 # that were computed with the model itself.
@@ -65,7 +67,7 @@ def build(
         model_parameters: the tensors or groups that the config's optimizer steps; None for all that are trained.
         training_data: a dataset. The returned loader gives micro-batches of it, shuffled alike on all ranks.
         lr_scheduler: a scheduler, or a function that makes one from the optimizer; it is used in place of the config's.
-        mpu: model-parallel groups, which must have size 1.
+        mpu: model-parallel groups, which must be those of the plan: `tensor_parallel.autotp_size` neighbours each.
         dist_init_required: False if the script initializes the process group itself.
         collate_fn: the loader's.
         config, config_params: a dict, or the path of a JSON file.
@@ -94,7 +96,12 @@ def build(
     for notice in parsed.notices_beside(sizes_for_auto(model)):
         warn_once("config", notice)
     # Whether the batch divides is known before the group is formed, so that a wrong one raises on every rank.
-    batch = parsed.batch(engine_class.width(model, World.detect().size))
+    ranks = data_ranks(parsed, World.detect().size, environment.snapshot())
+    # DeepSpeed learns from mpu alone that the ranks which divide layers share their samples. Without it, each counts in
+    # `train_batch_size`, as in what transformers writes for "auto".
+    if mpu is None:
+        ranks *= max(1, parsed["tensor_parallel.autotp_size"])
+    batch = parsed.batch(engine_class.width(model, ranks))
     init_distributed(dist_init_required=dist_init_required)
 
     settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]

@@ -22,6 +22,7 @@ from paceline_deepspeed.config.row import NOTHING, Key, Staged, gone, idle, key
 
 _MEAN = "gradients are averaged over ranks; where the division stands changes rounding alone"
 _NO_MOE = "experts are not divided over ranks"
+_DIVIDED = "which matrices are divided, and how, follows from the model: `plan.explain()` lists them"
 _HALF = "arithmetic runs under autocast; masters and states stay float32"
 
 _BATCH = (
@@ -140,11 +141,27 @@ _ACTIVATIONS = (
         "order of micro-batches; a key of ours, DeepSpeed has 1f1b alone"),
 )  # fmt: skip
 
+_TENSOR = (
+    key("tensor_parallel.autotp_size", count(0), 0, "ranks that divide the matrices of each layer",
+        Case("0|1", why=NOTHING), Case("*", {"tp": VALUE})),
+    idle("tensor_parallel.dtype", DTYPE, "fp16", "the model keeps its precision; bf16 and fp16 say how it computes"),
+    idle("tensor_parallel.tp_overlap_comm", YES_NO, False, "torch decides when parts are exchanged"),
+    idle("tensor_parallel.vocab_parallel_lm_head", YES_NO, None, _DIVIDED),
+    idle("tensor_parallel.vocab_parallel_ce_backend", TEXT, "torch", _DIVIDED),
+    idle("tensor_parallel.tensor_parallel", ANY, None, "autotp_size says how many ranks", old=("tensor_parallel.tp",)),
+    idle("tensor_parallel.injection_policy_tuple", ANY, None, _DIVIDED),
+    idle("tensor_parallel.partition_config", ANY, None, _DIVIDED),
+    idle("tensor_parallel.preset_model", TEXT, None, _DIVIDED),
+    idle("tensor_parallel.keep_module_on_host", YES_NO, False, _DIVIDED),
+    idle("tensor_parallel.replace_with_kernel_inject", YES_NO, False, "no kernels are put into models",
+         old=("tensor_parallel.kernel_inject",)),
+)  # fmt: skip
+
 _CHECKPOINT = (
     key("checkpoint.tag_validation", word("WARN", "IGNORE", "FAIL"), "WARN",
         "what happens where ranks name different tags"),
-    key("checkpoint.load_universal", YES_NO, False, "a universal checkpoint is loaded",
-        Case("*", why="every checkpoint loads at any width")),
+    key("checkpoint.load_universal", YES_NO, False, "without a tag, `latest_universal` is looked for first",
+        Case("*", why="a checkpoint loads at any width as it is, and a universal one too")),
     gone("checkpoint.use_node_local_storage", YES_NO, False, "a checkpoint is one folder that all hosts see",
          "leave it out, and save to a shared folder or to S3"),
     idle("checkpoint.parallel_write.pipeline_stage", YES_NO, False, "every rank writes what it holds, always"),
@@ -178,8 +195,6 @@ _REMOVED = (
     gone("graph_harvesting", SWITCH, None, "graphs are captured by torch.compile",
          "leave it out, and start with `paceline launch --compile`"),
     gone("hybrid_engine", SWITCH, None, "generation runs on the model as it is", "leave it out"),
-    gone("tensor_parallel", SWITCH, None, "tensor parallel is an axis of the plan here",
-         "leave it out, and start with `paceline launch --tp 2`"),
     gone("expert_parallel", SWITCH, None, _NO_MOE, "leave it out"),
     gone("compile", SWITCH, None, "blocks are compiled by torch.compile",
          "leave it out, and start with `paceline launch --compile`"),
@@ -198,7 +213,19 @@ def rows() -> tuple[Key, ...]:
     from paceline_deepspeed.config.watch_keys import WATCH
     from paceline_deepspeed.config.zero_keys import ZERO
 
-    return (*_BATCH, *_OPTIMIZER, *_STEP, *_PRECISION, *ZERO, *_ACTIVATIONS, *_CHECKPOINT, *WATCH, *_OURS, *_REMOVED)
+    return (
+        *_BATCH,
+        *_OPTIMIZER,
+        *_STEP,
+        *_PRECISION,
+        *ZERO,
+        *_ACTIVATIONS,
+        *_TENSOR,
+        *_CHECKPOINT,
+        *WATCH,
+        *_OURS,
+        *_REMOVED,
+    )
 
 
 @cache
