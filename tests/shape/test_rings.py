@@ -18,7 +18,7 @@ FIELDS = Path(__file__).with_name("fields_written_elsewhere.txt")
 RINGS = {
     "loaders, and the stack of those that are iterated": "paceline.data: active loader origins",
     "membership: one state in five classes": """
-        paceline.launch.membership: errors following leadership membership search store
+        paceline_hosts.membership: errors following leadership membership search store
     """,
     "the engine of DeepSpeed's names and its collaborators": """
         paceline_deepspeed: checkpoint consolidation engine flops_profiler getters loader module_state monitors

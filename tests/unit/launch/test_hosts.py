@@ -14,10 +14,10 @@ from paceline.cli import main as cli
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
-from paceline.launch.assignment import Assignment
-from paceline.launch.hosts import job_on_hosts, without_hostfile
-from paceline.launch.job import job_of
+from paceline.launch.job import job_of, without_hostfile
 from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Rendered
+from paceline_hosts.assignment import Assignment
+from paceline_hosts.hosts import job_on_hosts
 
 ENV = {"HOME": "/nonexistent", "NCCL_DEBUG": "s3cret", "PYTHONPATH": "/a b"}
 

@@ -12,8 +12,8 @@ from paceline import LaunchError
 from paceline.cli.launch import wait_recorded
 from paceline.launch.failure_report import problem_of
 from paceline.launch.launcher import Failure, Job, Outcome, Target
-from paceline.launch.membership.rounds import Member, Round
 from paceline.launch.recording import NEW_FOLDER, VIEWS, Recording
+from paceline.launch.rounds import Member, Round
 from paceline.watch import records
 from paceline.watch.journal import JournalReader
 from paceline.watch.registry import registered_runs

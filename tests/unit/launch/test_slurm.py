@@ -17,9 +17,9 @@ from paceline.cli.main import parser_for
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
-from paceline.launch.assignment import Assignment
 from paceline.launch.hostfile import Slots
 from paceline.launch.launcher import Job, Target
+from paceline_hosts.assignment import Assignment
 from paceline_hosts.clusters.slurm import SlurmSettings
 from paceline_hosts.launchers.slurm import LAUNCHER, put_back, queue, step_command
 from paceline_hosts.launchers.slurm.allocation import Allocation, allocation_of, completed

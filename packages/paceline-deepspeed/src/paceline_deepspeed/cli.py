@@ -15,12 +15,12 @@ from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
-from paceline.base.parts import require
+from paceline.base.parts import extra_with, require
 from paceline.base.terminal import say
 from paceline.cli.script import add_script
 from paceline.config.given import Given
 from paceline.config.sources import Launch, resolve_launch
-from paceline.launch.launcher import LAUNCHERS
+from paceline.launch.launcher import JOBS_ELSEWHERE, LAUNCHERS
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 _PORT = 29500
@@ -79,7 +79,6 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.cli.launch import carry_out
     from paceline.launch.host import check_target
-    from paceline.launch.hosts import job_on_hosts
     from paceline.launch.job import job_of, target_of
 
     _check(args)
@@ -91,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
         return _tune(args, resolved)
     if at_hosts:
         activate = args.venv_script or ""
-        job = job_on_hosts(
+        job = JOBS_ELSEWHERE.get("hosts")(
             resolved, args.script, args.script_args, env, local_rank=not args.no_local_rank, activate=activate
         )
     else:
@@ -124,7 +123,9 @@ def _check(args: argparse.Namespace) -> None:
         fix = "remove --no_python, because a module needs Python"
         problems.append(Problem("deepspeed-flag", "--module and --no_python cannot both be given.", fix=fix))
     launcher_name = args.launcher.lower()
-    if launcher_name not in LAUNCHERS.names() or launcher_name == "local":
+    # A launcher of a part that is not installed is refused only where it is needed, for other hosts.
+    exists = launcher_name in LAUNCHERS.names() or extra_with(LAUNCHERS.group, launcher_name)
+    if not exists or launcher_name == "local":
         launchers = ", ".join(name for name in LAUNCHERS.names() if name != "local")
         why = f"known: {launchers}"
         fix = "use one of these; openmpi serves for any MPI that mpirun belongs to"
@@ -141,7 +142,7 @@ def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str])
     """Translates the flags into Paceline's settings, and returns whether processes are started on other hosts."""
     from paceline.launch import hostfile
     from paceline.launch.host import is_this_host
-    from paceline.launch.hosts import text_of
+    from paceline.launch.hostfile import text_of
 
     served = [library for library in env.get("PACELINE_COMPAT", "").split(",") if library not in ("", "deepspeed")]
     # Libraries that are used with DeepSpeed import accelerate, as peft does.

@@ -17,7 +17,9 @@ PACKAGES = ("paceline", "paceline_accelerate", "paceline_deepspeed", "paceline_h
 ADDED: dict[str, dict[str, tuple[str, ...]]] = {
     "hosts": {
         "paceline.commands": ("doctor",),
+        "paceline.jobs_elsewhere": ("hosts",),
         "paceline.launchers": ("kubernetes", "openmpi", "pdsh", "ray", "slurm", "ssh"),
+        "paceline.nodes": ("membership",),
     },
     "lens": {
         "paceline.commands": ("metrics", "ps", "tune", "verify", "watch"),

@@ -12,8 +12,8 @@ from paceline.base.errors import Problem
 from paceline.config.libraries import LIBRARIES
 from paceline.config.schema import launch_flags
 from paceline.launch.launcher import Job, Outcome, Target
-from paceline.launch.membership.rounds import Round
 from paceline.launch.processes.core_files import BACKTRACE
+from paceline.launch.rounds import Round
 from paceline.launch.script_libraries import ScriptLibrary, script_libraries
 
 _HINTS = {

@@ -31,7 +31,7 @@ from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.failure_report import describe, problem_of
 from paceline.launch.launcher import Job, Outcome, Target
-from paceline.launch.membership.rounds import Round
+from paceline.launch.rounds import Round
 from paceline.watch import records
 from paceline.watch.journal import (
     JournalWriter,
