@@ -20,7 +20,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Where it is set, each process of a test compiles all of our sources anew (0.15 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-torch huggingface check ranks loops programs hosts trackers gpu simulated-device docs coverage mutants package release bench bench-deepspeed sweep chaos clean
+.PHONY: help setup quickstart test test-all test-torch huggingface check ranks loops programs hosts trackers gpu simulated-device docs coverage mutants package release bench bench-deepspeed sweep chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -54,9 +54,16 @@ quickstart: $(QUICKSTART_STAMP)  ## train a small network on handwritten digits,
 	$(QUICKSTART)/bin/python examples/quickstart/make_digits.py
 	$(QUICKSTART)/bin/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
 
-test: setup  ## run the whole test suite (set-up included)
-	# Files in the order of tests/conftest.py: those with few cases may take long, and would be left for the end.
-	$(PYTEST) tests -m "not long" -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
+# Files in the order of tests/conftest.py: those with few cases may take long, and would be left for the end.
+SUITE = $(PYTEST) -m "not long" -n $(JOBS) --dist loadscope --no-loadscope-reorder
+
+test: setup  ## run the tests that the changes since the last whole run can reach (set-up included); says how many these are
+	$(BIN)/python tests/choose_tests.py > .chosen-tests
+	$(SUITE) @.chosen-tests $(ARGS)
+
+test-all: setup  ## run the whole test suite: before a release, and before an issue is closed; commit dev/whole-run then
+	$(SUITE) tests $(ARGS)
+	@git diff --quiet HEAD && git rev-parse HEAD > dev/whole-run || echo "dev/whole-run is as before: there are changes that are not committed"
 
 # An environment for each release, named after it and after the Python where that is not 3.11: .venv-torch-2.15.0-py312.
 TORCH ?=

@@ -26,7 +26,7 @@ from parallel.ways import Task, Way, paceline
 
 from paceline import Accelerator
 from paceline.testing import run_ranks
-from paceline.watch.journal import JournalReader, Line
+from paceline.watch.journal import JournalLine, JournalReader
 from paceline.watch.records import CheckpointSaved, Hello, Tick
 
 ROOT = Path(__file__).parents[1]
@@ -165,7 +165,7 @@ def recovery() -> dict[str, Any]:
 
 def _recovery(folder: Path, launcher: subprocess.Popen[bytes]) -> dict[str, Any]:
     """Follows the journal: kills rank 1 after the second save, and waits for steps of the next round."""
-    lines: list[Line] = []
+    lines: list[JournalLine] = []
     reader: JournalReader | None = None
     killed = 0.0
     while launcher.poll() is None:

@@ -23,7 +23,10 @@ PLANS = {
     "shard": "`shard`",
     "tp": "`tp`",
     "recompute": "`recompute`",
+    "bf16": "bf16",
 }
+# A column that only some kinds have.
+OF_KINDS = {"bf16": ("modules",)}
 WIDTHS = {"1": "1 process", "2": "2", "3": "3"}
 # Each page, the columns of its tables, and the kinds of things in them.
 PAGES = {
@@ -52,6 +55,11 @@ def table(outcomes: dict[str, dict[str, str]], columns: dict[str, str]) -> str:
     return text
 
 
+def columns_of(kind: str, columns: dict[str, str]) -> dict[str, str]:
+    """The columns without those that this kind of things does not have."""
+    return {key: text for key, text in columns.items() if kind in OF_KINDS.get(key, (kind,))}
+
+
 def written(page: str, columns: dict[str, str], kinds: tuple[str, ...]) -> str:
     """A page with the tables of today."""
     outcomes = json.loads(OUTCOMES.read_text(encoding="utf-8"))
@@ -59,7 +67,7 @@ def written(page: str, columns: dict[str, str], kinds: tuple[str, ...]) -> str:
         begin, end = f"<!-- {kind}: begin -->", f"<!-- {kind}: end -->"
         before, rest = page.split(begin)
         _, after = rest.split(end)
-        page = f"{before}{begin}\n\n{table(outcomes[kind], columns)}\n\n{end}{after}"
+        page = f"{before}{begin}\n\n{table(outcomes[kind], columns_of(kind, columns))}\n\n{end}{after}"
     return page
 
 

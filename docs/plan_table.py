@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision
@@ -80,7 +81,7 @@ def sending_table(model: str = "7 billion", ranks: int = 8) -> str:
     for name, settings in plans.items():
         given = {**settings, "mixed_precision": "bf16"}
         decisions = [Decision(field, value, "derived", "table") for field, value in given.items()]
-        plan = resolve(draft(given, decisions, ranks), [facts], STRATEGIES)
+        plan = resolve(draft(RunSettings.of(given), decisions, ranks), [facts], STRATEGIES)
         sent = estimate(plan, Need((facts,))).sent
         times = " | ".join(f"{sent / rate:.2g} s" for rate in LINKS.values())
         lines.append(f"| {name} | {sent / 1e9:.0f} GB | {times} |")

@@ -1,6 +1,6 @@
 """Cases that run with `-m long` alone: what they add to their neighbours is little for the minutes of CPU that they cost.
 
-`make test` has to stay below 20 minutes on 2 cores. Each entry is a pytest node id below this folder; a name without
+`make test-all` has to stay below 20 minutes on 2 cores. Each entry is a pytest node id below this folder; a name without
 brackets means all cases of that test.
 """
 

@@ -61,6 +61,11 @@ def blocks(page: Path) -> list[Block]:
     return found
 
 
+def has_code(page: Path) -> bool:
+    """Whether a page has a block that is run."""
+    return any(block.language in ("python", "bash", "yaml") and not block.skipped for block in blocks(page))
+
+
 class Reader:
     """Someone who types a page's blocks one after the other."""
 

@@ -7,17 +7,17 @@ from pathlib import Path
 
 from paceline.watch.journal import JournalWriter, RunHeader, launcher_file, rank_file, write_header
 from paceline.watch.records import (
-    Anomaly,
+    AnomalyFound,
     CheckpointSaved,
-    End,
     ErrorShown,
     Hello,
+    JournalRecord,
+    LauncherEnded,
     PlanMade,
-    Record,
-    Round,
+    RoundStarted,
     Stuck,
     Tick,
-    Values,
+    ValuesLogged,
 )
 
 STARTED = 1_800_000_000.0
@@ -56,7 +56,7 @@ def write_synthetic(
     )  # fmt: skip
     write_header(folder, header)
     launcher = _Lines(folder / launcher_file(0), started)
-    launcher.add(0.0, Round(number=0, procs=ranks, nodes=nodes))
+    launcher.add(0.0, RoundStarted(number=0, procs=ranks, nodes=nodes))
     files = [_Lines(folder / rank_file(rank), started) for rank in range(ranks)]
     for rank, file in enumerate(files):
         file.add(0.5, _hello(rank, ranks, nodes, 0))
@@ -65,7 +65,7 @@ def write_synthetic(
     for second in range(1, seconds + 1):
         if second == restart_at:
             why = "node2 does not answer"
-            launcher.add(second - 0.9, Round(1, ranks, nodes, 1, why, joined=["node2"], lost=["node2"]))
+            launcher.add(second - 0.9, RoundStarted(1, ranks, nodes, 1, why, joined=["node2"], lost=["node2"]))
             for rank, file in enumerate(files):
                 file.add(second - 0.5, _hello(rank, ranks, nodes, 1))
         for rank, file in enumerate(files):
@@ -74,7 +74,9 @@ def write_synthetic(
         if second <= last:
             files[0].add(second + 0.1, _values(second, names, second == nan_at))
         if second == nan_at:
-            files[0].add(second + 0.2, Anomaly(4 * second, "nan", math.nan, None, "skip", "The loss is not a number."))
+            files[0].add(
+                second + 0.2, AnomalyFound(4 * second, "nan", math.nan, None, "skip", "The loss is not a number.")
+            )
         if second % checkpoint_every == 0 and second <= last:
             path = f"checkpoints/step-{4 * second}"
             files[0].add(second + 0.3, CheckpointSaved(4 * second, path, 1_500_000_000, 0.2, 3.1))
@@ -85,7 +87,7 @@ def write_synthetic(
         text = "ValueError: a batch is empty\n  at train.py:31"
         launcher.add(seconds + 0.5, ErrorShown(1, "node1", "worker-failed", text))
     if exit_code is not None:
-        launcher.add(seconds + 1, End(exit_code, "" if exit_code == 0 else "rank 1 failed with exit code 1."))
+        launcher.add(seconds + 1, LauncherEnded(exit_code, "" if exit_code == 0 else "rank 1 failed with exit code 1."))
     for file in (launcher, *files):
         file.writer.close()
     return folder
@@ -98,7 +100,7 @@ class _Lines:
         self.writer = JournalWriter(path)
         self._started = started
 
-    def add(self, second: float, record: Record) -> None:
+    def add(self, second: float, record: JournalRecord) -> None:
         self.writer.append(record, self._started + second)
 
 
@@ -142,9 +144,9 @@ def _waiting(tick: Tick, last: int, second: int, slow: bool, phase: str) -> Tick
     )  # fmt: skip
 
 
-def _values(second: int, names: int, broken: bool) -> Values:
+def _values(second: int, names: int, broken: bool) -> ValuesLogged:
     step = 4 * second
     values = {"loss": math.nan if broken else 4.0 * math.exp(-second / 40) + 1.0, "learning_rate": 3e-4}
     values |= {f"value {number}": float(number) for number in range(2, names)}
     values |= {"grad_norm": 1.0 + 0.1 * math.sin(second), "loss_scale": 65536.0, "skipped_steps": 0.0}
-    return Values(step, values)
+    return ValuesLogged(step, values)

@@ -60,6 +60,7 @@ MODULES = (
     "paceline.cli.launch",
     "paceline_accelerate.engines",
     "paceline.launch.job",
+    "paceline.launch.make_job",
     "paceline.watch.registry",
 )
 _HERE = Path(__file__).resolve()
@@ -319,7 +320,7 @@ def _become(words: list[str]) -> NoReturn:
     It ends as Python does, but for taking all modules apart at last: of those that were imported before the fork that
     would copy every page of memory (0.35 s for torch's).
     """
-    from paceline.launch.launcher import Target
+    from paceline.launch.job import Target
     from paceline.launch.worker.worker import become
 
     kind, name, *arguments = words if words[0] in ("-m", "-c") else ["script", *words]

@@ -9,4 +9,4 @@ for package in ("data", "optim", "parallel", "precision", "run", "world"):
     folders = importlib.import_module(f"paceline.{package}").__path__
     for module in pkgutil.walk_packages(folders, f"paceline.{package}."):
         importlib.import_module(module.name)
-resolve_run({}, {})
+resolve_run(env={})

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.watch.journal import Line, RunHeader
-from paceline.watch.records import Hello, Record, Tick
+from paceline.watch.journal import JournalLine, RunHeader
+from paceline.watch.records import Hello, JournalRecord, Tick
 from paceline_lens.watch.view import RunView
 
 STARTED = 1_800_000_000.0
@@ -27,9 +27,9 @@ class WatchedRun:
         self.step = 0
         self.view = RunView(RunHeader(name="toy", script="train.py", started=STARTED, procs=ranks, **header))
 
-    def add(self, record: Record, rank: int = 0, role: str = "rank") -> None:
+    def add(self, record: JournalRecord, rank: int = 0, role: str = "rank") -> None:
         """A line of this moment."""
-        self.view.add(Line(role, rank, self.now, record))
+        self.view.add(JournalLine(role, rank, self.now, record))
 
     def hello(self, restart: int = 0, **facts: Any) -> None:
         """All ranks start."""

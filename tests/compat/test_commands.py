@@ -17,6 +17,7 @@ from paceline.compat import install
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch, resolve_run
 from paceline_accelerate.commands import estimate, launch, launch_validation, to_fsdp2
+from paceline_accelerate.commands.config.update import update_config
 from paceline_accelerate.commands.launch_validation import _convert_nargs_to_dict, _validate_launch_command
 from paceline_accelerate.fsdp import said_by
 from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
@@ -69,7 +70,7 @@ def test_the_same_answers_give_the_same_config_file(tmp_path: Path, monkeypatch)
 
 
 @pytest.mark.parametrize("flag", launch.flags(), ids=lambda flag: flag.name)
-def test_paceline_launch_knows_every_flag(flag: launch.Flag) -> None:
+def test_paceline_launch_knows_every_flag(flag: launch.LaunchFlag) -> None:
     """It has an effect, or is refused by name; none is taken for the script's own."""
     known = parser_for("launch").options
     by_prefix = flag.name.startswith(("megatron_lm_", "fp8_", "aws_", "tpu_"))
@@ -110,7 +111,7 @@ def test_what_the_launcher_hands_on(tmp_path: Path) -> None:
     assert "FSDP_CPU_RAM_EFFICIENT_LOADING" not in variables, (
         "transformers would load nothing on all ranks but the first"
     )
-    run = resolve_run({}, variables)
+    run = resolve_run(env=variables)
     assert run.settings.zero == 3 and run.settings.options["shard"]["reshard"] == "no" and not run.notices
     assert not any(name.startswith(("FSDP_", "ACCELERATE_")) for name in resolve_launch([], {}).hand_over())
 
@@ -224,11 +225,21 @@ def test_memory_of_a_local_model(tmp_path: Path, capsys) -> None:
     assert "664.75 KB" in capsys.readouterr().out
 
 
-def test_a_model_that_is_not_here() -> None:
+def test_a_model_that_is_not_here(monkeypatch: pytest.MonkeyPatch) -> None:
     args = argparse.Namespace(model_name="nobody/nothing", library_name=None, trust_remote_code=False, dtypes=["int8"])
-    with pytest.raises(CompatError, match="is no model on this machine") as error:
+    with pytest.raises(OSError) as error:  # the class that accelerate raises
         estimate.gather_data(args)
-    assert error.value.code == "compat-model"
+    assert isinstance(error.value, CompatError) and error.value.code == "compat-model"
+    monkeypatch.setattr(estimate, "find_spec", lambda name: None)
+    args.library_name = "timm"
+    with pytest.raises(ImportError) as missing:
+        estimate.gather_data(args)
+    assert isinstance(missing.value, CompatError) and missing.value.code == "compat-model"
+
+
+def test_a_config_file_that_is_named_for_an_update_must_exist(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no config file"):
+        update_config(argparse.Namespace(config_file=str(tmp_path / "none.yaml")))
 
 
 # -- tpu-config ----------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.observe.operations import Part, Profile
+from paceline.observe.operations import ModulePart, Profile
 from paceline.testing import run_ranks
 from paceline_deepspeed import flops_profiler, profiling
 from paceline_deepspeed.initialize import initialize
@@ -145,7 +145,7 @@ def test_a_pipeline_waits_too():
     for found, last in run_ranks(piped, world=2):
         assert found.pipeline_ms > 0 and last["pipe"] > 0
         assert found.total_ms >= found.forward_ms + found.backward_ms + found.pipeline_ms + found.step_ms
-    profile = Profile(Part("", "Net"), forward_ms=1.0, backward_ms=2.0, pipeline_ms=16.0, step_ms=1.0)
+    profile = Profile(ModulePart("", "Net"), forward_ms=1.0, backward_ms=2.0, pipeline_ms=16.0, step_ms=1.0)
     told = dict(
         line.split(":", 1) for line in flops_profiler.profile_text(profile, samples=4).splitlines() if ":" in line
     )

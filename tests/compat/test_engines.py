@@ -16,6 +16,7 @@ from paceline.base import env
 from paceline.base.errors import CompatError, ConfigError
 from paceline.compat.cases import fits
 from paceline.config import resolve_run
+from paceline.config.overrides import Overrides
 from paceline.plan.options import read
 from paceline_accelerate.accelerator import Accelerator
 from paceline_accelerate.engine_fields import FIELDS, PLUGIN
@@ -90,7 +91,7 @@ def settings(*plugins, **variables):
         from paceline.config import Given
 
         given.append(Given("use_fsdp", "true", "code", "Accelerator(fsdp_plugin=...)"))
-    return resolve_run({}, variables, plan=given)
+    return resolve_run(Overrides(plan=given), variables)
 
 
 @pytest.mark.parametrize(
@@ -183,9 +184,9 @@ def test_fields_left_open_are_taken_from_variables() -> None:
 
 def test_variables_alone_ask_for_fsdp_too() -> None:
     variables = {"ACCELERATE_USE_FSDP": "true", "FSDP_SHARDING_STRATEGY": "2", "FSDP_OFFLOAD_PARAMS": "true"}
-    resolved = resolve_run({}, variables).settings
+    resolved = resolve_run(env=variables).settings
     assert (resolved.zero, resolved.offload) == (2, "all")
-    assert resolve_run({}, {**variables, "ACCELERATE_USE_FSDP": "false"}).settings.zero == "auto"
+    assert resolve_run(env={**variables, "ACCELERATE_USE_FSDP": "false"}).settings.zero == "auto"
 
 
 def test_sizes_of_axes() -> None:
@@ -207,7 +208,7 @@ def test_dynamo() -> None:
     assert resolved.compile and resolved.options == {"compile": {"mode": "max-autotune", "fullgraph": "yes"}}
     assert not settings(TorchDynamoPlugin(backend="no", mode="max-autotune")).settings.compile
     assert not settings(TorchDynamoPlugin(backend="inductor", disable=True)).settings.compile
-    assert resolve_run({}, {"ACCELERATE_DYNAMO_BACKEND": "EAGER"}).settings.options == {"compile": {"backend": "EAGER"}}
+    assert resolve_run(env={"ACCELERATE_DYNAMO_BACKEND": "EAGER"}).settings.options == {"compile": {"backend": "EAGER"}}
 
 
 def test_the_accelerator_takes_plugins() -> None:

@@ -12,17 +12,13 @@ from pathlib import Path
 import page_reader
 import pytest
 import warm_python
-from page_reader import blocks
+from page_reader import blocks, has_code
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 # Read with the commands of the environment itself, as a user has them; all others start in forks of one warm process.
 COLD = {ROOT / "docs" / "tutorial" / "first-run.md", ROOT / "docs" / "tutorial" / "notebook.md"}
 SECONDS = 240
-
-
-def has_code(page: Path) -> bool:
-    return any(block.language in ("python", "bash", "yaml") and not block.skipped for block in blocks(page))
 
 
 @pytest.mark.timeout(SECONDS + 30)

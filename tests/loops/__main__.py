@@ -10,10 +10,13 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import get_args
 
-from loops.check import PLANS, Case, cases_of, check, references
+from loops.accelerate_door import adapted
+from loops.check import PLANS, Case, accelerate_cases_of, cases_of, check, references
 from loops.compare import Outcome
 from loops.draw import draw
+from loops.programs import Statement, uses
 from loops.report import Tally, page
 from loops.script import standalone
 from loops.shrink import shrink
@@ -31,7 +34,10 @@ def main() -> int:
     (options.output / "failures.txt").write_text("")
     # Forked, so that each has imported torch already.
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
-        running = [pool.submit(run_chunk, chunk, options.widths, options.plans, options.shuffle) for chunk in chunks]
+        running = [
+            pool.submit(run_chunk, chunk, options.widths, options.plans, options.shuffle, options.using, options.door)
+            for chunk in chunks
+        ]
         for number, future in enumerate(running, 1):
             seconds = time.monotonic() - begin
             if options.minutes is not None and seconds > 60 * options.minutes and future.cancel():
@@ -57,12 +63,22 @@ def _report(tally: Tally, options: argparse.Namespace) -> str:
     return page(tally, f"Programs drawn at random, {time.strftime('%Y-%m-%d')}", "make loops " + _as_make(options))
 
 
-def run_chunk(seeds: Sequence[int], widths: Sequence[int], plans: Sequence[str], shuffle: bool) -> Tally:
-    """Draws and runs the programs of some seeds."""
+def run_chunk(
+    seeds: Sequence[int], widths: Sequence[int], plans: Sequence[str], shuffle: bool, using: str = "", door: str = ""
+) -> Tally:
+    """Draws and runs the programs of some seeds; with `using`, only those that have a statement of this name."""
     programs = [draw(seed, shuffle) for seed in seeds]
+    if using:
+        kind = next(kind for kind in get_args(Statement) if kind.__name__ == using)
+        programs = [program for program in programs if uses(program, kind)]
+    if door:
+        programs = [program for program in map(adapted, programs) if program is not None]
     wants = references(programs)
     valid = [program for program, want in zip(programs, wants, strict=True) if want is not None]
-    cases = [case for program in valid for case in cases_of(program, widths, plans)]
+    if door:
+        cases = [case for program in valid for case in accelerate_cases_of(program, widths)]
+    else:
+        cases = [case for program in valid for case in cases_of(program, widths, plans)]
     tally = Tally(programs=len(valid), unclear=len(programs) - len(valid))
     tally.add(cases, check(cases, dict(zip(programs, wants, strict=True))))
     return tally
@@ -107,6 +123,8 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--plans", type=_words, default=[], help=f"some of {', '.join(names)}")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="groups of ranks at the same time")
     parser.add_argument("--shrink", type=int, default=5, help="how many failures are made smaller")
+    parser.add_argument("--using", default="", help="only programs that have this statement: Write")
+    parser.add_argument("--door", choices=["", "accelerate"], default="", help="through the names of another library")
     parser.add_argument("--minutes", type=float, help="programs that have not begun by then are left out")
     parser.add_argument("--shuffle", action="store_true", help="loaders may shuffle")
     parser.add_argument(
@@ -127,6 +145,10 @@ def _as_make(options: argparse.Namespace) -> str:
     words = [f"SEEDS={options.seeds}", f"START={options.start}"]
     if options.plans:
         words.append(f"PLANS={','.join(options.plans)}")
+    if options.using:
+        words.append(f'ARGS="--using {options.using}"')
+    if options.door:
+        words.append(f'ARGS="--door {options.door}"')
     return " ".join([*words, f"WIDTHS={','.join(map(str, options.widths))}"])
 
 

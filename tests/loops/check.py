@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+from loops import accelerate_door
 from loops.compare import LOW_PRECISION_TOLERANCE, NUMBERS, TOLERANCE, Outcome, outcome
 from loops.programs import Backward, Program, Read, statements
 from loops.ranks import Job, Results, run_jobs
@@ -59,17 +60,20 @@ class Case:
         world: the number of ranks.
         plan: the name of the plan among those of this width.
         then: width and plan with which a run that was saved goes on; of no use to others.
+        door: "accelerate" for a program that is written with its names, see `accelerate_door.adapted`.
     """
 
     program: Program
     world: int
     plan: str
     then: tuple[int, str] = (1, "one")
+    door: Literal["", "accelerate"] = ""
 
     @property
     def name(self) -> str:
         after = f"-then-{self.then[1]}{self.then[0]}" if self.program.save_at is not None else ""
-        return f"{self.program.seed}-{self.plan}{self.world}{after}"
+        door = f"-{self.door}" if self.door else ""
+        return f"{self.program.seed}-{self.plan}{self.world}{after}{door}"
 
     @property
     def settings(self) -> dict[str, int]:
@@ -93,6 +97,16 @@ def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iter
                 then = everywhere[(program.seed + 7 * len(cases)) % len(everywhere)]
                 cases.append(Case(program, world, plan, then))
     return cases
+
+
+def accelerate_cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4)) -> list[Case]:
+    """The cases of a program that `accelerate_door.adapted` has made."""
+    return [
+        Case(program, world, plan, door="accelerate")
+        for world in worlds
+        for plan in PLANS[world]
+        if plan in accelerate_door.PLANS
+    ]
 
 
 def references(programs: Sequence[Program]) -> list[dict[str, Any] | None]:
@@ -149,7 +163,10 @@ def _results(cases: Sequence[Case], wants: Mapping[Program, Any], folder: Path) 
     saved = [case for case in cases if wants[case.program].get("saved_in") is not None]
     for number, case in enumerate(cases):
         phase = "save" if case in saved else ""
-        text = script(case.program, case.settings, phase, str(folder / str(number)))
+        if case.door:
+            text = accelerate_door.accelerate_script(case.program, case.settings)
+        else:
+            text = script(case.program, case.settings, phase, str(folder / str(number)))
         jobs.setdefault(case.world, []).append((case, Job(text, states=not phase and _has_all_states(case.plan))))
     for world, own in jobs.items():
         results |= zip([case for case, _ in own], run_jobs([job for _, job in own], world), strict=True)

@@ -42,6 +42,8 @@ from loops.programs import (
     Statement,
     Step,
     When,
+    Write,
+    WriteKind,
     Zero,
     statements,
 )
@@ -51,6 +53,24 @@ from loops.zoo import BODIES, TIES
 Body = tuple[Statement, ...]
 
 BATCH = 12  # a batch size that is split over ranks must be a multiple of their number
+
+
+# How often each kind of a write is drawn; "keep" comes with those that use the copy.
+WRITES: dict[WriteKind, int] = {
+    "multiply": 3,
+    "data": 2,
+    "copy": 2,
+    "clamp": 3,
+    "assign": 1,
+    "constant": 2,
+    "draw": 2,
+    "load": 2,
+    "load all": 2,
+    "from": 3,
+    "descend": 2,
+    "average": 2,
+    "blend": 2,
+}
 
 
 @dataclass
@@ -107,7 +127,7 @@ class _Drawing:
             split_batches=self.split,
             precision=self.precision,  # type: ignore[arg-type]
         )
-        return self._with_save(program)
+        return self._with_writes(self._with_save(program))
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -486,6 +506,45 @@ class _Drawing:
             return ()
         return (Hook(model, self.random.choice(["double", "clamp"]) if one_pass else "double"),)  # type: ignore[arg-type]
 
+    def _with_writes(self, program: Program) -> Program:
+        """Weights that the script writes, at any place of the body."""
+        if not self.chance(0.3):
+            return program
+        for _ in range(self.random.choice([1, 1, 2])):
+            kind = self.random.choices(list(WRITES), list(WRITES.values()))[0]
+            if program.save_at is not None and kind in ("average", "blend"):
+                continue  # a checkpoint has no copies
+            program = replace(program, body=self._with_write(program.body, kind))
+        return program
+
+    def _with_write(self, body: Body, kind: WriteKind) -> Body:
+        model = self.random.randrange(len(self.models))
+        part = "head" if kind == "load" else self.random.choice(["all", "body", "head"])
+        write = Write(kind, model, part)  # type: ignore[arg-type]
+        if kind == "from":
+            others = [number for number in range(len(self.models)) if number != model]
+            if not others:
+                return body
+            write = replace(write, part="head", source=self.random.choice(others))
+        place = self.random.randrange(1 + len(list(statements(body))))
+        before = list(statements(body))[:place]
+        after = list(statements(body))[place:]
+        # A parameter that was taken earlier is written for the next forward pass, not for a backward pass that is under way.
+        under_way = any(isinstance(each, Forward) for each in before) and any(
+            isinstance(each, Backward) for each in after
+        )
+        if kind not in ("load", "load all", "draw") and not under_way and self.chance(0.3):
+            write = replace(write, early=True)
+        if kind in ("average", "blend", "from") and under_way:
+            return body  # under `shard` one is whole there and the other is not; same-numbers.md says so
+        if kind in ("average", "blend"):
+            keep = When("every", self.random.choice([2, 3]), 0, (replace(write, kind="keep"),))
+            return (keep, *_at(body, place, write))
+        if self.chance(0.3):
+            return _at(body, place, write)
+        when = self.random.choice([When("every", 2, 1), When("every", 3, 2), When("at", self.random.randint(0, 3))])
+        return _at(body, place, replace(when, body=(write,)))
+
     def _with_save(self, program: Program) -> Program:
         changing = any(isinstance(each, AddGroup | Freeze) for each in statements(program.body))
         if changing or program.hooks or not self.chance(0.12) or program.precision != "no":
@@ -506,4 +565,21 @@ def _after(body: Body, target: Statement, new: Statement, last_backward: Stateme
         if statement is target and seen:
             result.append(new)
             target = new  # once
+    return tuple(result)
+
+
+def _at(body: Body, place: int, new: Statement) -> Body:
+    """The body with a statement before the one that is number `place` of all of its `statements`."""
+    result: list[Statement] = []
+    for statement in body:
+        inside = isinstance(statement, Accumulate | When)
+        count = 1 + len(list(statements(statement.body))) if inside else 1
+        if place == 0:
+            result.append(new)
+        if inside and 0 < place < count:
+            statement = replace(statement, body=_at(statement.body, place - 1, new))
+        result.append(statement)
+        place -= count
+    if place == 0:
+        result.append(new)
     return tuple(result)

@@ -43,6 +43,7 @@ from loops.programs import (
     Statement,
     Step,
     When,
+    Write,
     Zero,
     statements,
 )
@@ -119,6 +120,7 @@ class _Interpreter:
         self.window: Window | None = None
         self.sync = True
         self.last = False  # whether the head of the loop gave its last batch
+        self.kept: dict[tuple[int, str], list[torch.Tensor]] = {}  # copies of weights, by model and part
         self.norm = 0.0
         self.t = -1
         self.notes: dict[str, Any] = {"losses": [], "norms": [], "metrics": [], "gradients": [], "saved_in": None}
@@ -230,6 +232,8 @@ class _Interpreter:
                 _part(self.models[model], part).requires_grad_(not frozen)
             case AddGroup(optimizer, each):
                 self.optimizers[optimizer].add_param_group({"params": self._parameters(each)})
+            case Write():
+                self._write(statement)
             case Evaluate(model, loader):
                 self._evaluate(model, list(self.loaders[loader]))
             case EvaluateBatch(model, loader):
@@ -413,6 +417,67 @@ class _Interpreter:
             return
         self.norm = float(nn.utils.clip_grad_norm_(parameters, clip.limit))
         self.notes["norms"].append(self.norm)
+
+    def _write(self, write: Write) -> None:
+        model = self.models[write.model]
+        parameters = self._parameters(Slice(write.model, write.part))
+        key = (write.model, write.part)
+        match write.kind:
+            case "data":
+                for p in parameters:
+                    p.data.mul_(0.9)
+            case "copy":
+                for p in parameters:
+                    p.data.copy_(0.5 * p.data)
+            case "clamp":
+                for p in parameters:
+                    p.data.clamp_(-0.3, 0.3)
+            case "assign":
+                for p in parameters:
+                    p.data = 0.9 * p.data
+            case "constant":
+                for p in parameters:
+                    nn.init.constant_(p, 0.1)
+            case "draw":
+                torch.manual_seed(3)
+                for p in parameters:
+                    nn.init.normal_(p, std=0.3)
+            case "load":
+                model.head.load_state_dict({"weight": torch.full((4, 4), 0.1), "bias": torch.zeros(4)})
+            case "load all":
+                state = model.state_dict().items()
+                model.load_state_dict({name: 0.9 * v if v.is_floating_point() else v for name, v in state})
+            case "keep":
+                self.kept[key] = [p.detach().clone() for p in parameters]
+            case _:
+                if write.kind == "descend":
+                    self._use(parameters)
+                with torch.no_grad():
+                    self._move(write, parameters)
+
+    def _move(self, write: Write, parameters: list[nn.Parameter]) -> None:
+        """The writes that are made under `no_grad`."""
+        key = (write.model, write.part)
+        match write.kind:
+            case "multiply":
+                for p in parameters:
+                    p.mul_(0.9)
+            case "from":
+                others = self._parameters(Slice(write.source or 0, write.part))
+                for p, other in zip(parameters, others, strict=True):
+                    p.lerp_(other, 0.3)
+            case "descend":
+                for p in parameters:
+                    if p.grad is not None:
+                        p.add_(p.grad, alpha=-0.05)
+            case "average":
+                for slow, p in zip(self.kept[key], parameters, strict=True):
+                    slow.lerp_(p, 0.2)
+            case "blend":
+                for slow, p in zip(self.kept[key], parameters, strict=True):
+                    p.lerp_(slow, 0.5)
+            case _:
+                raise AssertionError(write)
 
     def _parameters(self, each: Slice) -> list[nn.Parameter]:
         return list(_part(self.models[each.model], each.part).parameters())

@@ -234,6 +234,31 @@ class EvaluateBatch:
     loader: int
 
 
+WriteKind = Literal[
+    "multiply", "data", "copy", "clamp", "assign", "constant", "draw", "load", "load all", "from", "descend",
+    "keep", "average", "blend",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Write:
+    """Weights that the script writes itself.
+
+    Attributes:
+        kind: under `no_grad`: "multiply", "descend" by the gradient, "from" towards the same part of the model `source`;
+            through `data`: "data" multiplies, "copy", "clamp", "assign" replaces it; "constant" and "draw" make new
+            initial values; "load" and "load all" load a state dict. "keep" copies the values, "average" moves the copy
+            towards the values, "blend" the values towards the copy.
+        early: whether the parameters were taken from the model before the loop.
+    """
+
+    kind: WriteKind
+    model: int
+    part: ModelPart = "all"
+    source: int | None = None
+    early: bool = False
+
+
 @dataclass(frozen=True)
 class Continue:
     pass
@@ -262,7 +287,7 @@ class Accumulate:
 
 Statement = (
     Forward | Backward | ForwardBackward | Record | Clip | Read | Step | SchedulerStep | Zero | Freeze | AddGroup
-    | Next | Evaluate | EvaluateBatch | Continue | When | Accumulate
+    | Write | Next | Evaluate | EvaluateBatch | Continue | When | Accumulate
 )  # fmt: skip
 Block = When | Accumulate
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -32,6 +33,7 @@ from loops.programs import (
     Statement,
     Step,
     When,
+    Write,
     Zero,
     statements,
     uses,
@@ -211,6 +213,9 @@ def script(program: Program, plan: Mapping[str, int], phase: str = "", folder: s
     if _takes_next(program):
         loaders = ", ".join(f"loader{number}" for number in range(len(program.loaders)))
         text.append(f"iterators, loaders = {{}}, [{loaders}]\n")
+    for write in _early_writes(program):
+        given = written(replace(write, early=False))
+        text.append(f"{written(write)} = list({given})\n")
     text.append("losses, norms, metrics, gradients = [], [], [], []\n\n\n")
     text.append("\n".join(_loop(program, phase == "save", folder)) + "\n\n\n")
     if phase == "resume":
@@ -229,7 +234,12 @@ def standalone(case: Case, result: Outcome) -> str:
         world, plan = case.then
         first += f"Saved on {case.world} processes under {case.plan}, it goes on on {world} under {plan}.\n"
     command = f"paceline launch --cpu --procs {case.world} {case.name}.py"
-    text = first.replace("\\", "/") + f'Run: {command}\n"""\n\n' + script(program, case.settings)
+    own = script(program, case.settings)
+    if case.door:
+        from loops.accelerate_door import accelerate_script
+
+        own = accelerate_script(program, case.settings)
+    text = first.replace("\\", "/") + f'Run: {command}\n"""\n\n' + own
     shown = ", ".join(f"{name}={{{name}}}" for name in ("losses", "norms", "metrics", "gradients"))
     text += f"weights = [accelerator.get_state_dict(model) for model in ({_names(program, 'model')},)]\n"
     text += "sizes = [round(float(value.abs().sum()), 8) for each in weights for value in each.values()]\n"
@@ -244,6 +254,12 @@ def _parts(program: Program) -> list[tuple[str, int]]:
     kinds = {"model": program.models, "optimizer": program.optimizers, "scheduler": program.schedulers}
     kinds["loader"] = program.loaders  # type: ignore[assignment]
     return [(kind, number) for kind, parts in kinds.items() for number in range(len(parts))]
+
+
+def _early_writes(program: Program) -> list[Write]:
+    """Those of parameters that are taken before the loop, one for each model and part."""
+    writes = [each for each in statements(program.body) if isinstance(each, Write) and each.early]
+    return list({written(write): write for write in writes}.values())
 
 
 def _takes_next(program: Program) -> bool:
@@ -344,6 +360,8 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
         case AddGroup(optimizer, each):
             parameters = _parameters(each, "accelerator.unwrap_model(model{})")
             return [f'optimizer{optimizer}.add_param_group({{"params": {parameters}}})']
+        case Write():
+            return _write(statement)
         case Next(loader):
             return [f"x{loader}, y{loader}, w{loader} = following({loader})"]
         case Evaluate(model, loader):
@@ -372,6 +390,70 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             lines = _body(program, body, inside=True)
             return [f"with accelerator.accumulate({names}):", *(INDENT + line for line in lines)]
     raise AssertionError(statement)
+
+
+_WRITES = {
+    "multiply": "p.mul_(0.9)",
+    "data": "p.data.mul_(0.9)",
+    "copy": "p.data.copy_(0.5 * p.data)",
+    "clamp": "p.data.clamp_(-0.3, 0.3)",
+    "assign": "p.data = 0.9 * p.data",
+    "constant": "nn.init.constant_(p, 0.1)",
+}
+
+
+def _write(write: Write) -> list[str]:
+    """The lines that write weights."""
+    parameters = written(write)
+    kept = f"kept{write.model}_{write.part}"
+    pairs = f"for slow, p in zip({kept}, {parameters}):"
+    match write.kind:
+        case "draw":
+            return [
+                "torch.manual_seed(3)",
+                f"with accelerator.full_parameters(model{write.model}, writeback=True):",
+                f"{INDENT}for p in {_parameters(Slice(write.model, write.part), 'accelerator.unwrap_model(model{})')}:",
+                f"{INDENT * 2}nn.init.normal_(p, std=0.3)",
+            ]
+        case "load":
+            values = '{"weight": torch.full((4, 4), 0.1), "bias": torch.zeros(4)}'
+            return [f"accelerator.unwrap_model(model{write.model}).head.load_state_dict({values})"]
+        case "load all":
+            scaled = "0.9 * value if value.is_floating_point() else value"
+            return [
+                f"state = accelerator.get_state_dict(model{write.model})",
+                f"model{write.model}.load_state_dict({{name: {scaled} for name, value in state.items()}})",
+            ]
+        case "from":
+            given = written(replace(write, model=write.source or 0, early=False))
+            return _without_gradients(f"for p, other in zip({parameters}, {given}):", "p.lerp_(other, 0.3)")
+        case "descend":
+            lines = _without_gradients(
+                f"for p in {parameters}:", "if p.grad is not None:", INDENT + "p.add_(p.grad, alpha=-0.05)"
+            )
+            return ["accelerator.unscale_gradients()", *lines]
+        case "keep":
+            return [f"{kept} = [p.detach().clone() for p in {parameters}]"]
+        case "average":
+            return _without_gradients(pairs, "slow.lerp_(p, 0.2)")
+        case "blend":
+            return _without_gradients(pairs, "p.lerp_(slow, 0.5)")
+        case "multiply":
+            return _without_gradients(f"for p in {parameters}:", _WRITES[write.kind])
+    return [f"for p in {parameters}:", INDENT + _WRITES[write.kind]]
+
+
+def _without_gradients(loop: str, *body: str) -> list[str]:
+    return ["with torch.no_grad():", INDENT + loop, *(INDENT * 2 + line for line in body)]
+
+
+def written(write: Write) -> str:
+    """The parameters that are written, as text: those that were taken before the loop, or those of now."""
+    if write.early:
+        return f"parameters{write.model}_{write.part}"
+    if write.part == "all":
+        return f"model{write.model}.parameters()"
+    return _parameters(Slice(write.model, write.part), "accelerator.unwrap_model(model{})")
 
 
 def _indented(text: str) -> list[str]:

@@ -34,6 +34,7 @@ from loops.programs import (
     Statement,
     Step,
     When,
+    Write,
     Zero,
     size,
     statements,
@@ -145,6 +146,10 @@ def _plainer_statements(statement: Statement) -> Iterator[Statement]:
                 yield replace(statement, by="norm")
             if over == "all":
                 yield replace(statement, over="model", number=0)
+        case Write(early=True):
+            yield replace(statement, early=False)
+        case Write("data" | "copy" | "clamp"):
+            yield replace(statement, kind="multiply")
         case Zero(how, _, to_none):
             if not to_none:
                 yield replace(statement, to_none=True)
@@ -255,6 +260,11 @@ def _without_model(program: Program, gone: int) -> Program:
                 return replace(statement, model=_moved(statement.model, gone))
             case Clip("model", number) | Zero("model" | "hand", number):
                 return None if number == gone else replace(statement, number=_moved(number, gone))
+            case Write(model=model, source=source):
+                if gone in (model, source):
+                    return None
+                source = None if source is None else _moved(source, gone)
+                return replace(statement, model=_moved(model, gone), source=source)
             case AddGroup(_, each):
                 if each.model == gone:
                     return None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import typing
+
 from loops import programs
 from loops.draw import draw
 from loops.programs import Program, statements
@@ -41,6 +43,8 @@ def features(program: Program) -> set[str]:
                 names |= {f"clip {over}", f"clip by {by}"}
             case programs.Zero(how, to_none=to_none):
                 names |= {f"zero {how}", "zero in place" * (not to_none)}
+            case programs.Write(kind, early=early):
+                names |= {f"write {kind}", "write early" * early}
             case programs.When(kind):
                 names.add(f"when {kind}")
             case programs.Forward(through=through, detach=detach) if through is not None:
@@ -85,6 +89,8 @@ EXPECTED = {
         "through another, detached True",
         "through another, detached False",
     ),
+    *(f"write {kind}" for kind in typing.get_args(programs.WriteKind)),
+    "write early",
     *(kind.__name__ for kind in programs.Statement.__args__),  # type: ignore[attr-defined]
 }
 

@@ -18,9 +18,14 @@ import subprocess
 import sys
 import tempfile
 from collections import Counter
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+from safetensors.torch import load_file
+
+from programs import inputs
 from programs.table import PROGRAMS, Program
 
 HERE = Path(__file__).parent
@@ -36,11 +41,13 @@ class Ended:
         code: exit status; -1 if it was ended by us.
         losses: of each rank, in the order of the calls.
         output: all that it printed.
+        tensors: what the files contain that it wrote, by file and name.
     """
 
     code: int
     losses: dict[str, list[float]]
     output: str
+    tensors: dict[str, torch.Tensor]
 
     @property
     def error(self) -> str:
@@ -59,21 +66,31 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         shutil.copytree(clone / program.folder, folder)
         record = Path(scratch) / "record"
         record.mkdir()
-        before = [str(HERE / "shim"), args.libraries]
-        before.append(args.deepspeed if side == "real" else str(HERE.parents[1] / "src"))
+        for name in program.inputs:
+            getattr(inputs, name)(folder)
+        given = set(folder.rglob("*"))
+        before = [str(HERE / "shim"), *args.libraries.split(os.pathsep)]
+        if side == "real":
+            before.append({"deepspeed": args.deepspeed, "accelerate": args.accelerate}.get(program.library, ""))
+        else:
+            before += map(str, sorted((HERE.parents[1] / "packages").glob("*/src")))
+        if program.library != "deepspeed":
+            before.append(str(clone))  # programs of these repositories import from there
         variables = {
             **os.environ,
             **program.env,
             "DS_ACCELERATOR": "cpu",
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
+            "PYTHONHASHSEED": "0",  # some programs draw by the order of a set
             "PROGRAMS_RECORD": str(record),
             "PROGRAMS_SAMPLES": str(program.samples),
             "PYTHONPATH": os.pathsep.join(filter(None, before)),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
-        module = ["deepspeed.launcher.runner"] if side == "real" else ["paceline", "deepspeed"]
-        command = [sys.executable, "-m", *module, "--num_gpus", str(procs), *program.command]
+        if program.library == "accelerate":
+            variables["ACCELERATE_USE_CPU"] = "true"
+        command = [sys.executable, "-m", *starting(program.library, side, procs), *program.command]
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -90,10 +107,64 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
+        if args.logs:
+            log = Path(args.logs) / f"{program.name.replace(' ', '-')}-{procs}-{side}.log"
+            log.write_text(output, encoding="utf-8")
         losses: dict[str, list[float]] = {}
         for file in sorted(record.iterdir()):
             losses[file.stem] = [float(line) for line in file.read_text().split()]
-        return Ended(code, losses, output)
+        tensors = {}
+        if program.weights and not code:
+            tensors = written(folder, given)
+        return Ended(code, losses, output, tensors)
+
+
+def starting(library: str, side: str, procs: int) -> list[str]:
+    """Returns the module that starts a program, and its flags."""
+    if library == "deepspeed":
+        module = ["deepspeed.launcher.runner"] if side == "real" else ["paceline", "deepspeed"]
+        return [*module, "--num_gpus", str(procs)]
+    if side == "real":
+        return ["torch.distributed.run", "--nproc-per-node", str(procs)]
+    names = ["--compat", "accelerate"] if library == "accelerate" else []
+    return ["paceline", "launch", "--cpu", "--procs", str(procs), *names]
+
+
+def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
+    """Returns the tensors in the files that a program has written."""
+    tensors: dict[str, torch.Tensor] = {}
+    for path in sorted(set(folder.rglob("*")) - given):
+        name = str(path.relative_to(folder))
+        if path.suffix == ".safetensors":
+            flatten(load_file(path), name, tensors)
+        elif path.suffix in (".pt", ".pth", ".bin", ".ckpt") or path.name.endswith(".pth.tar"):
+            # Arguments of a training need the program's own classes, and are no weights.
+            with suppress(ImportError, AttributeError):
+                flatten(torch.load(path, map_location="cpu", weights_only=False), name, tensors)
+    return tensors
+
+
+def flatten(value: object, name: str, tensors: dict[str, torch.Tensor]) -> None:
+    """Adds the tensors of nested dicts and lists under their names."""
+    if isinstance(value, torch.Tensor):
+        tensors[name] = value.detach().double()
+    elif isinstance(value, dict):
+        for key, entry in value.items():
+            flatten(entry, f"{name} {key}", tensors)
+    elif isinstance(value, list | tuple):
+        for number, entry in enumerate(value):
+            flatten(entry, f"{name} {number}", tensors)
+
+
+def weights_differ(real: Ended, ours: Ended, tolerance: float) -> str:
+    """Returns the first tensor that differs, or ""."""
+    if real.tensors.keys() != ours.tensors.keys():
+        return f"files: {sorted(real.tensors.keys() ^ ours.tensors.keys())[:3]}"
+    for name, tensor in real.tensors.items():
+        other = ours.tensors[name]
+        if tensor.shape != other.shape or not torch.allclose(tensor, other, rtol=tolerance * 10, atol=tolerance):
+            return name
+    return ""
 
 
 def difference(real: Ended, ours: Ended) -> float | None:
@@ -136,7 +207,13 @@ def outcome(program: Program, real: Ended, ours: Ended) -> tuple[str, str]:
     num_losses = sum(map(len, real.losses.values()))
     if not num_losses:
         return "failed", "no loss was recorded"
-    return ("equal" if largest <= program.tolerance else "failed"), f"{num_losses} losses, within {largest:.1e}"
+    details = f"{num_losses} losses, within {largest:.1e}"
+    if program.weights:
+        different = weights_differ(real, ours, program.tolerance)
+        if different:
+            return "failed", f"{details}; another {different}"
+        details += f"; {len(real.tensors)} saved tensors"
+    return ("equal" if largest <= program.tolerance else "failed"), details
 
 
 def is_expected(program: Program, found: str) -> bool:
@@ -150,15 +227,20 @@ def main() -> int:
     parser.add_argument("--folder", required=True, help="has the clones")
     parser.add_argument("--libraries", default="", help="a folder of packages that the programs need, for both sides")
     parser.add_argument("--deepspeed", default="", help="a folder of packages with the real DeepSpeed")
+    parser.add_argument("--accelerate", default="", help="a folder of packages with the real accelerate")
     parser.add_argument("--only", default="", help="a part of a name")
     parser.add_argument("--procs", type=int, help="only this number of processes")
+    parser.add_argument("--library", default="", help="only programs of this one: deepspeed, accelerate or torchrun")
+    parser.add_argument("--logs", default="", help="a folder for what the programs print")
     parser.add_argument("--report", default="programs.md")
     args = parser.parse_args()
+    if args.accelerate:
+        sys.path.append(args.accelerate)  # libraries that make models for `inputs` import it
     rows: list[str] = []
     counts: Counter[str] = Counter()
     unexpected = 0
     for program in PROGRAMS:
-        if args.only not in program.name:
+        if args.only not in program.name or args.library not in program.library:
             continue
         clone = Path(args.folder) / program.repository.partition("/")[2]
         if not (clone / program.folder).is_dir():

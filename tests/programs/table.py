@@ -22,6 +22,9 @@ class Program:
         samples: of a data set that is drawn in place of a download.
         tolerance: largest relative difference of a loss.
         env: further variables.
+        library: what Paceline is compared with: "deepspeed", "accelerate", or "torchrun" for plain PyTorch.
+        inputs: functions of `inputs.py` that make data and models in the program's folder before it runs.
+        weights: whether the tensors in the files that the program writes are compared too.
     """
 
     name: str
@@ -33,6 +36,9 @@ class Program:
     samples: int = 64
     tolerance: float = 1e-5
     env: dict[str, str] = field(default_factory=dict)
+    library: str = "deepspeed"
+    inputs: tuple[str, ...] = ()
+    weights: bool = False
 
 
 def example(name: str, folder: str, command: str, expected: str = "equal", **others: object) -> Program:
@@ -44,6 +50,30 @@ _BF16 = (
     "train.py --deepspeed_config configs/{}.json --num_layers 2 --hidden_dim 64 --num_heads 4 --vocab_size 500 "
     "--seq_length 32 --num_steps 6"
 )
+
+
+def other(name: str, where: str, command: str, **others: object) -> Program:
+    """Returns a program of another repository; `where` is `owner/name` and its folder there."""
+    owner, repository, folder = where.split("/", 2)
+    return Program(name, f"{owner}/{repository}", folder, tuple(command.split()), **others)  # type: ignore[arg-type]
+
+
+def plain(name: str, where: str, command: str, **others: object) -> Program:
+    """Returns a program that torchrun starts, and whose saved weights are compared."""
+    return other(name, where, command, library="torchrun", **{"weights": True, **others})
+
+
+def hugging(name: str, where: str, command: str, *inputs: str, **others: object) -> Program:
+    """Returns a program on accelerate."""
+    return other(name, where, command, library="accelerate", inputs=inputs, **{"weights": True, **others})
+
+
+_TRL = (
+    "--model_name_or_path model --output_dir out --max_steps 4 --per_device_train_batch_size 2 --learning_rate 1e-2 "
+    "--logging_steps 1 --report_to none --use_cpu --bf16 False --gradient_checkpointing False --eval_strategy no "
+    "--save_strategy no --dataset_name "
+)
+_EXAMPLES = "pytorch/examples"
 PROGRAMS = (
     *(
         example(f"cifar zero {stage} {dtype}", "training/cifar",
@@ -77,4 +107,32 @@ PROGRAMS = (
     example("imagenet", "training/imagenet",
             "main.py -a resnet18 --deepspeed --deepspeed_config config/ds_config.json --multiprocessing_distributed "
             "--dist-backend gloo -b 8 -j 0 --epochs 1 --print-freq 1 .", samples=32),
+    plain("nanogpt", "karpathy/nanoGPT/.",
+          "train.py --device=cpu --compile=False --dtype=float32 --backend=gloo --dataset=tiny --n_layer=2 --n_head=2 "
+          "--n_embd=32 --block_size=16 --batch_size=4 --gradient_accumulation_steps=4 --max_iters=6 --lr_decay_iters=6 "
+          "--warmup_iters=2 --eval_interval=3 --eval_iters=2 --log_interval=1", inputs=("characters",)),
+    plain("mnist", f"{_EXAMPLES}/mnist", "main.py --epochs 1 --no-accel --save-model --batch-size 8", procs=(1,)),
+    plain("imagenet, torchrun", f"{_EXAMPLES}/imagenet",
+          "main.py -a resnet18 --dist-url env:// --dist-backend gloo -b 8 -j 0 --epochs 1 --print-freq 1 .", samples=32,
+          weights=False),  # on a CPU it leaves DDP out, and both ranks write one file
+    plain("ddp series", f"{_EXAMPLES}/distributed/ddp-tutorial-series", "multigpu_torchrun.py 2 1", procs=(1, 2)),
+    plain("ddp", f"{_EXAMPLES}/distributed/ddp", "example.py", procs=(2,), weights=False,
+          env={"PROGRAMS_ACCELERATOR": "cpu"}),
+    plain("fsdp2", f"{_EXAMPLES}/distributed/FSDP2", "example.py", procs=(2,), weights=False,
+          env={"PROGRAMS_ACCELERATOR": "cpu", "PROGRAMS_BACKWARD": "1"}),
+    plain("tp", f"{_EXAMPLES}/distributed/tensor_parallelism", "tensor_parallel_example.py", procs=(2,), weights=False,
+          env={"PROGRAMS_ACCELERATOR": "cpu", "PROGRAMS_BACKWARD": "1"}),
+    plain("sp", f"{_EXAMPLES}/distributed/tensor_parallelism", "sequence_parallel_example.py", procs=(2,), weights=False,
+          env={"PROGRAMS_ACCELERATOR": "cpu", "PROGRAMS_BACKWARD": "1"}),
+    plain("mingpt", f"{_EXAMPLES}/distributed/minGPT-ddp/mingpt",
+          "main.py data_config.path=input.txt data_config.truncate=1 data_config.block_size=16 gpt_config.n_layer=2 "
+          "gpt_config.n_head=2 gpt_config.n_embd=32 trainer_config.max_epochs=1 trainer_config.batch_size=64 "
+          "trainer_config.data_loader_workers=0 trainer_config.use_amp=False", inputs=("text",),
+          env={"PROGRAMS_ACCELERATOR": "cpu"}),
+    plain("timm", "huggingface/pytorch-image-models/.",
+          "train.py images --device cpu --model resnet18 --num-classes 2 --img-size 32 -b 4 -j 1 --epochs 2 --lr 0.01 "
+          "--log-interval 1 --seed 0 --output out --experiment one", inputs=("images",),
+          env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("trl sft", "huggingface/trl/trl/scripts", f"sft.py {_TRL}chats", "language_model", "chats",
+            env={"PROGRAMS_BACKWARD": "1"}),
 )  # fmt: skip

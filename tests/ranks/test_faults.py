@@ -232,7 +232,7 @@ CASES = [*IN_THE_LOOP, *IN_A_SAVE, *IN_THE_BACKGROUND, *IN_A_LOAD, *LAUNCHERS, *
 CASES = [replace(case, dropout=0.0) if case.then not in (0, case.procs) else case for case in CASES]
 
 
-# Like others of their kind: `make ranks` runs these too, `make test` leaves them out.
+# Like others of their kind: `make ranks` runs these too, `make test-all` leaves them out.
 LONG = {
     "exits", "killed after the last save", "rank 0 killed in the all-reduce", "one process raises",
     "killed in a long window", "raises on both ranks", "killed in the second epoch, with loader workers",

@@ -156,7 +156,7 @@ def test_world_is_found_under_every_launcher(start: str, script: Callable[..., P
 
 
 EXEC = """
-from paceline.launch.launcher import Job, Target
+from paceline.launch.job import Job, Target
 from paceline.launch.launchers.local import LAUNCHER
 import sys
 print(LAUNCHER.submit(LAUNCHER.render(Job(Target("script", sys.argv[1]), 2, start="exec"))).wait())

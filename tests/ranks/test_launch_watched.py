@@ -20,7 +20,16 @@ from warm_python import executable
 from paceline import Accelerator
 from paceline.testing import run_ranks
 from paceline.watch.journal import JournalReader
-from paceline.watch.records import CheckpointSaved, End, ErrorShown, Hello, Record, Round, Tick, Values
+from paceline.watch.records import (
+    CheckpointSaved,
+    ErrorShown,
+    Hello,
+    JournalRecord,
+    LauncherEnded,
+    RoundStarted,
+    Tick,
+    ValuesLogged,
+)
 
 TRAIN = """
     import os, torch
@@ -47,7 +56,7 @@ def start(folder: Path, *words: object, script: str = TRAIN) -> subprocess.Popen
     return subprocess.Popen(command, cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
-def all_of(folder: Path, kind: type[Record]) -> list[tuple[int, Record]]:
+def all_of(folder: Path, kind: type[JournalRecord]) -> list[tuple[int, JournalRecord]]:
     """Number of the rank or the launcher, and the record."""
     lines = JournalReader(folder).read()
     return [(line.number, line.record) for line in lines if isinstance(line.record, kind)]
@@ -59,18 +68,22 @@ def test_a_run_that_fails_and_starts_again(tmp_path: Path) -> None:
     assert launcher.returncode == 0, error
     (folder,) = (tmp_path / "runs").iterdir()
     assert f"recorded in runs/{folder.name}" in error
-    rounds = [record for _, record in all_of(folder, Round)]
-    assert [(entry.number, entry.restarts) for entry in rounds if isinstance(entry, Round)] == [(0, 0), (1, 1)]
+    rounds = [record for _, record in all_of(folder, RoundStarted)]
+    assert [(entry.number, entry.restarts) for entry in rounds if isinstance(entry, RoundStarted)] == [(0, 0), (1, 1)]
     (shown,) = all_of(folder, ErrorShown)
     assert isinstance(shown[1], ErrorShown)
     assert shown[1].rank == 1
     assert "ValueError: no such batch" in shown[1].text
-    assert all_of(folder, End) == [(0, End(0, ""))]
+    assert all_of(folder, LauncherEnded) == [(0, LauncherEnded(0, ""))]
     starts = [(rank, hello.restart) for rank, hello in all_of(folder, Hello) if isinstance(hello, Hello)]
     assert sorted(starts) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     last = {rank: tick.step for rank, tick in all_of(folder, Tick) if isinstance(tick, Tick)}
     assert last == {0: 4, 1: 4}
-    logged = [rank for rank, values in all_of(folder, Values) if isinstance(values, Values) and "step" in values.values]
+    logged = [
+        rank
+        for rank, values in all_of(folder, ValuesLogged)
+        if isinstance(values, ValuesLogged) and "step" in values.values
+    ]
     assert set(logged) == {0}
     assert len(all_of(folder, CheckpointSaved)) == 1
 
@@ -133,7 +146,7 @@ def test_two_hosts_that_share_no_folder(tmp_path: Path) -> None:
         assert copy.read_bytes() == (second / "watch" / name).read_bytes()
     last = {rank: tick.step for rank, tick in all_of(first, Tick) if isinstance(tick, Tick)}
     assert last == {0: 4, 1: 4}
-    assert sorted(number for number, _ in all_of(first, End)) == [0, 1]
+    assert sorted(number for number, _ in all_of(first, LauncherEnded)) == [0, 1]
     assert {rank for rank, _ in all_of(second, Hello)} == {1}
     assert "no such batch" in (first / "report.html").read_text()
 

@@ -379,6 +379,8 @@ def test_an_optimizer_with_a_second_pass():
             if stage == 2:
                 with pytest.raises(PacelineError, match="zero-gradients"):
                     optimizer.climb()
+                with pytest.raises(PacelineError, match="zero-gradients"):
+                    trained.weight.data -= 0.1 * trained.weight.grad
                 trained.weight.register_post_accumulate_grad_hook(lambda weight: weight.data.sub_(weight.grad))
                 with pytest.raises(PacelineError, match="zero-gradients"):
                     accelerator.backward(trained(x).pow(2).mean())

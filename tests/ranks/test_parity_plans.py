@@ -18,6 +18,7 @@ from parity_models import GPT, ON_CPU, ConvNet, loss_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
 from paceline.testing import run_ranks
 
@@ -268,5 +269,5 @@ def test_every_strategy_is_held_to_these_numbers() -> None:
 
     plans = [*ALONE, *PAIRS, {"recompute": "blocks"}, {"compile": True}, {"offload": "optimizer"}]
     worlds = [int(torch.tensor([plan.get(axis, 1) for axis in AXES]).prod()) for plan in plans]
-    drafts = [draft(plan, [], world) for plan, world in zip(plans, worlds, strict=True)]
+    drafts = [draft(RunSettings.of(plan), [], world) for plan, world in zip(plans, worlds, strict=True)]
     assert {s.name for s in STRATEGIES} <= {s.name for s in STRATEGIES for plan in drafts if s.wanted(plan)}

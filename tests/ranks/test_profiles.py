@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, ConfigError
 from paceline.observe import tap
-from paceline.observe.phases import Listener
+from paceline.observe.phases import PhaseListener
 from paceline.parallel.strategy import STRATEGIES
 from paceline.testing import run_ranks
 
@@ -168,7 +168,7 @@ def test_a_rank_that_waits_for_gradients_under_replicate_is_in_reduce(tmp_path):
         phases, is_main = accelerator.run.follow_phases(), accelerator.is_main_process
         seen = []
 
-        class Names(Listener):
+        class Names(PhaseListener):
             def to(self, phase):
                 seen.append(phase)
                 if phase == "reduce" and step == 1 and is_main:

@@ -189,7 +189,8 @@ def test_sizes_that_disagree() -> None:
 @pytest.mark.timeout(400)
 def test_a_restart_over_the_agents_store() -> None:
     """The store survives with all that dead processes left in it, as torchelastic's does."""
-    # Nothing waits for these seconds: on a busy machine the first processes took 58 s, of which most was imports.
+    # Nothing waits for these seconds: on a busy machine the first processes took 58 s, of which most was imports. The default
+    # of `run_ranks` is 60 s: a rank that was late by itself looked like one that hangs, and the others waited for it.
     limit_s = 120
     agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit_s))
     env = {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -210,11 +211,11 @@ def test_a_restart_over_the_agents_store() -> None:
         return total()
 
     with pytest.raises(RankFailed, match="rank 1 of 3 died"):
-        run_ranks(dies_in_use, 3, group=False, env=env)
-    assert run_ranks(works, 3, group=False, env=env) == [6.0] * 3
+        run_ranks(dies_in_use, 3, group=False, env=env, timeout_s=limit_s)
+    assert run_ranks(works, 3, group=False, env=env, timeout_s=limit_s) == [6.0] * 3
     with pytest.raises(RankFailed, match="did not end"):
         run_ranks(dies_at_the_roll_call, 3, group=False, env=env, timeout_s=0.5)
-    assert run_ranks(works, 3, group=False, env=env) == [6.0] * 3
+    assert run_ranks(works, 3, group=False, env=env, timeout_s=limit_s) == [6.0] * 3
 
 
 def test_a_group_that_the_script_made_is_used() -> None:

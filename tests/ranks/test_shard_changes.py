@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 import torch.distributed.fsdp
@@ -238,6 +240,26 @@ def test_followed_as_on_one_process(plan):
                 )
 
 
+def test_reading_data_holds_one_tensor():
+    def work():
+        accelerator = Accelerator(cpu=True, plan=PLAN)
+        model, _ = prepared(accelerator)
+        model(torch.ones(2, 4)).sum()
+        whole = model.head.weight
+        before = len(tensors_of(whole))
+        for _ in range(100):
+            whole.data  # noqa: B018
+        return len(tensors_of(whole)) - before
+
+    def tensors_of(whole):
+        address = whole.untyped_storage().data_ptr()
+        tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
+        plain = [each for each in tensors if type(each) in (torch.Tensor, type(whole))]
+        return [each for each in plain if each.untyped_storage().data_ptr() == address]
+
+    assert run_ranks(work, 2) == [1, 1]
+
+
 # -- what is refused -----------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +311,15 @@ def test_refused_under_shard():
         codes.append(code_of(lambda: train(accelerator, model, optimizer)))
         accelerator.clear()
 
+        model, optimizer = prepared(accelerator)
+        model.to("cpu")
+        for parameter in model.parameters():
+            parameter.data = parameter.data * 0.5  # before the first step
+            parameter.data = parameter.data * 0.5
+        codes.append(code_of(lambda: optimizer.step()))
+        codes.append(code_of(lambda: model(x)))
+        accelerator.clear()
+
         accelerator = Accelerator(cpu=True, plan=PLAN, mixed_precision="bf16")
         model, optimizer = prepared(accelerator)
         accelerator.backward(model(x).sum())
@@ -305,6 +336,8 @@ def test_refused_under_shard():
         "shard-changed",
         "shard-evaluation",
         "shard-changed",
+        "data-assigned",
+        "data-assigned",
         "data-assigned",
         "shard-written",
     ]

@@ -16,7 +16,7 @@ from torch_sweep.loaders import LOADERS
 from torch_sweep.modules import LEFT_OUT, MODULES
 from torch_sweep.optimizers import AVERAGES, OPTIMIZERS, SCHEDULERS
 from torch_sweep.outcomes import KINDS, known
-from torch_sweep.runs import PLANS, sweep
+from torch_sweep.runs import plans_of, sweep
 
 # How many cases are drawn each day for each number of processes. `make sweep` tries all of them under all plans.
 DRAWN = {1: 40, 2: 30, 3: 10}
@@ -83,8 +83,7 @@ def of_today(everything, number):
 
 @pytest.mark.parametrize("width", DRAWN)
 def test_the_outcomes_are_those_of_the_table(width) -> None:
-    plans = [name for name, plan in PLANS.items() if width in plan.widths]
-    cases = [(case, plan) for kind in KINDS.values() for case in kind for plan in plans]
+    cases = [(case, plan) for kind, of_kind in KINDS.items() for case in of_kind for plan in plans_of(kind, width)]
     expected = {}
     for outcomes in known().values():
         expected |= {(name, plan): seen for name, by_plan in outcomes.items() for plan, seen in by_plan.items()}

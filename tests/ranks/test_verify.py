@@ -25,17 +25,17 @@ from verify_scripts import (
 
 from paceline.base import env as environment
 from paceline.cli import main as command_line
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline.testing import RankFailed, run_ranks
 from paceline_lens.cli.verify import _take_own_options_after_script
-from paceline_lens.verify.case import Case, RunFailed
+from paceline_lens.verify.case import RunFailed, VerifyCase
 from paceline_lens.verify.diagnose import CAUSES
 from paceline_lens.verify.plain import PlainRecorder
 from paceline_lens.verify.recorder import Recorder
 from paceline_lens.verify.recording import read_all
 from paceline_lens.verify.verifier import Verification, Verifier
 
-# Those that `make test` runs: one of each way of telling; the others take minutes together.
+# Those that `make test-all` runs: one of each way of telling; the others take minutes together.
 SHORT = {
     "dropout",
     "another order",
@@ -48,8 +48,13 @@ SHORT = {
     "an optimizer of copies",
     "noise with seeds of the ranks",
 }
-TWO = (Case(2),)
-PLANS = [Case(2, {"zero": 2}), Case(2, {"shard": 2}), Case(4, {"zero": 3}), Case(4, {"shard": 2, "replicate": 2})]
+TWO = (VerifyCase(2),)
+PLANS = [
+    VerifyCase(2, {"zero": 2}),
+    VerifyCase(2, {"shard": 2}),
+    VerifyCase(4, {"zero": 3}),
+    VerifyCase(4, {"shard": 2, "replicate": 2}),
+]
 
 
 def names(scripts):
@@ -78,7 +83,7 @@ class ForkedRuns:
 
     def run_plain(self):
         folder = self._folder()
-        return self._run(folder, PlainRecorder(folder, self.steps, environment.snapshot()), self.plain, Case(1))
+        return self._run(folder, PlainRecorder(folder, self.steps, environment.snapshot()), self.plain, VerifyCase(1))
 
     def _folder(self):
         self.count += 1

@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import pytest
+from choose_tests import names_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,19 +25,6 @@ def statements(tree: ast.AST, *, into_functions: bool) -> Iterator[ast.AST]:
             continue
         yield node
         yield from statements(node, into_functions=into_functions)
-
-
-def _names(node: ast.AST, package: str) -> list[str]:
-    """Dotted names that an import statement may load; `from a import b` gives `a.b`, which may be a name in `a`."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        base = node.module or ""
-        if node.level:
-            above = package.split(".")[: len(package.split(".")) - node.level + 1]
-            base = ".".join([*above, *([base] if base else [])])
-        return [f"{base}.{alias.name}" for alias in node.names]
-    return []
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,7 @@ class Module:
             (node.lineno, name)
             for node in statements(self.tree, into_functions=into_functions)
             if isinstance(node, ast.Import | ast.ImportFrom)
-            for name in _names(node, package)
+            for name in names_of(node, package)
         ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-# Names on PyPI, spelt as pip takes them. `{package}` and `{name}` stand for one of these, filled in later.
+# Names on PyPI, spelt as pip takes them. `{package}`, `{library}` and `{name}` stand for one of these, filled in later.
 ON_PYPI = {
     "accelerate",
     "cloudpickle",
@@ -35,6 +35,7 @@ ON_PYPI = {
     "rich",
     "transformers",
     "{package}",
+    "{library}",
     "{name}",
 }
 INSTALL = re.compile(r"pip install ([^`'\"\n)]*(?:\"[^\"\n]*\")?)")

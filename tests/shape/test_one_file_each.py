@@ -160,9 +160,9 @@ class Toy(CheckpointFormat):
         return Summary(step=7)
 
     def read(self, store, folder, state, names):
-        from paceline.checkpoint.format.translation import Translation
+        from paceline.checkpoint.format.translation import StateTranslation
 
-        translation = Translation(state, {"models"}, names)
+        translation = StateTranslation(state, {"models"}, names)
         translation.add_model("model", self.weights(store, folder, ""))
         translation.set("run", {**state.run.state_dict(), "step": 7})
         return translation.opened()
@@ -436,7 +436,7 @@ def test_a_precision(add: Add) -> None:
         Accelerator(mixed_precision="toy", cpu=True)
     add("paceline.precisions", PRECISION)
     assert (kind.metavar, kind.expected) == ("toy|no|fp16|bf16", "toy, no, fp16 or bf16")
-    assert resolve_run({}, {"PACELINE_MIXED_PRECISION": "Toy"}).settings.mixed_precision == "toy"
+    assert resolve_run(env={"PACELINE_MIXED_PRECISION": "Toy"}).settings.mixed_precision == "toy"
 
     accelerator = Accelerator(mixed_precision="toy", cpu=True)
     model = accelerator.prepare(torch.nn.Linear(2, 2))

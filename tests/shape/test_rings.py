@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from choose_tests import imported_names
+
 FIELDS = Path(__file__).with_name("fields_written_elsewhere.txt")
 
 # Files that import each other in a ring, imports for type checkers and those in functions included. A ring may lose files or
@@ -19,16 +21,6 @@ RINGS = {
     "loaders, and the stack of those that are iterated": "paceline.data: active loader origins",
     "membership: one state in five classes": """
         paceline_hosts.membership: errors following leadership membership search store
-    """,
-    "the engine of DeepSpeed's names and its collaborators": """
-        paceline_deepspeed: checkpoint consolidation engine flops_profiler getters loader module_state monitors
-        profiling scheduler
-    """,
-    "the accelerator of accelerate's names, which its states know": """
-        paceline_accelerate: accelerator accelerator_arguments checkpoint checkpoint_functions data_loader
-        deepspeed_preparation deepspeed_wrappers dispatch_reader gradient_state loader_classes loader_feed metrics
-        offloaded_state operations optimizer parallelism_config participation preparation random_streams rank_logger scheduler
-        state surroundings tracking wrapping
     """,
 }
 
@@ -43,13 +35,7 @@ HOLDERS_OF_OTHERS = ("args", "ctx", "namespace", "parser", "action", "sys")
 def imports_of(module) -> Iterator[str]:
     """Dotted names that a module imports anywhere, also for type checkers alone."""
     package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
-    for node in ast.walk(module.tree):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-            base = ".".join([*above, *([node.module] if node.module else [])])
-            yield from (f"{base}.{alias.name}" for alias in node.names)
+    return imported_names(module.tree, package)
 
 
 def graph_of(modules) -> dict[str, set[str]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 
+AXES = ("context", "pipeline", "tensor")  # packages of strategies
 CONTAINERS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 MAKERS = {"dict", "list", "set", "defaultdict", "deque", "count", "OrderedDict", "Counter", "ContextVar"}
 WRITERS = {"append", "add", "update", "pop", "popitem", "setdefault", "extend", "insert", "remove", "discard", "clear"}
@@ -64,3 +65,15 @@ def test_such_state_is_seen() -> None:
         "    _OPEN[x] = _TABLE['a']\n"
     )
     assert seen == ["_UNITS", "_NAMES", "_OPEN"]
+
+
+def test_strategies_of_different_axes_do_not_import_each_other(modules) -> None:
+    """What two of them need is a file beside their packages; so none reads the options of another."""
+    wrong = []
+    for name, module in modules.items():
+        packages = {axis for axis in AXES if name.startswith(f"paceline.parallel.{axis}.")}
+        others = tuple(f"paceline.parallel.{axis}." for axis in AXES if axis not in packages)
+        for node in ast.walk(module.tree) if packages else ():
+            if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(others):
+                wrong.append(f"{name}: {node.module}")
+    assert not wrong, wrong

@@ -11,7 +11,7 @@ from torch_sweep import loaders
 from torch_sweep.loaders import LOADERS
 from torch_sweep.modules import MODULES
 from torch_sweep.optimizers import AVERAGES, OPTIMIZERS, SCHEDULERS
-from torch_sweep.runs import PLANS, Case, sweep
+from torch_sweep.runs import Case, plans_of, sweep
 
 PATH = Path(__file__).with_name("outcomes.json")
 KINDS: dict[str, list[Case]] = {
@@ -36,7 +36,7 @@ def run_all() -> dict[str, dict[str, dict[str, str]]]:
     for kind, cases in KINDS.items():
         outcomes[kind] = {case.name: {} for case in cases}
         for width in WIDTHS:
-            for plan in [name for name, plan in PLANS.items() if width in plan.widths]:
+            for plan in plans_of(kind, width):
                 print(f"{kind}, {plan}, width {width}", file=sys.stderr, flush=True)
                 for begin in range(0, len(cases), AT_ONCE):
                     part = [(case, plan) for case in cases[begin : begin + AT_ONCE]]

@@ -30,6 +30,8 @@ from paceline.world.sharded import whole
 
 ROWS, BATCH, FEATURES, WORDS, EPOCHS = 12, 6, 12, 12, 2
 TOLERANCE = 1e-10
+# Products are rounded to 8 bits, and on several processes gradients are rounded before they are added up.
+LOW_PRECISION_TOLERANCE = 0.05
 
 
 class Twins(nn.Module):
@@ -53,12 +55,24 @@ class Plan:
         options: of strategies, for a case.
         widths: the numbers of processes on which it is tried.
         twins: whether the model is two of the case's.
+        precision: "bf16" for weights in float32 and `torch.autocast`; else everything is in float64.
+        kinds: of the cases that are tried; all of them if there is none.
     """
 
     settings: Callable[[int], dict[str, Any]]
     options: Callable[[Case], dict[str, Any]] = lambda case: {}
     widths: tuple[int, ...] = (2, 3)
     twins: bool = False
+    precision: str = "no"
+    kinds: tuple[str, ...] = ()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.precision == "no" else torch.float32
+
+    @property
+    def tolerance(self) -> float:
+        return TOLERANCE if self.precision == "no" else LOW_PRECISION_TOLERANCE
 
 
 @dataclass(frozen=True)
@@ -96,17 +110,25 @@ PLANS: dict[str, Plan] = {
     "shard": Plan(lambda width: {"shard": width, "zero": 3}),
     "tp": Plan(lambda width: {"tp": width}, lambda case: {"tensor": {"plan": case.divided}}),
     "recompute": Plan(lambda width: {"replicate": width, "recompute": "blocks"}, widths=(1, 2, 3), twins=True),
+    "bf16": Plan(lambda width: {"replicate": width}, widths=(1, 2), precision="bf16", kinds=("modules",)),
 }
+
+
+def plans_of(kind: str, width: int) -> list[str]:
+    """The names of the plans under which cases of a kind are tried on so many processes."""
+    return [name for name, plan in PLANS.items() if width in plan.widths and (not plan.kinds or kind in plan.kinds)]
+
+
 # Under these, ranks read different samples and hold the same model.
 DATA_PARALLEL = ("replicate", "zero 1", "zero 2", "shard")
 
 
-def data() -> TensorDataset:
+def data(dtype: torch.dtype = torch.float64) -> TensorDataset:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(ROWS, FEATURES, generator=generator, dtype=torch.float64)
     words = torch.randint(0, WORDS, (ROWS, 3), generator=generator)
     y = torch.randn(ROWS, generator=generator, dtype=torch.float64)
-    return TensorDataset(x, words, y)
+    return TensorDataset(x.to(dtype), words, y.to(dtype))
 
 
 def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool = False) -> dict[str, Any]:
@@ -122,15 +144,17 @@ def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool 
     build = case.model
     if mended and case.plain_model is not None:
         build = case.plain_model
-    model = Twins(build).double() if plan.twins else build().double()
+    model = Twins(build) if plan.twins else build()
+    model = model.to(plan.dtype)
     module = model
     average = case.average(model) if case.average else None
     optimizer = case.optimizer(list(model.parameters()))
     scheduler = case.scheduler(optimizer) if case.scheduler else None
-    loader = DataLoader(data(), BATCH)
+    loader = DataLoader(data(plan.dtype), BATCH)
     if accelerator is not None:
         model, average, optimizer, loader = accelerator.prepare(model, average, optimizer, loader)
         scheduler = accelerator.prepare(scheduler) if scheduler else None
+    in_plain_bf16 = plan.precision == "bf16" and accelerator is None
     losses = []
     rates = []
     for _ in range(EPOCHS):
@@ -138,7 +162,10 @@ def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool 
 
             def compute(x: Tensor = x, words: Tensor = words, y: Tensor = y) -> Tensor:
                 optimizer.zero_grad()
-                loss = (model(x, words) - y).square().mean()
+                with torch.autocast("cpu", torch.bfloat16, enabled=in_plain_bf16):
+                    output = model(x, words)
+                # Paceline gives outputs in the precision of the weights.
+                loss = (output.to(plan.dtype) - y).square().mean()
                 if accelerator is None:
                     loss.backward()
                 else:
@@ -172,8 +199,9 @@ def train(case: Case, plan: Plan, accelerator: Accelerator | None, mended: bool 
     # Afterwards, since an embedding with `max_norm` changes its weight in evaluation, too.
     model.eval()
     with torch.no_grad():
-        x, words, _ = data()[:BATCH]
-        evaluated = whole(model(x, words))
+        x, words, _ = data(plan.dtype)[:BATCH]
+        with torch.autocast("cpu", torch.bfloat16, enabled=in_plain_bf16):
+            evaluated = whole(model(x, words)).to(plan.dtype)
     return {
         "losses": losses,
         "rates": rates,
@@ -205,7 +233,9 @@ def outcome(case: Case, plan: Plan, want: dict[str, Any] | Exception, accelerato
     except PacelineError as error:
         return f"refused {error.code}"
     except Exception as error:  # what the sweep looks for
-        if isinstance(want, Exception) and type(error) is type(want):
+        # `want` may be that of a model without torch's fault.
+        alone = want if isinstance(want, Exception) else plain(case, plan, width=1)
+        if isinstance(alone, Exception) and type(error) is type(alone):
             return "as torch"
         return f"RAW {type(error).__name__}: {str(error)[:300]}"
     if isinstance(want, Exception):
@@ -220,9 +250,9 @@ def outcome(case: Case, plan: Plan, want: dict[str, Any] | Exception, accelerato
     blank = {"losses": [], "rates": []}
     spread = max(apart({**other, **blank}, {**everything[0], **blank}) for other in everything)
     named = "random_layers(" in explained or "buffers(" in explained
-    if spread > 0 and not ("random_layers(" in explained and spread < TOLERANCE):
+    if spread > 0 and not ("random_layers(" in explained and spread < plan.tolerance):
         return f"WRONG replicas differ by {spread:.2g}"
-    if difference > TOLERANCE:
+    if difference > plan.tolerance:
         return "named" if named else f"WRONG by {difference:.2g}"
     together = "batch_layers(" in explained or "batch_norm.statistics = synced" in explained
     return "synchronised" if together else "exact"
@@ -249,9 +279,13 @@ def sweep(
         The outcome by the names of the case and of the plan.
     """
     torch.set_num_threads(1)
-    wanted: dict[tuple[str, bool, bool], Any] = {}
+
+    def key_of(case: Case, name: str) -> tuple[object, ...]:
+        return (case.name, PLANS[name].twins, PLANS[name].precision, name == "tp")
+
+    wanted: dict[tuple[object, ...], Any] = {}
     for case, name in chosen:
-        key = (case.name, PLANS[name].twins, name == "tp")
+        key = key_of(case, name)
         if key not in wanted:
             wanted[key] = plain(case, PLANS[name], width)
 
@@ -270,12 +304,14 @@ def sweep(
                 if accelerator is None or plan.options(case) != options:
                     options = plan.options(case)
                     accelerator = Accelerator(
-                        cpu=True, split_batches=True, plan=plan.settings(width) or None, options=options
+                        cpu=True,
+                        split_batches=True,
+                        plan=plan.settings(width) or None,
+                        options=options,
+                        mixed_precision=plan.precision,
                     )
                     draft = accelerator.run.plan
-                outcomes[case.name, name] = outcome(
-                    case, plan, wanted[case.name, plan.twins, name == "tp"], accelerator
-                )
+                outcomes[case.name, name] = outcome(case, plan, wanted[key_of(case, name)], accelerator)
                 accelerator.free_memory()
                 accelerator.run.plan = draft  # without what the plan says of this model
                 # A step of any optimizer is told to all runs that are referenced still.

@@ -122,8 +122,8 @@ def test_prometheus_scrapes_a_run_that_goes_on(prometheus: str, watched: Path) -
     assert data == {"0": 0.0, "1": 0.4}
     writer = JournalWriter(watched / rank_file(0))
     writer.append(records.Tick(8, 100, 128, None, "data", ms={"forward": 900}, steps=5))
-    writer.append(records.Values(8, {"train/loss ü": 0.25, "odd": math.nan, "high": math.inf}))
-    writer.append(records.Values(8, {f"name {number}": number for number in range(9000)}))
+    writer.append(records.ValuesLogged(8, {"train/loss ü": 0.25, "odd": math.nan, "high": math.inf}))
+    writer.append(records.ValuesLogged(8, {f"name {number}": number for number in range(9000)}))
     writer.close()
     until(prometheus, "paceline_samples_total", lambda answer: answer == {"": 128.0})
     assert ask(prometheus, 'paceline_value{name="train/loss ü"}') == {"train/loss ü": 0.25}

@@ -26,8 +26,8 @@ from paceline_hosts.doctor.checks import (
 from paceline_hosts.doctor.facts import (
     AllReduce,
     AllReduces,
-    Clock,
-    Connection,
+    ClockFacts,
+    ConnectionFacts,
     DeviceHealth,
     Devices,
     Examination,
@@ -35,8 +35,8 @@ from paceline_hosts.doctor.facts import (
     HostFacts,
     Interface,
     Limit,
-    Link,
-    Lookup,
+    LinkFacts,
+    LookupFacts,
     Network,
     Processors,
     Versions,
@@ -77,9 +77,9 @@ def cluster(count: int = 3, **changes: object) -> Examination:
         examination_hosts,
         {},
         {f"node{number}": host(number) for number in range(count)},
-        {name: Clock(0.001, 0.0005) for name in examination_hosts} if count > 1 else {},
-        tuple(Connection(source, target, f"10.0.0.{target[-1]}", 40000, "open") for source, target in pairs),
-        tuple(Link(source, target, 1e-4, 1.1e9) for source, target in pairs),
+        {name: ClockFacts(0.001, 0.0005) for name in examination_hosts} if count > 1 else {},
+        tuple(ConnectionFacts(source, target, f"10.0.0.{target[-1]}", 40000, "open") for source, target in pairs),
+        tuple(LinkFacts(source, target, 1e-4, 1.1e9) for source, target in pairs),
         AllReduces("gloo", count, (AllReduce(1 << 20, 2e-3), AllReduce(16 << 20, 25e-3))) if count > 1 else None,
         "/shared",
         False,
@@ -282,8 +282,8 @@ def test_variables_that_name_wrong_interfaces() -> None:
 
 
 def test_slow_unknown_and_wrong_names() -> None:
-    right = Lookup("node0", "node0", "10.0.0.0", 0.01)
-    asked = Lookup("node0", "10.0.0.0", "", 6.0, finished=False)
+    right = LookupFacts("node0", "node0", "10.0.0.0", 0.01)
+    asked = LookupFacts("node0", "10.0.0.0", "", 6.0, finished=False)
     finding = only(names.judge(with_host(1, lookups=(right, asked))))
     assert summary(finding) == ("warning", "names-slow", "node1")
     assert "looking up 10.0.0.0 has no answer after 6 s" in finding.what
@@ -337,24 +337,26 @@ def test_other_reasons_for_a_port_to_be_closed() -> None:
 
 
 def test_clocks() -> None:
-    offsets = {"node0": Clock(0.0, 0.001), "node1": Clock(3.2, 0.002), "node2": Clock(0.001, 0.001)}
+    offsets = {"node0": ClockFacts(0.0, 0.001), "node1": ClockFacts(3.2, 0.002), "node2": ClockFacts(0.001, 0.001)}
     finding = only(clocks.judge(cluster(3, clocks=offsets)))
     assert summary(finding) == ("problem", "clock", "node1")
     assert finding.what == "its clock is 3.2 s ahead of the others (within 2 ms)"
     assert finding.fix == 'on node1: `sudo date -s "@$(ssh node0 date +%s.%N)"`'
-    behind = replace(with_host(1, programs=("chronyc", "timedatectl")), clocks={**offsets, "node1": Clock(-0.5, 0.1)})
+    behind = replace(
+        with_host(1, programs=("chronyc", "timedatectl")), clocks={**offsets, "node1": ClockFacts(-0.5, 0.1)}
+    )
     finding = only(clocks.judge(behind))
     assert finding.level == "warning" and "behind" in finding.what
     assert finding.fix == "on node1: `sudo chronyc makestep`"
     # What a slow connection cannot tell is not blamed on the clock.
-    vague = {**offsets, "node1": Clock(0.5, 0.4)}
+    vague = {**offsets, "node1": ClockFacts(0.5, 0.4)}
     assert only(clocks.judge(cluster(3, clocks=vague))).level == "ok"
     with_systemd = replace(with_host(1, programs=("timedatectl",)), clocks=offsets)
     assert "set-ntp true" in only(clocks.judge(with_systemd)).fix
 
 
 def test_the_clock_of_the_starter_decides_between_two_hosts() -> None:
-    offsets = {"node0": Clock(-4.0, 0.001), "node1": Clock(0.0, 0.001)}
+    offsets = {"node0": ClockFacts(-4.0, 0.001), "node1": ClockFacts(0.0, 0.001)}
     assert only(clocks.judge(cluster(2, clocks=offsets))).where == "node0"
 
 
@@ -439,7 +441,7 @@ def links_of(rates: dict[tuple[str, str], float], speed: int | None = 10_000, la
     """Links between three hosts; pairs that are not named carry 1.1e9 bytes a second."""
     examination = cluster(3)
     rows = [
-        Link(row.source, row.target, latency_s, rates.get((row.source, row.target), row.bytes_per_s))
+        LinkFacts(row.source, row.target, latency_s, rates.get((row.source, row.target), row.bytes_per_s))
         for row in examination.links
     ]
     facts = {}

@@ -20,18 +20,18 @@ from paceline_hosts.doctor import units
 from paceline_hosts.doctor.facts import (
     AllReduce,
     AllReduces,
-    Clock,
-    Connection,
+    ClockFacts,
+    ConnectionFacts,
     Examination,
     HostFacts,
-    Link,
+    LinkFacts,
     Network,
     Processors,
     Versions,
 )
 from paceline_hosts.doctor.finding import Finding
 from paceline_hosts.doctor.hosts import AGENT, reach
-from paceline_hosts.doctor.report import Report, matrix
+from paceline_hosts.doctor.report import DoctorReport, matrix
 from paceline_hosts.doctor.rounds import SECONDS, rounds, sizes, slow_rounds
 
 
@@ -56,9 +56,9 @@ def test_the_time_of_measurements_is_bounded() -> None:
 
 def test_slow_links_are_measured_again() -> None:
     _, plan = rounds(["a", "b", "c"], 15.0)
-    links = {pair: Link(*pair, 1e-4, 1e9) for pairs in plan for pair in pairs}
+    links = {pair: LinkFacts(*pair, 1e-4, 1e9) for pairs in plan for pair in pairs}
     assert slow_rounds(plan, links) == []
-    links["a", "c"] = Link("a", "c", 1e-4, 0.4e9)
+    links["a", "c"] = LinkFacts("a", "c", 1e-4, 0.4e9)
     assert slow_rounds(plan, links) == [[("a", "c")]]
     assert slow_rounds(plan, {}) == []
 
@@ -119,16 +119,16 @@ def examination(**changes: object) -> Examination:
     for name in ("node0", "node1"):
         versions = Versions("0.1.0", "3.11.7", "python", "2.13.0", "", "", ("gloo",))
         facts[name] = HostFacts(versions, Network(name, (), ()), Processors(2, 2), shared_memory=(1 << 33, 1 << 33))
-    link = Link("node0", "node1", 1e-4, 1e9)
+    link = LinkFacts("node0", "node1", 1e-4, 1e9)
     return Examination(
-        ("node0", "node1"), {}, facts, {"node0": Clock(0.0, 0.1)}, (Connection("node0", "node1", "x", 1, "open"),),
+        ("node0", "node1"), {}, facts, {"node0": ClockFacts(0.0, 0.1)}, (ConnectionFacts("node0", "node1", "x", 1, "open"),),
         (link,), AllReduces("gloo", 2, (AllReduce(4096, 0.1),)), **changes,
     )  # fmt: skip
 
 
 def test_a_report_puts_the_worst_last() -> None:
     silent = replace(examination(), silent={"node1": "folder: it did not answer within 12 s"})
-    report = Report.of(silent, 12.345)
+    report = DoctorReport.of(silent, 12.345)
     levels = [finding.level for _, finding in report.findings]
     assert levels == sorted(levels, key=("ok", "warning", "problem").index)
     assert report.exit_code == 1
@@ -145,13 +145,13 @@ def test_a_report_puts_the_worst_last() -> None:
 
 
 def test_no_problem_is_exit_code_0() -> None:
-    assert Report(examination(), (("x", Finding("warning", "x", "node0", "what", "fix")),), 1.0).exit_code == 0
+    assert DoctorReport(examination(), (("x", Finding("warning", "x", "node0", "what", "fix")),), 1.0).exit_code == 0
     with pytest.raises(AssertionError, match="a fix belongs to each"):
         Finding("problem", "x", "node0", "what")
 
 
 def test_a_matrix() -> None:
-    links = (Link("a", "b", 1e-4, 1e9), Link("b", "long", 1e-4, 1e6))
+    links = (LinkFacts("a", "b", 1e-4, 1e9), LinkFacts("b", "long", 1e-4, 1e6))
     assert matrix(["a", "b", "long"], links, lambda link: units.rate(link.bytes_per_s)) == [
         "        a         b      long",
         "  a        8 Gbit/s         -",

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from free_ports import free_port
 
-from paceline_hosts.doctor.facts import Link
+from paceline_hosts.doctor.facts import LinkFacts
 from paceline_hosts.doctor.host import links, network, nvidia, system
 from paceline_hosts.doctor.host.folder import NUM_BYTES, FolderProbe, file_system
 
@@ -179,7 +179,7 @@ def test_a_resolver_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_ports_and_a_link_over_loopback() -> None:
-    with closing(links.Listener(TOKEN)) as listener:
+    with closing(links.LinkListener(TOKEN)) as listener:
         closed_port = free_port()
         peers = {
             "open": (["127.0.0.1"], listener.port),
@@ -199,7 +199,7 @@ def test_ports_and_a_link_over_loopback() -> None:
         other = links.connections("here", {"other": (["127.0.0.1"], listener.port)}, TOKEN[::-1])
         assert other[0].outcome == "other"
         link = links.measure("here", "there", "127.0.0.1", listener.port, TOKEN, 0.1)
-        assert isinstance(link, Link)
+        assert isinstance(link, LinkFacts)
         assert link.latency_s > 0 and link.bytes_per_s > 0
 
 

@@ -60,6 +60,27 @@ def recorded(loss: Any) -> Any:
     return function
 
 
+def recorded_backward(backward: Any) -> Any:
+    """Returns a `backward` that records its tensor, for programs that compute a loss without a function for it."""
+
+    @wraps(backward)
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        record(self.full_tensor() if hasattr(self, "full_tensor") else self)
+        return backward(self, *args, **kwargs)
+
+    return method
+
+
+def over_gloo(init: Any) -> Any:
+    """Returns an `init_process_group` that takes gloo in place of NCCL, and names no device."""
+
+    @wraps(init)
+    def function(backend: Any = None, *args: Any, device_id: Any = None, **kwargs: Any) -> Any:
+        return init("gloo" if backend == "nccl" else backend, *args, **kwargs)
+
+    return function
+
+
 def without_cuda(value: Any) -> Any:
     """Returns the CPU in place of a CUDA device."""
     import torch
@@ -71,14 +92,16 @@ def without_cuda(value: Any) -> Any:
     return value
 
 
-def on_cpu(function: Any) -> Any:
-    """Returns a function that takes each of its arguments through `without_cuda`."""
+def on_cpu(function: Any, numbers: bool = False) -> Any:
+    """Returns a function that takes each of its arguments through `without_cuda`; `numbers`: a number is a device too."""
 
     @wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if "device" in kwargs and isinstance(kwargs["device"], int):
             kwargs["device"] = "cpu"
         kept = [without_cuda(value) for value in args]
+        if numbers:
+            kept = ["cpu" if type(value) is int else value for value in kept]
         return function(*kept, **{name: without_cuda(value) for name, value in kwargs.items()})
 
     return wrapper
@@ -88,10 +111,20 @@ def shim_torch(torch: Any) -> None:
     """Replaces what needs CUDA, and the losses."""
     torch.manual_seed(0)
     functional = torch.nn.functional
-    for name in LOSSES:
+    by_backward = bool(os.environ.get("PROGRAMS_BACKWARD"))
+    for name in () if by_backward else LOSSES:
         setattr(functional, name, recorded(getattr(functional, name)))
+    torch.distributed.init_process_group = over_gloo(torch.distributed.init_process_group)
+    if by_backward:
+        torch.Tensor.backward = recorded_backward(torch.Tensor.backward)
+    torch.Tensor.pin_memory = lambda self, *_, **__: self
+    if os.environ.get("PROGRAMS_ACCELERATOR"):  # for programs that ask which one there is, and take no answer "none"
+        torch.accelerator.is_available = lambda: True
+        torch.accelerator.device_count = lambda: 8
+        torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
+        torch.accelerator.set_device_index = lambda *_: None
     for owner in (torch.Tensor, torch.nn.Module):
-        owner.to = on_cpu(owner.to)
+        owner.to = on_cpu(owner.to, numbers=True)
         owner.cuda = lambda self, *_, **__: self
     for name in FACTORIES:
         setattr(torch, name, on_cpu(getattr(torch, name)))
@@ -108,14 +141,28 @@ def shim_torch(torch: Any) -> None:
         setattr(torch.cuda, name, lambda *_, **__: 0)
 
 
+def shim_distributed(distributed: Any) -> None:
+    """Makes DDP take modules on the CPU from programs that name a device."""
+    plain = distributed.DistributedDataParallel.__init__
+
+    @wraps(plain)
+    def init(
+        self: Any, module: Any, device_ids: Any = None, output_device: Any = None, *args: Any, **kwargs: Any
+    ) -> None:
+        plain(self, module, None, None, *args, **kwargs)
+
+    distributed.DistributedDataParallel.__init__ = init
+
+
 def shim_torchvision(datasets: Any) -> None:
     """Draws data sets in place of downloads; as many classes and the same shapes, but fewer samples."""
     import torch
 
     def small(size: tuple[int, ...], classes: int) -> Any:
         class Drawn(torch.utils.data.Dataset):  # type: ignore[type-arg]
-            def __init__(self, *_: Any, transform: Any = None, target_transform: Any = None, **__: Any) -> None:
-                self.transform = transform
+            def __init__(self, *given: Any, transform: Any = None, target_transform: Any = None, **_: Any) -> None:
+                positional = [value for value in given if callable(value)]
+                self.transform = positional[0] if positional else transform
                 self.classes = [f"class{number}" for number in range(classes)]
 
             def __len__(self) -> int:
@@ -165,6 +212,7 @@ def shim_config(config: Any) -> None:
 SHIMS = {
     "deepspeed.runtime.config": shim_config,
     "torch": shim_torch,
+    "torch.nn.parallel.distributed": shim_distributed,
     "torchvision.datasets": shim_torchvision,
     "deepspeed.comm.torch": shim_deepspeed,
     "deepspeed.accelerator.cpu_accelerator": shim_accelerator,

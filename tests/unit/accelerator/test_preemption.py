@@ -1,4 +1,4 @@
-"""`Agreement`: whichever rank is asked, and however ranks run ahead of each other, all stop after the same step."""
+"""`EndAgreement`: whichever rank is asked, and however ranks run ahead of each other, all stop after the same step."""
 
 import random
 
@@ -8,13 +8,13 @@ import torch.distributed as dist
 
 from paceline.base.errors import TrainError
 from paceline.run import preemption
-from paceline.run.preemption import LEAD, PACED, Agreement
+from paceline.run.preemption import LEAD, PACED, EndAgreement
 
 
 def played(seed: int, ranks: int, lead: int, asked: dict[int, int], most: int = 400) -> list[int]:
     """Steps after which ranks stop, where `asked[rank]` is a step at which that one is asked, and order is left to chance."""
     store, chance = dist.HashStore(), random.Random(seed)
-    agreements = [Agreement(store, rank, torch.device("cpu")) for rank in range(ranks)]
+    agreements = [EndAgreement(store, rank, torch.device("cpu")) for rank in range(ranks)]
     at, stopped = [0] * ranks, [0] * ranks
     while not all(stopped) and max(at) < most:
         # The end of step n is reached only once all others have reached that of step n - lead.
@@ -46,7 +46,7 @@ def test_nobody_stops_where_nobody_is_asked():
 
 def test_ranks_that_do_not_wait_for_each_other_say_so():
     store = dist.HashStore()
-    slow, fast = (Agreement(store, rank, torch.device("cpu")) for rank in range(2))
+    slow, fast = (EndAgreement(store, rank, torch.device("cpu")) for rank in range(2))
     assert not any(fast.reached(False) for _ in range(8))
     assert not slow.reached(True)
     with pytest.raises(TrainError, match="preemption-apart"):

@@ -95,7 +95,7 @@ def test_a_reader_never_finds_a_mix(fails_at, size, links, tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", counted(os.replace))
         patch.setattr(os, "link", counted(os.link, links))
-        patch.setattr(exporting.Files, "discard", lambda self: None)
+        patch.setattr(exporting.ExportedFiles, "discard", lambda self: None)
         with contextlib.suppress(Crash):
             save_model(Net(2.0), tmp_path, size)
     model = Net(0.0)

@@ -17,7 +17,7 @@ from paceline.base.errors import PacelineError
 from paceline.cli import launch
 from paceline.cli.main import parsed, parser_for
 from paceline.launch import host
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline_deepspeed import cli as deepspeed
 
 SCRIPT = """

@@ -191,3 +191,18 @@ def test_ps_in_json(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (row,) = json.loads(capsys.readouterr().out)
     assert (row["name"], row["state"], row["step"], row["total"]) == ("going", "running", 240, 240)
     assert row["steps_per_s"] == pytest.approx(4.0, rel=0.05)
+
+
+def test_ps_lists_the_runs_of_a_name_or_below_a_folder(state: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    registered("digits", run_in(state / "runs" / "one", exit_code=None))
+    registered("letters")
+
+    def names(*words: str) -> list[str]:
+        assert main(["ps", *words]) == 0
+        return [line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]]
+
+    assert names("digits") == ["digits"]
+    assert names(str(state / "runs")) == ["digits"]
+    assert sorted(names(".")) == ["digits", "letters"]
+    assert main(["ps", "numbers"]) == 0
+    assert capsys.readouterr().out.startswith("no run in the last day of the name 'numbers'")

@@ -10,6 +10,7 @@ from torch import nn
 
 from paceline.base.errors import ConfigError
 from paceline.config.options import NAME as OPTIONS
+from paceline.config.overrides import Overrides
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import resolve_run
 from paceline_deepspeed.arguments import sizes_for_auto
@@ -109,7 +110,7 @@ def test_what_it_means_can_be_merged_and_keeps_its_place():
         zero_optimization__stage=3, zero_optimization__offload_param__device="cpu", bf16__enabled="true",
         wall_clock_breakdown=True, comms_logger__enabled=True, communication_data_type="fp32",
     )  # fmt: skip
-    resolved = resolve_run({}, {}, plan=list(read(config).given))
+    resolved = resolve_run(Overrides(plan=list(read(config).given)), {})
     assert (resolved.settings.zero, resolved.settings.offload, resolved.settings.mixed_precision) == (3, "all", "bf16")
     assert resolved.settings.profile == "wall-clock,comms" and resolved.settings.options == {
         "shard": {"reduce_dtype": "float32"}

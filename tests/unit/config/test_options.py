@@ -7,6 +7,7 @@ import pytest
 
 from paceline.base.errors import ConfigError
 from paceline.config import Given, resolve_launch, resolve_run, schema
+from paceline.config.overrides import Overrides
 
 YAML = """\
 shard: 2
@@ -62,8 +63,9 @@ def test_each_option_has_its_strongest_source(path):
     flags = [Given("config", path, "command line", "--config"), flag("shard.reshard=yes"), flag("shard.prefetch=2")]
     env = {"PACELINE_OPTIONS": '{"shard": {"prefetch": 3, "min_params": 10}}'}
     told = resolve_launch(flags, env)
-    worker = resolve_run({}, {**env, **told.hand_over()}, options={"shard": {"min_params": 99, "ignored": print}},
-                         plan={"options": {"shard": {"min_params": 1}}, "tp": 2})  # fmt: skip
+    plan = {"options": {"shard": {"min_params": 1}}, "tp": 2}
+    code = Overrides(plan=plan, options={"shard": {"min_params": 99, "ignored": print}})
+    worker = resolve_run(code, {**env, **told.hand_over()})
     assert worker.settings.axes["tp"] == 2 and worker.settings.axes["shard"] == 2
     assert worker.settings.options["shard"] == {
         "reshard": "yes", "wrap": ["Block", "Head"], "prefetch": "2", "min_params": 99, "ignored": print,
@@ -101,7 +103,7 @@ def test_flags_that_say_nothing_are_errors(said, text):
 @pytest.mark.parametrize("text", ["shard", "{shard: 2}", "[shard]", "{shard: {reshard: [}}"])
 def test_a_variable_that_is_no_block_is_an_error(text):
     with pytest.raises(ConfigError) as caught:
-        resolve_run({}, {"PACELINE_OPTIONS": text})
+        resolve_run(env={"PACELINE_OPTIONS": text})
     assert caught.value.code in ("config-value", "config-syntax")
 
 
@@ -109,27 +111,27 @@ def test_blocks_of_another_form_name_the_line(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("options:\n  shard: 3\n  tensor:\n    loss: yes\n    loss: no\n")
     with pytest.raises(ConfigError) as caught:
-        resolve_run({}, {"PACELINE_CONFIG": str(path)})
+        resolve_run(env={"PACELINE_CONFIG": str(path)})
     assert [problem.code for problem in caught.value.problems] == ["config-value", "config-twice"]
     assert f"{path}:2" in str(caught.value) and f"{path}:5" in str(caught.value)
     path.write_text("options: 3\n")
     with pytest.raises(ConfigError, match="options cannot be '3'"):
-        resolve_run({}, {"PACELINE_CONFIG": str(path)})
+        resolve_run(env={"PACELINE_CONFIG": str(path)})
 
 
 def test_code_of_another_form_is_an_error():
     with pytest.raises(ConfigError) as caught:
-        resolve_run({}, {}, options={"shard": 3}, plan={"options": 4, "sahrd": 2})
+        resolve_run(Overrides(plan={"options": 4, "sahrd": 2}, options={"shard": 3}), {})
     text = str(caught.value)
     assert "options.shard cannot be 3" in text and "options cannot be 4" in text and "'shard'" in text
     assert "Accelerator(plan={'sahrd': ...})" in text
 
 
 def test_a_plan_may_be_a_file_and_flags_win_over_it(path):
-    found = resolve_run({}, {}, plan=path)
+    found = resolve_run(Overrides(plan=path), {})
     assert (found.settings.axes["shard"], found.settings.options["shard"]["reshard"]) == (2, "no")
     assert rows(found)["options.shard.reshard"] == ("no", "file", f"{path}:4")
     env = resolve_launch([Given("shard", "4", "command line", "--shard")], {}, search=False).hand_over()
-    assert resolve_run({}, env, plan=path).settings.axes["shard"] == 4
+    assert resolve_run(Overrides(plan=path), env).settings.axes["shard"] == 4
     with pytest.raises(ConfigError, match="nowhere"):
-        resolve_run({}, {}, plan="nowhere.yaml")
+        resolve_run(Overrides(plan="nowhere.yaml"), {})

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from dataclasses import fields
 from pathlib import Path
 from typing import NoReturn
 
@@ -9,9 +10,10 @@ import pytest
 
 from paceline.base.errors import ConfigError
 from paceline.config import Given, LaunchSettings, RunSettings, resolve_launch, resolve_run
+from paceline.config.overrides import ARGUMENTS, Overrides
 from paceline.config.places import own_default
 from paceline.config.settings import settings_of
-from paceline.config.sources import IN_CODE, hand_over
+from paceline.config.sources import hand_over
 
 SAMPLES = {  # four different values of each kind, one for each source that is not the default
     "mixed_precision": ("fp16", "bf16", "no", "fp16"),
@@ -33,6 +35,7 @@ SAMPLES = {  # four different values of each kind, one for each source that is n
     "ray_resources": ("a=1", "b=1", "c=1", "d=1"),
 }
 STRENGTH = ("file", "environment", "command line", "code")
+ARGUMENTS_OF_ITS_OWN = {field.name for field in fields(Overrides)} - {"plan", "options"}
 
 
 def samples(name):
@@ -64,14 +67,17 @@ def test_the_strongest_source_wins_for_every_subset(name, tmp_path):
             resolved = resolve_launch(flags, env, search=False)
             if name in settings_of(RunSettings):
                 code = {name: values["code"] if "code" in sources else None}
-                worker = resolve_run(code, {**env, **resolved.hand_over()})
+                said = Overrides(**code) if name in ARGUMENTS_OF_ITS_OWN else Overrides(plan=code)
+                worker = resolve_run(said, {**env, **resolved.hand_over()})
                 value, decision = worker.settings.by_name()[name], row(worker.decisions, name)
             else:
                 owner = next(part for part in (resolved.launch, *resolved.cluster.values()) if name in vars(part))
                 value, decision = getattr(owner, name), row(resolved.decisions, name)
             winner = sources[-1] if sources else "default"
             where = {"default": "", "file": f"{path}:2", "environment": setting.variable,
-                     "command line": setting.flag, "code": f"Accelerator({IN_CODE.get(name, name)}=...)"}  # fmt: skip
+                     "command line": setting.flag, "code": f"Accelerator(plan={{{name!r}: ...}})"}  # fmt: skip
+            if name in ARGUMENTS_OF_ITS_OWN:
+                where["code"] = f"Accelerator({ARGUMENTS.get(name, name)}=...)"
             assert value == (setting.kind.read(values[winner]) if sources else setting.default), sources
             assert (decision.source, decision.where) == (winner, where[winner])
             assert decision.value == value
@@ -79,7 +85,7 @@ def test_the_strongest_source_wins_for_every_subset(name, tmp_path):
 
 def test_every_setting_has_a_decision_in_order():
     single = [name for name in settings_of() if name != "options"]
-    assert [decision.field for decision in resolve_run({}, {}).decisions] == [
+    assert [decision.field for decision in resolve_run(env={}).decisions] == [
         n for n in single if n in settings_of(RunSettings)
     ]
     resolved = resolve_launch((), {}, search=False)
@@ -88,7 +94,7 @@ def test_every_setting_has_a_decision_in_order():
 
 
 def test_what_lost_is_named():
-    resolved = resolve_run({"tp": 4}, {"PACELINE_TP": "2"})
+    resolved = resolve_run(Overrides(plan={"tp": 4}), {"PACELINE_TP": "2"})
     assert row(resolved.decisions, "tp").reason == "instead of 2 (PACELINE_TP)"
 
 
@@ -108,40 +114,47 @@ def test_the_last_flag_wins():
     ],
 )
 def test_accelerates_variables_are_read(variable, text, name, value):
-    resolved = resolve_run({}, {variable: text})
+    resolved = resolve_run(env={variable: text})
     assert resolved.settings.by_name()[name] == value
     assert row(resolved.decisions, name).where == variable
 
 
 def test_code_beats_accelerates_variable():
-    resolved = resolve_run({"accumulate": 4}, {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"})
+    resolved = resolve_run(Overrides(accumulate=4), {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "8"})
     assert resolved.settings.accumulate == 4
 
 
 def test_our_variable_beats_accelerates():
     env = {"PACELINE_MIXED_PRECISION": "bf16", "ACCELERATE_MIXED_PRECISION": "fp16"}
-    assert resolve_run({}, env).settings.mixed_precision == "bf16"
+    assert resolve_run(env=env).settings.mixed_precision == "bf16"
 
 
 def test_an_empty_variable_says_nothing():
-    assert resolve_run({}, {"PACELINE_TP": ""}).settings.axes["tp"] == 1
+    assert resolve_run(env={"PACELINE_TP": ""}).settings.axes["tp"] == 1
 
 
 def test_a_misspelt_variable_is_noticed():
     variables = {"PACELINE_MIXED_PRECISON": "fp16"}
-    [notice] = resolve_run({}, variables).notices
+    [notice] = resolve_run(env=variables).notices
     assert "PACELINE_MIXED_PRECISION" in notice
     handed = resolve_launch({}, variables).hand_over()
-    assert not resolve_run({}, {**variables, **handed}).notices  # the launcher has said it
+    assert not resolve_run(env={**variables, **handed}).notices  # the launcher has said it
 
 
 def test_all_bad_values_are_reported_at_once():
     with pytest.raises(ConfigError) as caught:
-        resolve_run({"tp": "two", "nonsense": 1}, {"PACELINE_CPU": "maybe"})
+        resolve_run(Overrides(plan={"tp": "two", "nonsense": 1}), {"PACELINE_CPU": "maybe"})
     codes = [problem.code for problem in caught.value.problems]
     assert sorted(codes) == ["config-key", "config-value", "config-value"]
     text = str(caught.value)
-    assert "Accelerator(tp=...)" in text and "PACELINE_CPU" in text and "yes or no" in text
+    assert "Accelerator(plan={'tp': ...})" in text and "PACELINE_CPU" in text and "yes or no" in text
+
+
+def test_an_override_has_the_type_of_its_setting():
+    settings = {field.name: field.type for field in fields(RunSettings)}
+    for override in fields(Overrides):
+        if override.name not in ("plan", "options"):
+            assert override.type in (settings[override.name], f"{settings[override.name]} | None")
 
 
 def test_the_handed_variable_holds_flags_and_file_alone(tmp_path):
@@ -159,22 +172,22 @@ def test_the_handed_variable_holds_flags_and_file_alone(tmp_path):
 @pytest.mark.parametrize("text", ["{", "[1]", '{"tp": 2}', '{"tp": [2]}'])
 def test_a_broken_handed_variable_is_an_error(text):
     with pytest.raises(ConfigError) as caught:
-        resolve_run({}, {"PACELINE_SETTINGS": text})
+        resolve_run(env={"PACELINE_SETTINGS": text})
     assert caught.value.code == "settings-handed"
 
 
 def test_without_our_launcher_the_named_file_is_read(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("tp: 2\nprocs: 4\n")
-    assert resolve_run({}, {"PACELINE_CONFIG": str(path)}).settings.axes["tp"] == 2
-    assert resolve_run({}, {"PACELINE_CONFIG": str(path), "PACELINE_SETTINGS": "{}"}).settings.axes["tp"] == 1
+    assert resolve_run(env={"PACELINE_CONFIG": str(path)}).settings.axes["tp"] == 2
+    assert resolve_run(env={"PACELINE_CONFIG": str(path), "PACELINE_SETTINGS": "{}"}).settings.axes["tp"] == 1
 
 
 def test_a_bad_file_is_an_error_without_our_launcher_too(tmp_path):
     path = tmp_path / "run.yaml"
     path.write_text("tpp: 2\n")
     with pytest.raises(ConfigError) as caught:
-        resolve_run({}, {"PACELINE_CONFIG": str(path)})
+        resolve_run(env={"PACELINE_CONFIG": str(path)})
     assert caught.value.code == "config-key"
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.launcher import Job, Target
+from paceline.launch.job import Job, Target
 from paceline_hosts.network import addresses
 from paceline_hosts.network.addresses import await_main_address
 

@@ -14,7 +14,8 @@ from pathlib import Path
 import pytest
 
 from paceline.launch.failure_report import problem_of
-from paceline.launch.launcher import Failure, Job, Outcome, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import Failure, Outcome
 from paceline.launch.processes import core_files
 
 TARGET = Target("script", "train.py")

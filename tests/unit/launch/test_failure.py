@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.launch.failure_report import problem_of
-from paceline.launch.launcher import Job, Outcome, Process, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import Outcome, Process
 from paceline.launch.processes import failure
 from paceline.launch.processes.failure import first_failure
-from paceline.launch.processes.workers import Worker
+from paceline.launch.processes.spawn import Worker
 
 GLOO = "RuntimeError: [gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:33717."
 

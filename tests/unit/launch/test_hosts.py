@@ -14,8 +14,9 @@ from paceline.cli import main as cli
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
-from paceline.launch.job import job_of, without_hostfile
-from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import LAUNCHERS, Outcome, Rendered
+from paceline.launch.make_job import job_of, without_hostfile
 from paceline_hosts.assignment import Assignment
 from paceline_hosts.hosts import job_on_hosts
 

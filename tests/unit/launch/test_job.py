@@ -14,9 +14,10 @@ from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
 from paceline.launch.failure_report import describe
-from paceline.launch.job import job_of
-from paceline.launch.launcher import LAUNCHERS, Failure, Job, Outcome, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import LAUNCHERS, Failure, Outcome
 from paceline.launch.launchers.local import LAUNCHER, world_table
+from paceline.launch.make_job import job_of
 from paceline.launch.processes.output import Output
 from paceline.launch.worker.show_once import ShownTexts
 

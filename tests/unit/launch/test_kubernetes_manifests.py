@@ -11,10 +11,10 @@ import yaml
 
 from paceline_hosts.launchers.kubernetes.document import document
 from paceline_hosts.launchers.kubernetes.kinds import KINDS
-from paceline_hosts.launchers.kubernetes.kinds.kind import PODS, Kind
+from paceline_hosts.launchers.kubernetes.kinds.kind import PODS, WorkloadKind
 from paceline_hosts.launchers.kubernetes.pod import selector
 from paceline_hosts.launchers.kubernetes.run import PodRun
-from paceline_hosts.launchers.kubernetes.values import Values
+from paceline_hosts.launchers.kubernetes.values import ManifestValues
 
 kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate: `make setup`")
 pytest.importorskip("kubeflow_trainer_api", reason="needs kubeflow-trainer-api: `make setup`")
@@ -33,7 +33,7 @@ RUN = PodRun(
     script_name="train.py",
     max_restarts=3,
     queue="gpus",
-    values=Values(
+    values=ManifestValues(
         shm="16Gi",
         resources={"memory": "200Gi", "rdma/hca": "1"},
         labels={"team": "vision"},
@@ -51,7 +51,7 @@ RUN = PodRun(
 ALONE = PodRun(name="run-1", namespace="", image="i", nodes=1, procs=1, gpus=0, words=("launch", "t.py"))
 
 
-def objects(kind: Kind, run: PodRun) -> list[dict[str, Any]]:
+def objects(kind: WorkloadKind, run: PodRun) -> list[dict[str, Any]]:
     return (
         [manifest for _, manifest in kind.before(run)]
         + [kind.main(run)]
@@ -82,7 +82,7 @@ def check(manifest: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("run", [RUN, ALONE], ids=["all", "least"])
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-def test_each_manifest_fits_its_schema(kind: Kind, run: PodRun) -> None:
+def test_each_manifest_fits_its_schema(kind: WorkloadKind, run: PodRun) -> None:
     for manifest in objects(kind, run):
         check(manifest)
     for template in templates(kind, run):
@@ -96,7 +96,7 @@ def test_each_manifest_fits_its_schema(kind: Kind, run: PodRun) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-def test_a_misspelt_field_would_be_found(kind: Kind) -> None:
+def test_a_misspelt_field_would_be_found(kind: WorkloadKind) -> None:
     manifest = kind.main(RUN)
     manifest["spec"]["sucessPolicy"] = {}
     with pytest.raises((AssertionError, kubernetes_validate.ValidationError, jsonschema.ValidationError)):
@@ -123,7 +123,7 @@ def test_a_misspelt_word_would_be_found(kind: str, path: tuple[str | int, ...]) 
         check(manifest)
 
 
-def templates(kind: Kind, run: PodRun) -> list[dict[str, Any]]:
+def templates(kind: WorkloadKind, run: PodRun) -> list[dict[str, Any]]:
     """The pod templates in the manifests of a run."""
     if kind.name == "pytorchjob":
         return [replica["template"] for replica in kind.main(run)["spec"]["pytorchReplicaSpecs"].values()]
@@ -137,7 +137,7 @@ def templates(kind: Kind, run: PodRun) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-def test_what_a_pod_gets(kind: Kind) -> None:
+def test_what_a_pod_gets(kind: WorkloadKind) -> None:
     for template in templates(kind, RUN):
         (container,) = template["spec"]["containers"]
         assert container["name"] == kind.container
@@ -161,7 +161,7 @@ def test_what_a_pod_gets(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-def test_secrets_stand_in_the_secret_alone(kind: Kind) -> None:
+def test_secrets_stand_in_the_secret_alone(kind: WorkloadKind) -> None:
     for manifest in objects(kind, RUN):
         if manifest["kind"] != "Secret":
             assert "nobody reads this" not in yaml.safe_dump(manifest)
@@ -173,7 +173,7 @@ def test_secrets_stand_in_the_secret_alone(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-def test_the_printed_manifests_are_the_ones_that_are_made(kind: Kind) -> None:
+def test_the_printed_manifests_are_the_ones_that_are_made(kind: WorkloadKind) -> None:
     printed = list(yaml.safe_load_all(document(RUN, kind)))
     assert printed == [manifest for manifest in objects(kind, RUN) if manifest["kind"] != "Secret"]
 
@@ -223,7 +223,7 @@ def test_a_lost_pod_restarts_its_set_and_75_counts_as_nothing() -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-def test_kueue_finds_its_queue(kind: Kind) -> None:
+def test_kueue_finds_its_queue(kind: WorkloadKind) -> None:
     assert kind.main(RUN)["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "gpus"
     assert "kueue.x-k8s.io/queue-name" not in kind.main(ALONE)["metadata"]["labels"]
     assert kind.main(RUN)["metadata"]["namespace"] == "teams"
@@ -231,7 +231,7 @@ def test_kueue_finds_its_queue(kind: Kind) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS.values(), ids=list(KINDS))
-def test_how_the_end_is_read(kind: Kind) -> None:
+def test_how_the_end_is_read(kind: WorkloadKind) -> None:
     def status(*types: str) -> dict[str, Any]:
         return {"status": {"conditions": [{"type": type_, "status": "True", "message": "m"} for type_ in types]}}
 

@@ -10,7 +10,7 @@ import pytest
 
 from paceline.base.errors import ConfigError
 from paceline.launch import host
-from paceline.launch.launcher import Job, Target
+from paceline.launch.job import Job, Target
 from paceline.launch.rounds import Member, Report
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Heartbeat, Message

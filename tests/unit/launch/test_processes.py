@@ -13,11 +13,12 @@ from pathlib import Path
 import pytest
 
 from paceline.base.exits import PREEMPTED
-from paceline.launch.launcher import Job, Process, Rendered, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import Process, Rendered
 from paceline.launch.launchers.local import LocalHandle
-from paceline.launch.processes import workers
+from paceline.launch.processes import spawn
 from paceline.launch.processes.failure import end_frozen, stuck
-from paceline.launch.processes.workers import Worker
+from paceline.launch.processes.spawn import Worker
 from paceline.torch_internals import forks
 
 HOUR_S = 3600.0
@@ -98,11 +99,11 @@ def test_a_forked_worker_uses_torchs_threads_before_its_script_does(
 ) -> None:
     renewed: list[int | None] = []
     monkeypatch.setattr(forks, "renew_threads", renewed.append)
-    monkeypatch.setattr(workers, "kill_with_parent", lambda pid: None)
+    monkeypatch.setattr(spawn, "kill_with_parent", lambda pid: None)
     monkeypatch.setattr("numpy.random.seed", lambda: None)
     # Without the variable the user has set it for the launcher too, and torch knows it.
     for variables in ({}, {"OMP_NUM_THREADS": "3"}):
         monkeypatch.setenv("OMP_NUM_THREADS", "1")
         process = Process(0, 0, variables)
-        workers.enter_forked_worker(process, tmp_path / "report", {}, os.getpid(), leads=False, shares_output=False)
+        spawn.enter_forked_worker(process, tmp_path / "report", {}, os.getpid(), leads=False, shares_output=False)
     assert renewed == [None, 3]

@@ -14,7 +14,8 @@ from paceline.base.errors import LaunchError
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch.hostfile import Slots
-from paceline.launch.launcher import LAUNCHERS, Job
+from paceline.launch.job import Job
+from paceline.launch.launcher import LAUNCHERS
 from paceline_hosts.assignment import Assignment
 from paceline_hosts.clusters.ray import RaySettings
 from paceline_hosts.hosts import job_on_hosts

@@ -11,8 +11,9 @@ import pytest
 from paceline import LaunchError
 from paceline.cli.launch import wait_recorded
 from paceline.launch.failure_report import problem_of
-from paceline.launch.launcher import Failure, Job, Outcome, Target
-from paceline.launch.recording import NEW_FOLDER, VIEWS, Recording
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import Failure, Outcome
+from paceline.launch.recording import NEW_FOLDER, VIEWS, LaunchRecording
 from paceline.launch.rounds import Member, Round
 from paceline.watch import records
 from paceline.watch.journal import JournalReader
@@ -57,7 +58,7 @@ def decided(*hosts: str, number: int = 1, restarts: int = 0, reason: str = "") -
 
 
 def test_a_run_from_its_start_to_its_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recording = Recording(JOB)
+    recording = LaunchRecording(JOB)
     recording.begin()
     recording.round(decided("a", "b"), 0, leads=True)
     assert recording.folder == tmp_path / "runs" / "2027-01-15-080000-train" / "watch"
@@ -71,21 +72,21 @@ def test_a_run_from_its_start_to_its_end(tmp_path: Path, capsys: pytest.CaptureF
     reader = JournalReader(recording.folder)
     assert (reader.header.name, reader.header.procs, reader.header.nodes) == ("train", 4, 2)
     first, error, second, end = [line.record for line in reader.read()]
-    assert first == records.Round(0, 4, 2)
+    assert first == records.RoundStarted(0, 4, 2)
     assert isinstance(error, records.ErrorShown)
     assert (error.rank, error.code) == (1, "rank-failed")
     assert error.text.startswith("ValueError: empty")
-    assert second == records.Round(1, 4, 2, 1, "rank 1 failed", ["c"], ["b"])
-    assert end == records.End(0, "")
+    assert second == records.RoundStarted(1, 4, 2, 1, "rank 1 failed", ["c"], ["b"])
+    assert end == records.LauncherEnded(0, "")
     (run,) = registered_runs()
     assert (run.state, run.exit_code, run.watch) == ("ended", 0, str(recording.folder))
 
 
 def test_hosts_that_share_a_folder_write_files_of_their_own(tmp_path: Path) -> None:
-    recordings = [Recording(JOB) for _ in range(2)]
+    recordings = [LaunchRecording(JOB) for _ in range(2)]
     for index in (1, 0):
         recordings[index].round(decided("a", "b"), index, leads=index == 0)
-    late = Recording(JOB)
+    late = LaunchRecording(JOB)
     late.round(decided("b", "c", number=2), 1, leads=False)  # b has become the first, and c has the number that b had
     folder = recordings[0].folder
     assert recordings[1].folder == late.folder == folder
@@ -96,7 +97,7 @@ def test_hosts_that_share_a_folder_write_files_of_their_own(tmp_path: Path) -> N
 
 
 def test_two_runs_of_one_second_have_a_folder_each() -> None:
-    first, second = Recording(JOB), Recording(JOB)
+    first, second = LaunchRecording(JOB), LaunchRecording(JOB)
     first.round(decided("a"), 0, leads=True)
     later = decided("a")
     second.round(Round(1, 0, later.members, founded_at=later.founded_at + 0.1), 0, leads=True)
@@ -106,7 +107,7 @@ def test_two_runs_of_one_second_have_a_folder_each() -> None:
 
 
 def test_hosts_that_make_the_folder_at_the_same_time_share_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second = Recording(JOB), Recording(JOB)
+    first, second = LaunchRecording(JOB), LaunchRecording(JOB)
     real = Path.rename
 
     def late(source: Path, target: Path) -> Path:
@@ -121,7 +122,7 @@ def test_hosts_that_make_the_folder_at_the_same_time_share_it(tmp_path: Path, mo
 
 
 def test_a_run_that_is_not_watched_writes_no_journal(tmp_path: Path) -> None:
-    recording = Recording(Job(Target("module", "package.train")))
+    recording = LaunchRecording(Job(Target("module", "package.train")))
     recording.begin()
     recording.round(decided("a"), 0, leads=True)
     (run,) = registered_runs()
@@ -132,7 +133,7 @@ def test_a_run_that_is_not_watched_writes_no_journal(tmp_path: Path) -> None:
 
 
 def test_a_forked_process_ends_nothing() -> None:
-    recording = Recording(JOB)
+    recording = LaunchRecording(JOB)
     recording.begin()
     recording.round(decided("a"), 0, leads=True)
     child = os.fork()
@@ -148,12 +149,12 @@ def test_a_forked_process_ends_nothing() -> None:
 def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
     (tmp_path / "runs").touch()
     with pytest.raises(LaunchError) as error:
-        Recording(JOB)
+        LaunchRecording(JOB)
     assert error.value.code == "watch-write"
 
 
 def test_the_host_that_leads_serves_the_page_until_the_run_ends(page: type[Page]) -> None:
-    first, second = Recording(JOB), Recording(JOB)
+    first, second = LaunchRecording(JOB), LaunchRecording(JOB)
     first.round(decided("a", "b"), 0, leads=True)
     second.round(decided("a", "b"), 1, leads=False)
     assert page.served == [first.folder] and page.ended == []
@@ -172,14 +173,14 @@ def test_the_host_that_leads_serves_the_page_until_the_run_ends(page: type[Page]
 
 
 def test_a_launcher_that_cannot_go_on() -> None:
-    recording = Recording(JOB)
+    recording = LaunchRecording(JOB)
     recording.round(decided("a"), 0, leads=True)
     recording.refused(LaunchError("launch-cut-off", "too few nodes are left."))
     assert recording.folder is not None
     *_, error, end = [line.record for line in JournalReader(recording.folder).read()]
     assert isinstance(error, records.ErrorShown)
     assert error.code == "launch-cut-off"
-    assert end == records.End(1, "too few nodes are left.")
+    assert end == records.LauncherEnded(1, "too few nodes are left.")
 
 
 class _Elsewhere:

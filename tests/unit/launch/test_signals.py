@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.launch.launcher import Job, Target
+from paceline.launch.job import Job, Target
 from paceline.launch.launchers import local
 from paceline.launch.processes import signals
 from paceline.launch.processes.signals import Signals

@@ -18,11 +18,11 @@ from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch.hostfile import Slots
-from paceline.launch.launcher import Job, Target
+from paceline.launch.job import Job, Target
 from paceline_hosts.assignment import Assignment
 from paceline_hosts.clusters.slurm import SlurmSettings
 from paceline_hosts.launchers.slurm import LAUNCHER, put_back, queue, step_command
-from paceline_hosts.launchers.slurm.allocation import Allocation, allocation_of, completed
+from paceline_hosts.launchers.slurm.allocation import SlurmAllocation, allocation_of, completed
 from paceline_hosts.launchers.slurm.batch_script import batch_script, seconds_of, warning_s
 
 BATCH = {
@@ -128,30 +128,30 @@ def test_the_script_says_the_same_again() -> None:
 
 
 def test_a_step() -> None:
-    one = job(allocation=Allocation("12", ("node0", "node1")))
+    one = job(allocation=SlurmAllocation("12", ("node0", "node1")))
     assert shlex.join(step_command(one)).startswith(
         "srun --nodes 2 --ntasks 2 --ntasks-per-node 1 -w node0,node1 --cpu-bind=none --export=ALL --input=all "
         f"--kill-on-bad-exit=0 --wait=0 --mpi=none {sys.executable} -u -m paceline_hosts.remote"
     )
-    shell = job(allocation=Allocation("12", ("node0", "node1"), in_step=True), least=1)
+    shell = job(allocation=SlurmAllocation("12", ("node0", "node1"), in_step=True), least=1)
     assert {"--overlap", "--no-kill"} <= set(step_command(shell))
 
 
 def test_no_secret_is_shown() -> None:
     one = job()
     rendered = LAUNCHER.render(replace(one, cluster=SlurmSettings()))
-    step = LAUNCHER.render(replace(one, allocation=Allocation("12", ("node0", "node1"))))
+    step = LAUNCHER.render(replace(one, allocation=SlurmAllocation("12", ("node0", "node1"))))
     for text in (rendered.document, rendered.text(), step.text()):
         assert one.assigned.secret not in text
 
 
 def test_allocations() -> None:
     batch = allocation_of(BATCH)
-    assert batch == Allocation("12", ("node01", "node02", "node03", "node7"), procs=4)
+    assert batch == SlurmAllocation("12", ("node01", "node02", "node03", "node7"), procs=4)
     assert allocation_of({**BATCH, "SLURM_GPUS_ON_NODE": "8", "SLURM_RESTART_COUNT": "2"}) == replace(
         batch, procs=8, restarts=2
     )
-    assert allocation_of(SALLOC) == Allocation("12", ("node1", "node2"), on_node=False)
+    assert allocation_of(SALLOC) == SlurmAllocation("12", ("node1", "node2"), on_node=False)
     shell = allocation_of({**TASK, "SLURM_PTY_PORT": "40011"})
     assert shell is not None
     assert shell.in_step
@@ -283,7 +283,7 @@ def test_a_configuration_that_is_not_there(slurm: Slurm, tmp_path: Path, monkeyp
 def test_a_record(slurm: Slurm) -> None:
     slurm(scontrol=[state("FAILED", reason="NonZeroExitCode", code="3:0", restarts=2)])
     (record,) = queue.records("12")
-    assert record == queue.Record("12", "", "FAILED", "NonZeroExitCode", 3, 2, "node[0-1]", "/work/a b/x.log")
+    assert record == queue.QueueRecord("12", "", "FAILED", "NonZeroExitCode", 3, 2, "node[0-1]", "/work/a b/x.log")
     assert record.has_ended
     slurm(scontrol=[state("COMPLETING")])
     assert not queue.records("12")[0].has_ended
@@ -370,7 +370,7 @@ def test_an_element_that_ended_while_nobody_could_look(
 
 def test_a_job_goes_back_into_the_queue(slurm: Slurm, capfd: pytest.CaptureFixture[str]) -> None:
     """But not where SLURM puts it back by itself, or somebody has cancelled it."""
-    array = Allocation("10_0", ("node0",), restarts=1)
+    array = SlurmAllocation("10_0", ("node0",), restarts=1)
     calls = slurm(scontrol=[state("RUNNING"), (0, "", "")])
     put_back(array)
     assert calls[-1] == ["scontrol", "requeue", "10_0"]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from paceline.launch.launcher import Job, Target
+from paceline.launch.job import Job, Target
 from paceline.launch.processes import stuck
 from paceline.launch.processes.stuck import StuckWatch
 from paceline.world.stacks.groups import ProcessStacks

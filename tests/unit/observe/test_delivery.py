@@ -13,7 +13,7 @@ import pytest
 from paceline.base import log
 from paceline.base.errors import TrackerError
 from paceline.cli.main import main
-from paceline.observe.trackers.delivery import Delivery, Entry, RefusedError, Sender
+from paceline.observe.trackers.delivery import Delivery, DeliveryEntry, RefusedError, Sender
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.run_ids import RunIds
 from paceline.observe.trackers.tracker import TRACKERS
@@ -23,7 +23,7 @@ class Server:
     """What arrives, and whether it answers."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[DeliveryEntry] = []
         self.requests: list[int] = []
         self.is_up = True
         self.pause_s = 0.0
@@ -187,7 +187,7 @@ def test_a_refusal_without_a_message_is_named_by_its_class() -> None:
         raise RefusedError
 
     sender = Sender("server", refuse, {})
-    sender.send([Entry(0.0, 1, {"loss": 1.0})])
+    sender.send([DeliveryEntry(0.0, 1, {"loss": 1.0})])
     assert sender.refused == {"loss": "RefusedError"}
 
 

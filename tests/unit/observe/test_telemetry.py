@@ -20,10 +20,10 @@ from paceline import Accelerator
 from paceline.observe import phases as phases_module
 from paceline.observe import telemetry as module
 from paceline.observe.phases import Phases
-from paceline.observe.telemetry import Progress, Telemetry
+from paceline.observe.telemetry import StepProgress, Telemetry
 from paceline.run import watching
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
-from paceline.watch.records import CheckpointSaved, Hello, PlanMade, Record, Tick, Values
+from paceline.watch.records import CheckpointSaved, Hello, JournalRecord, PlanMade, Tick, ValuesLogged
 from paceline_accelerate.accelerator import Accelerator as ServedAccelerator
 
 
@@ -33,14 +33,14 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-STEP_3 = Progress(step=3)
+STEP_3 = StepProgress(step=3)
 
 
-def telemetry_in(folder: Path, progress: Progress = STEP_3, *, main: bool = True) -> Telemetry:
+def telemetry_in(folder: Path, progress: StepProgress = STEP_3, *, main: bool = True) -> Telemetry:
     return Telemetry(JournalWriter(folder / rank_file(0)), Phases(), lambda: progress, lambda: (10, 20), main=main)
 
 
-def written(folder: Path, kind: type[Record]) -> list[Record]:
+def written(folder: Path, kind: type[JournalRecord]) -> list[JournalRecord]:
     return [line.record for line in JournalReader(folder).read() if isinstance(line.record, kind)]
 
 
@@ -92,7 +92,7 @@ def test_a_forked_process_ends_nothing(folder: Path) -> None:
 
 
 def test_values_are_numbers(folder: Path) -> None:
-    telemetry = telemetry_in(folder, Progress(step=3, loss_scale=1024.0, skipped_steps=2))
+    telemetry = telemetry_in(folder, StepProgress(step=3, loss_scale=1024.0, skipped_steps=2))
     loss = torch.tensor([1.5])
     telemetry.log({"loss": loss, "nan": math.nan, "yes": True, "text": "a", "many": torch.ones(2), "huge": 10**400}, 7)
     telemetry.log({"array": np.ones(2)})
@@ -100,11 +100,11 @@ def test_values_are_numbers(folder: Path) -> None:
     telemetry.log({"text": "b"})
     telemetry.clipped(torch.tensor(4.0))
     telemetry.finish()
-    logged, gradients = written(folder, Values)
-    assert isinstance(logged, Values)
+    logged, gradients = written(folder, ValuesLogged)
+    assert isinstance(logged, ValuesLogged)
     assert math.isnan(logged.values.pop("nan"))
-    assert logged == Values(7, {"loss": 1.5, "yes": 1.0})
-    assert gradients == Values(3, {"grad_norm": 4.0, "loss_scale": 1024.0, "skipped_steps": 2.0})
+    assert logged == ValuesLogged(7, {"loss": 1.5, "yes": 1.0})
+    assert gradients == ValuesLogged(3, {"grad_norm": 4.0, "loss_scale": 1024.0, "skipped_steps": 2.0})
 
 
 @pytest.mark.parametrize("step", [np.int64(7), torch.tensor(7), 7.5], ids=["NumPy", "tensor", "float"])
@@ -112,7 +112,7 @@ def test_a_step_may_be_any_number(folder: Path, step: int) -> None:
     telemetry = telemetry_in(folder)
     telemetry.log({"loss": 1.5}, step)
     telemetry.finish()
-    assert written(folder, Values) == [Values(7, {"loss": 1.5})]
+    assert written(folder, ValuesLogged) == [ValuesLogged(7, {"loss": 1.5})]
 
 
 def test_of_many_values_the_last_of_each_name_is_kept(folder: Path) -> None:
@@ -120,9 +120,9 @@ def test_of_many_values_the_last_of_each_name_is_kept(folder: Path) -> None:
     for step in range(100):
         telemetry.log({"even" if step % 2 == 0 else "odd": step}, step)
     telemetry.finish()
-    lines = written(folder, Values)
+    lines = written(folder, ValuesLogged)
     assert len(lines) == 20
-    assert lines[-1] == Values(99, {"odd": 99.0, "even": 98.0})
+    assert lines[-1] == ValuesLogged(99, {"odd": 99.0, "even": 98.0})
 
 
 def test_of_many_names_the_first_are_kept(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -130,8 +130,8 @@ def test_of_many_names_the_first_are_kept(folder: Path, caplog: pytest.LogCaptur
     for _ in range(2):
         telemetry.log({f"value {number}": number for number in range(10_000)})
     telemetry.finish()
-    lines = written(folder, Values)
-    assert [len(line.values) for line in lines if isinstance(line, Values)] == [1000, 1000]
+    lines = written(folder, ValuesLogged)
+    assert [len(line.values) for line in lines if isinstance(line, ValuesLogged)] == [1000, 1000]
 
 
 def test_other_ranks_write_no_values(folder: Path) -> None:
@@ -139,7 +139,7 @@ def test_other_ranks_write_no_values(folder: Path) -> None:
     telemetry.log({"loss": 1.0})
     telemetry.clipped(torch.tensor(4.0))
     telemetry.finish()
-    assert written(folder, Values) == []
+    assert written(folder, ValuesLogged) == []
     assert len(written(folder, Tick)) == 1
 
 
@@ -216,7 +216,7 @@ def test_a_run_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert sum(tick.steps for tick in ticks) == 4
     spent = {phase for tick in ticks for phase in tick.ms}
     assert spent >= {"data", "forward", "backward", "clip", "step", "checkpoint", "rest"}
-    values = [record for record in lines if isinstance(record, Values)]
+    values = [record for record in lines if isinstance(record, ValuesLogged)]
     assert sum("loss" in record.values for record in values) == 4
     assert any("grad_norm" in record.values for record in values)
 
@@ -306,4 +306,4 @@ def test_values_that_are_logged_through_accelerates_names(tmp_path: Path, monkey
     accelerator = ServedAccelerator(cpu=True)
     accelerator.log({"loss": 2.0}, step=7)
     accelerator.end_training()
-    assert written(tmp_path, Values) == [Values(7, {"loss": 2.0})]
+    assert written(tmp_path, ValuesLogged) == [ValuesLogged(7, {"loss": 2.0})]

@@ -8,6 +8,7 @@ from paceline.parallel.compile import STRATEGY as COMPILE
 from paceline.parallel.context.context import STRATEGY as CONTEXT
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.recompute import STRATEGY as RECOMPUTE
+from paceline.parallel.tensor.tensor import STRATEGY as TENSOR
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan
@@ -47,8 +48,9 @@ def test_ulysses_needs_heads_that_divide():
 
 def test_positions_are_divided_once():
     twice = {"tensor": {"sequence": True}}
-    assert codes(CONTEXT, plan(tp=2, options=twice), encoder()) == ["context-sequence"]
-    assert codes(CONTEXT, plan(tp=2), encoder()) == []
+    assert "context-sequence" in codes(TENSOR, plan(tp=2, options=twice), encoder())
+    assert "context-sequence" not in codes(TENSOR, plan(tp=2), encoder())
+    assert "context-sequence" not in codes(TENSOR, plan(cp=1, tp=2, options=twice), encoder())
 
 
 def test_context_is_not_compiled():

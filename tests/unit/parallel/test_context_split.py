@@ -8,11 +8,11 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from paceline import TrainError
 from paceline.parallel.context.ring_attention import attend_piece, merge_into, piece_backward
-from paceline.parallel.context.sequence_split import Division, Region, Sizes, sequence_dim
+from paceline.parallel.context.sequence_split import SequenceDivision, SequenceRegion, Sizes, sequence_dim
 
 
 def region(length, ranks, rank, balanced):
-    return Region(Division(length, ranks, balanced), None, rank, "ring", torch.device("cpu"))
+    return SequenceRegion(SequenceDivision(length, ranks, balanced), None, rank, "ring", torch.device("cpu"))
 
 
 @pytest.mark.parametrize("balanced", [True, False])

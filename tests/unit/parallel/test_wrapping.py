@@ -5,6 +5,7 @@ import torch
 from parity_models import GPT
 from torch import nn
 
+from paceline.config.settings import RunSettings
 from paceline.parallel.data.shard import STRATEGY
 from paceline.parallel.data.shard_applied import _left_alone
 from paceline.parallel.data.wrapping import wrapping
@@ -18,7 +19,7 @@ def units(model, wrap="auto", min_params=0, ignored=()):
 
 
 def plan(world=4, options=None, **settings):
-    return draft({"shard": world, **settings}, [], world, {"shard": options or {}})
+    return draft(RunSettings.of({"shard": world, **settings, "options": {"shard": options or {}}}), [], world)
 
 
 def test_repeated_blocks_are_units():
@@ -95,7 +96,7 @@ def test_replicate_beside_tensor_parallel_has_no_hooks():
     from paceline.parallel.data.replicate import STRATEGY as REPLICATE
 
     def checked(hook):
-        of = draft({"replicate": 2, "tp": 2}, [], 4, {"replicate": {"comm_hook": hook}})
+        of = draft(RunSettings.of({"replicate": 2, "tp": 2, "options": {"replicate": {"comm_hook": hook}}}), [], 4)
         return [each.code for each in REPLICATE.check(of, model_facts(GPT()))]
 
     assert checked("none") == [] and checked("bf16") == ["replicate-hook"]
@@ -103,7 +104,7 @@ def test_replicate_beside_tensor_parallel_has_no_hooks():
 
 def test_widths_that_work():
     assert STRATEGY.check(plan(options={"reshard": 2}), model_facts(GPT())) == []
-    with_tp = draft({"shard": 4, "tp": 2}, [], 8, {"shard": {"reshard": 2}})
+    with_tp = draft(RunSettings.of({"shard": 4, "tp": 2, "options": {"shard": {"reshard": 2}}}), [], 8)
     assert [each.code for each in STRATEGY.check(with_tp, model_facts(GPT()))] == ["shard-reshard"]
 
 
@@ -112,8 +113,8 @@ def test_decisions_have_reasons():
         return {each.field: each.value for each in STRATEGY.decide(of, model_facts(GPT()))}
 
     assert chosen(plan())["shard.reshard"] is True
-    assert chosen(draft({"shard": 2, "tp": 2, "zero": 2}, [], 4))["shard.reshard"] is False
-    assert chosen(draft({"shard": 2, "pp": 2}, [], 4))["shard.reshard"] is False
+    assert chosen(draft(RunSettings.of({"shard": 2, "tp": 2, "zero": 2}), [], 4))["shard.reshard"] is False
+    assert chosen(draft(RunSettings.of({"shard": 2, "pp": 2}), [], 4))["shard.reshard"] is False
     half = chosen(plan(mixed_precision="bf16"))
     assert (half["shard.param_dtype"], half["shard.reduce_dtype"]) == ("bfloat16", "float32")
     assert "shard.reshard" not in chosen(plan(options={"reshard": "no"}))

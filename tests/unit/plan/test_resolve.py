@@ -8,6 +8,7 @@ from torch import nn
 
 from paceline import PlanError
 from paceline.base.errors import Problem
+from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Decision, Plan
@@ -25,14 +26,18 @@ class Toy(Strategy):
 
 
 def test_what_the_axes_leave_becomes_replicas():
-    plan = draft({"shard": 2}, [], world_size=6)
+    plan = draft(RunSettings.of({"shard": 2}), [], world_size=6)
     assert plan.layout == Layout(replicate=3, shard=2)
     assert "replicate = 3  <- derived: 6 processes" in plan.explain()
 
 
 def test_a_plan_of_the_wrong_size_names_each_value_and_its_source():
     with pytest.raises(PlanError) as caught:
-        draft({"shard": 3, "tp": 2, "replicate": 1}, [CODE, Decision("tp", 2, "command line", "--tp")], world_size=4)
+        draft(
+            RunSettings.of({"shard": 3, "tp": 2, "replicate": 1}),
+            [CODE, Decision("tp", 2, "command line", "--tp")],
+            world_size=4,
+        )
     text = str(caught.value)
     assert caught.value.code == "plan-size"
     assert "needs 6 processes, but there are 4" in text
@@ -42,7 +47,7 @@ def test_a_plan_of_the_wrong_size_names_each_value_and_its_source():
 
 def test_all_problems_come_at_once():
     with pytest.raises(PlanError) as caught:
-        draft({"mixed_precision": "fp12", "accumulate": 0, "replicate": 3}, [], world_size=1)
+        draft(RunSettings.of({"mixed_precision": "fp12", "accumulate": 0, "replicate": 3}), [], world_size=1)
     assert [p.code for p in caught.value.problems] == ["plan-size", "plan-precision", "plan-accumulate"]
     assert str(caught.value).startswith("3 problems:")
 
@@ -66,13 +71,13 @@ def test_strategies_are_chosen_in_stage_order_and_check_each_model():
 
 
 def test_a_stage_of_the_shard_axis_takes_what_the_others_leave_and_says_why():
-    assert draft({}, [], 4).layout == Layout(replicate=4)
-    plan = draft({"zero": 1}, [Decision("zero", 1, "command line", "--zero")], world_size=4)
+    assert draft(RunSettings.of({}), [], 4).layout == Layout(replicate=4)
+    plan = draft(RunSettings.of({"zero": 1}), [Decision("zero", 1, "command line", "--zero")], world_size=4)
     assert (plan.layout, plan.zero) == (Layout(shard=4), 1)
-    plan = draft({"shard": 2}, [], world_size=4)
+    plan = draft(RunSettings.of({"shard": 2}), [], world_size=4)
     assert (plan.layout, plan.zero) == (Layout(replicate=2, shard=2), 3)
     assert "zero = 3  <- derived: shard=2: parameters, gradients and optimizer states are divided" in plan.explain()
-    plan = draft({"zero": 2}, [Decision("zero", 2, "command line", "--zero")], world_size=1)
+    plan = draft(RunSettings.of({"zero": 2}), [Decision("zero", 2, "command line", "--zero")], world_size=1)
     assert "zero = 0  <- derived (--zero): zero=2 divides nothing, since shard is 1" in plan.explain()
 
 
@@ -99,7 +104,9 @@ def test_facts_count_tied_parameters_once_and_read_meta_models():
 
 
 def test_a_plan_prints_and_becomes_json():
-    plan = draft({"accumulate": 4}, [Decision("accumulate", 4, "code", "Accelerator(...)")], world_size=2)
+    plan = draft(
+        RunSettings.of({"accumulate": 4}), [Decision("accumulate", 4, "code", "Accelerator(...)")], world_size=2
+    )
     assert "accumulate = 4  <- code (Accelerator(...))" in plan.explain()
     assert json.loads(plan.to_json())["layout"]["replicate"] == 2
 
@@ -120,22 +127,22 @@ def test_a_stage_and_an_axis_that_contradict_are_refused(settings, world, places
         Decision("shard", settings["shard"], "command line", "--shard"),
     ]
     with pytest.raises(PlanError) as caught:
-        draft(settings, decisions, world)
+        draft(RunSettings.of(settings), decisions, world)
     assert [problem.code for problem in caught.value.problems] == ["plan-zero"]
     assert all(place in str(caught.value) for place in places) and caught.value.problems[0].fix
 
 
 def test_a_stage_for_many_processes_works_on_one():
     for settings in ({"zero": 3}, {"zero": 2, "shard": 1}, {"zero": 1, "replicate": 1}):
-        plan = draft(settings, [], 1)
+        plan = draft(RunSettings.of(settings), [], 1)
         assert plan.zero == 0 and any("divides nothing" in each.reason for each in plan.decisions)
-    plan = draft({"zero": 3, "tp": 2}, [], 2)
+    plan = draft(RunSettings.of({"zero": 3, "tp": 2}), [], 2)
     assert plan.zero == 0 and plan.layout.shard == 1  # nothing is left for `shard`, which nobody asked for
 
 
 def test_everything_wrong_with_stage_and_size_is_told_at_once():
     with pytest.raises(PlanError) as caught:
-        draft({"zero": 0, "shard": 4, "replicate": 2}, [], 2)
+        draft(RunSettings.of({"zero": 0, "shard": 4, "replicate": 2}), [], 2)
     assert {problem.code for problem in caught.value.problems} == {"plan-size", "plan-zero"}
 
 
@@ -144,14 +151,18 @@ def test_options_name_where_they_were_said():
             Decision("options.replicate.broadcast_buffers", "maybe", "command line", "--option")]  # fmt: skip
     options = {"replicate": {"comm_hok": "bf16", "broadcast_buffers": "maybe"}}
     with pytest.raises(PlanError) as caught:
-        resolve(draft({}, told, 2, options), [model_facts(nn.Linear(2, 2))], [STRATEGIES.get("replicate")])
+        resolve(
+            draft(RunSettings.of({"options": options}), told, 2),
+            [model_facts(nn.Linear(2, 2))],
+            [STRATEGIES.get("replicate")],
+        )
     assert [problem.code for problem in caught.value.problems] == ["strategy-option", "strategy-value"]
     assert "it comes from run.yaml:7" in str(caught.value) and "it comes from --option" in str(caught.value)
 
 
 def test_options_that_no_strategy_of_the_plan_reads_say_so():
     told = [Decision("options.shard.reshard", "no", "command line", "--option")]
-    plan = draft({}, told, 2, {"shard": {"reshard": "no"}})
+    plan = draft(RunSettings.of({"options": {"shard": {"reshard": "no"}}}), told, 2)
     plan = resolve(plan, [model_facts(nn.Linear(2, 2))], [STRATEGIES.get("replicate"), STRATEGIES.get("shard")])
     assert (
         "options.shard.reshard = no  <- command line (--option): no effect: this plan does not use shard"

@@ -7,7 +7,7 @@ import pytest
 
 from paceline.base.errors import PlanError
 from paceline.planner.calibration import Calibration, Link, Machine, find, rate_at, save
-from paceline.planner.measure import Probe, calibration_of
+from paceline.planner.measure import WorkProbe, calibration_of
 
 MACHINE = Machine("host1", "cpu", "2.13.0", 2, 1)
 CALIBRATION = Calibration(
@@ -46,7 +46,7 @@ def test_seconds_are_amounts_by_rates():
 
 
 def probe(name, amount, moved=0.0):
-    return Probe(name, amount, lambda: None, moved)
+    return WorkProbe(name, amount, lambda: None, moved)
 
 
 def test_the_medians_of_rounds_become_rates():

@@ -4,6 +4,7 @@ import pytest
 from torch import nn
 
 from paceline import ConfigError
+from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
@@ -24,7 +25,7 @@ def need():
 
 
 def planned(need, world_size, **settings):
-    return resolve(draft(settings, [], world_size), need.models, STRATEGIES)
+    return resolve(draft(RunSettings.of(settings), [], world_size), need.models, STRATEGIES)
 
 
 def test_the_textbook_formulas(need):

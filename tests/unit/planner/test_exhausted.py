@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from paceline.config.settings import RunSettings
 from paceline.optim.batch_size import is_out_of_memory
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
@@ -18,7 +19,12 @@ CPU = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 byt
 
 def situation(world_size=4, **settings):
     facts = (model_facts(nn.Linear(512, 512)),)
-    return lambda: (resolve(draft(settings, [], world_size), facts, STRATEGIES), facts, world_size, world_size)
+    return lambda: (
+        resolve(draft(RunSettings.of(settings), [], world_size), facts, STRATEGIES),
+        facts,
+        world_size,
+        world_size,
+    )
 
 
 @pytest.mark.parametrize("error", [RuntimeError(CPU), torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])

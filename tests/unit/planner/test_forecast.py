@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
@@ -16,7 +17,7 @@ from paceline.planner.estimate import Chosen
 from paceline.planner.operation_trace import Traffic
 from paceline.planner.predict import _fastest
 from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.report import Report
+from paceline.planner.report import PlanReport
 from paceline.planner.work import Computation, Work
 from paceline_lens.tune.forecast import Forecaster
 from paceline_lens.tune.search import Candidate
@@ -35,16 +36,16 @@ NOTHING = dict.fromkeys(KINDS, 0)
 
 def rehearsal(flops: int, **settings) -> Rehearsal:
     facts = model_facts(nn.Linear(10, 10, bias=False))
-    plan = resolve(draft(settings, [], 2), (facts,), STRATEGIES)
+    plan = resolve(draft(RunSettings.of(settings), [], 2), (facts,), STRATEGIES)
     work = Work(
         Counter({Computation("forward", "float32", flops, 0): 1, Computation("optimizer", "float32", 0, 100): 1})
     )
     return Rehearsal(plan, (facts,), Peak(0, NOTHING, NOTHING), Traffic(float(flops), {}, work), optimizer=2 * 4 * 100)
 
 
-def report(flops: int, lookup: Lookup | None, **settings) -> Report:
+def report(flops: int, lookup: Lookup | None, **settings) -> PlanReport:
     seen = rehearsal(flops, **settings)
-    return Report(seen.plan, 2, seen, chosen=Chosen(settings), lookup=lookup)
+    return PlanReport(seen.plan, 2, seen, chosen=Chosen(settings), lookup=lookup)
 
 
 def test_a_report_prints_the_terms_or_why_there_are_none():
@@ -73,7 +74,7 @@ def test_a_plan_whose_step_takes_half_the_samples_is_no_faster_for_a_shorter_ste
     lookup = Lookup(CALIBRATION, "/file")
     of_four, of_two = report(1000, lookup, replicate=2), report(600, lookup, replicate=2)
     # Two ranks of tensor parallel read the same samples: 11 s for one micro-batch, against 15 s for two.
-    plan = draft({"tp": 2}, [], 2)
+    plan = draft(RunSettings.of({"tp": 2}), [], 2)
     of_two = replace(of_two, plan=plan, chosen=Chosen({"tp": 2}))
     best = _fastest([of_four, of_two])
     assert best.plan is of_four.plan

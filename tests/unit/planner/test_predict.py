@@ -6,6 +6,7 @@ import json
 
 from paceline.base.errors import PlanError
 from paceline.config.given import Choice
+from paceline.config.settings import RunSettings
 from paceline.config.sources import HANDED
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import ModelFacts
@@ -39,7 +40,7 @@ def rehearse(code, seen):
         decisions = [
             Decision(name, value, "code" if name in code else "command line") for name, value in values.items()
         ]
-        plan = resolve(draft(values, decisions, simulated.world_size), (FACTS,), STRATEGIES)
+        plan = resolve(draft(RunSettings.of(values), decisions, simulated.world_size), (FACTS,), STRATEGIES)
         largest = {**dict.fromkeys(KINDS, 0), "activations": ACTIVATIONS}
         return Rehearsal(plan, (FACTS,), Peak(peak_of(plan), largest, largest), Traffic(), optimizer=8 * 10**9)
 
@@ -51,6 +52,13 @@ def predicted(monkeypatch, device, code=None, opened=(), **flags):
     monkeypatch.setattr(module, "rehearse", rehearse(code or {}, seen))
     decisions = [Choice(name, value, "command line", f"--{name}") for name, value in flags.items()]
     return module.predict(lambda: None, WORLD, device=device_of(device), decisions=decisions, opened=opened), seen
+
+
+def test_settings_of_a_launcher_are_no_settings_of_a_plan(monkeypatch) -> None:
+    opened = module.searched_settings()
+    plain, _ = predicted(monkeypatch, "a100-14GB", opened=opened)
+    launched, _ = predicted(monkeypatch, "a100-14GB", opened=opened, procs=8)
+    assert launched.chosen.settings == plain.chosen.settings
 
 
 def test_it_is_what_auto_takes_and_was_rehearsed(monkeypatch):

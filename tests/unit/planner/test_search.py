@@ -6,7 +6,17 @@ import pytest
 
 from paceline.base.errors import ConfigError
 from paceline_lens.tune.script_config import script_configs
-from paceline_lens.tune.search import Candidate, Forecast, Measured, Progress, Space, Tuning, batches, score, sort_out
+from paceline_lens.tune.search import (
+    Candidate,
+    Forecast,
+    Measured,
+    SearchProgress,
+    Space,
+    Tuning,
+    batches,
+    score,
+    sort_out,
+)
 
 GIB = 2**30
 
@@ -83,7 +93,7 @@ def test_metrics():
 
 
 def test_it_stops_after_trials_without_an_improvement():
-    progress = Progress(Tuning(early_stop=2), {})
+    progress = SearchProgress(Tuning(early_stop=2), {})
     for number, seconds in enumerate((3.0, 2.0, 2.5)):
         progress.add(Candidate(0, number + 1, 1), measured(seconds))
         assert not progress.done
@@ -93,7 +103,7 @@ def test_it_stops_after_trials_without_an_improvement():
 
 
 def test_it_does_not_stop_before_anything_was_measured_and_keeps_to_the_number_of_trials():
-    progress = Progress(Tuning(early_stop=1, trials=3), {})
+    progress = SearchProgress(Tuning(early_stop=1, trials=3), {})
     for number in range(3):
         assert not progress.done
         progress.add(Candidate(0, number + 1, 1), Measured("failed", why="no"))
@@ -102,7 +112,7 @@ def test_it_does_not_stop_before_anything_was_measured_and_keeps_to_the_number_o
 
 
 def test_within_noise_the_simpler_one_is_taken():
-    progress = Progress(Tuning(), {})
+    progress = SearchProgress(Tuning(), {})
     progress.add(Candidate(0, 8, 1), measured(1.02, 0.03))
     progress.add(Candidate(2, 8, 1), measured(1.00, 0.03))
     progress.add(Candidate(0, 4, 2), measured(1.00, 0.03))
@@ -113,7 +123,7 @@ def test_within_noise_the_simpler_one_is_taken():
 
 
 def test_what_is_close_runs_again_and_the_faster_trial_counts():
-    progress = Progress(Tuning(metric="latency"), {})
+    progress = SearchProgress(Tuning(metric="latency"), {})
     progress.add(Candidate(0, 8, 1), measured(1.3, 0.5))
     assert progress.contenders() == []  # alone
     progress.add(Candidate(2, 8, 1), measured(1.0, 0.01))

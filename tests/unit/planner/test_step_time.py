@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.config.settings import RunSettings
 from paceline.parallel.pipeline.schedules import order
 from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.plan import Plan
@@ -139,7 +140,7 @@ def test_the_documentation_shows_the_terms_as_they_are_printed():
     ],
 )
 def test_which_plans_send_gradients_beside_the_backward_pass(settings, expected):
-    assert overlaps(draft(settings, [], 2)) is expected
+    assert overlaps(draft(RunSettings.of(settings), [], 2)) is expected
 
 
 def gpt(blocks, width=8, vocabulary=64):
@@ -154,22 +155,22 @@ def gpt(blocks, width=8, vocabulary=64):
 
 def test_the_schedule_and_its_stages_are_the_plans():
     assert pipelined_by(Plan(), [gpt(4)]) is None
-    plan = draft({"pp": 2}, [], 2)
+    plan = draft(RunSettings.of({"pp": 2}), [], 2)
     # 2 blocks of 64 elements; 1 block and a head of 512. The tokens are looked up, not multiplied.
     pipelined = pipelined_by(plan, [ModelFacts("small", 0, 0, 0), gpt(3)])
     assert pipelined.order == order("1f1b", 2, 1, 8)
     assert pipelined.shares == [1.0, (64 + 512) / 128]
     options = {"pipeline": {"schedule": "interleaved", "microbatches": 4}}
-    pipelined = pipelined_by(draft({"pp": 2}, [], 2, options), [gpt(6)])
+    pipelined = pipelined_by(draft(RunSettings.of({"pp": 2, "options": options}), [], 2), [gpt(6)])
     assert pipelined.order == order("interleaved", 2, 2, 4)
     # Rank 0 has stages 0 and 2: 2 blocks and 1 of 6.
     assert pipelined.shares == pytest.approx([128 / 96, 128 / 96, 64 / 96, (64 + 512) / 96])
     times = {"pipeline": {"split": "time", "weights": [1, 2, 3]}}
-    assert pipelined_by(draft({"pp": 2}, [], 2, times), [gpt(3)]).shares == [1.0, 1.0]
+    assert pipelined_by(draft(RunSettings.of({"pp": 2, "options": times}), [], 2), [gpt(3)]).shares == [1.0, 1.0]
 
 
 def test_blocks_with_convolutions_count_the_same():
     facts = gpt(4)
     convolution = Layer("blocks.0", "Conv2d", "", (("weight", (8, 8, 3, 3)),))
     facts = replace(facts, layers=(facts.layers[0], convolution, *facts.layers[2:]))
-    assert pipelined_by(draft({"pp": 2}, [], 2), [facts]).shares == [1.0, 1.0]
+    assert pipelined_by(draft(RunSettings.of({"pp": 2}), [], 2), [facts]).shares == [1.0, 1.0]

@@ -2,8 +2,8 @@
 
 import pytest
 
-from paceline.launch.launcher import Target
-from paceline_lens.tune.search import Candidate, Measured, Progress, Space, Tuning
+from paceline.launch.job import Target
+from paceline_lens.tune.search import Candidate, Measured, SearchProgress, Space, Tuning
 from paceline_lens.tune.tuner import Tuned, Tuner, with_arguments
 
 CANDIDATES = [Candidate(zero, 8, 1) for zero in range(3)]
@@ -27,7 +27,7 @@ class SimulatedTuner(Tuner):
 
 def search(earlier):
     tuner = SimulatedTuner()
-    tuned = Tuned(None, 1, Space((), (), ()), {}, CANDIDATES, [], Progress(Tuning(early_stop=20), {}))
+    tuned = Tuned(None, 1, Space((), (), ()), {}, CANDIDATES, [], SearchProgress(Tuning(early_stop=20), {}))
     tuner._search(tuned, earlier)
     return tuner, tuned
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline_lens.tune.results import Results
 from paceline_lens.tune.search import Candidate, Measured, Tuning
 

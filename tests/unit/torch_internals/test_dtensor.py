@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -71,3 +73,21 @@ def test_redistribution_logs_under_this_name() -> None:
     from torch.distributed.tensor import _redistribute
 
     assert _redistribute.logger.name == dtensor.REDISTRIBUTION_LOG
+
+
+def test_a_dtensor_refuses_to_be_computed_with_plain_tensors(mesh: DeviceMesh) -> None:
+    class Refused(Exception):
+        pass
+
+    kept = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False)
+    gradient = dtensor.refusing_mixtures(kept.clone(), Refused)
+    with pytest.raises(Refused, match="add_"):
+        torch.ones(4, 2).add_(gradient)
+    with pytest.raises(Refused):
+        torch.ones(4, 2).sub_(0.1 * gradient.clone())
+    kept.add_(gradient)
+    assert type(kept) is DTensor
+    copies = (deepcopy(gradient), pickle.loads(pickle.dumps(gradient)))
+    assert [type(copy) for copy in copies] == [DTensor, DTensor]
+    assert all(copy.full_tensor().equal(torch.ones(4, 2)) for copy in copies)
+    assert torch.nn.utils.get_total_norm([gradient]) == 8**0.5

@@ -8,7 +8,7 @@ import random
 import pytest
 from watched_run import EVEN, WatchedRun, moved
 
-from paceline.watch.records import CheckpointSaved, Hello, PlanMade, Round, Tick, Values
+from paceline.watch.records import CheckpointSaved, Hello, PlanMade, RoundStarted, Tick, ValuesLogged
 
 ALL_STAND = {0: "reduce", 1: "reduce", 2: "reduce", 3: "reduce"}
 
@@ -314,7 +314,7 @@ def test_ranks_that_have_not_begun() -> None:
     run.now += 70
     assert only(run)["text"].startswith("No rank has written anything in 70 s")
     started_late = started(3)
-    started_late.add(Round(procs=4), role="launcher")
+    started_late.add(RoundStarted(procs=4), role="launcher")
     started_late.stand(70, dict.fromkeys(range(3), "rest"))
     finding = started_late.snapshot()["findings"][0]
     assert (finding["kind"], finding["ranks"]) == ("not-begun", [3])
@@ -327,11 +327,11 @@ def test_a_loss_that_is_no_number() -> None:
     run = started()
     for value in (1.0, math.nan, math.nan, math.nan):
         run.train(1)
-        run.add(Values(run.step, {"train_loss": value, "f1": math.inf}))
+        run.add(ValuesLogged(run.step, {"train_loss": value, "f1": math.inf}))
     loss, other = run.snapshot()["findings"]
     assert (loss["level"], loss["text"]) == ("error", "`train_loss` has been nan since step 8.")
     assert (other["level"], other["text"]) == ("warning", "`f1` has been inf since step 4.")
-    run.add(Values(run.step, {"train_loss": 1.0, "f1": 0.5}))
+    run.add(ValuesLogged(run.step, {"train_loss": 1.0, "f1": 0.5}))
     assert run.kinds() == []
 
 

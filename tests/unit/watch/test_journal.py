@@ -13,7 +13,18 @@ from synthetic_journal import STARTED, write_synthetic
 
 from paceline import ConfigError
 from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, read_header, write_header
-from paceline.watch.records import KINDS, Anomaly, End, Hello, PlanMade, Thinned, Tick, Values, line_of, record_of
+from paceline.watch.records import (
+    KINDS,
+    AnomalyFound,
+    Hello,
+    LauncherEnded,
+    PlanMade,
+    Thinned,
+    Tick,
+    ValuesLogged,
+    line_of,
+    record_of,
+)
 
 
 @pytest.fixture
@@ -36,14 +47,14 @@ def test_each_kind_is_read_as_it_was_written() -> None:
 
 
 def test_floats_without_a_word_in_json() -> None:
-    values = Values(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "nan": 1.0})
+    values = ValuesLogged(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "nan": 1.0})
     line = line_of(values, 1.0)
     assert json.loads(line)["values"] == {"a": "nan", "b": "inf", "c": "-inf", "nan": 1.0}
     _, read = record_of(line)
-    assert isinstance(read, Values)
+    assert isinstance(read, ValuesLogged)
     assert math.isnan(read.values["a"])
     assert (read.values["b"], read.values["c"]) == (math.inf, -math.inf)
-    anomaly = Anomaly(1, "nan", math.inf, None)
+    anomaly = AnomalyFound(1, "nan", math.inf, None)
     assert record_of(line_of(anomaly, 1.0))[1] == anomaly  # the word "nan" of a text stays a text
 
 
@@ -70,7 +81,7 @@ def test_an_unfinished_line_is_left_for_later(folder: Path) -> None:
 
 
 def test_damaged_and_unknown_lines_are_counted(folder: Path) -> None:
-    good = line_of(End(), 9.0)
+    good = line_of(LauncherEnded(), 9.0)
     lines = [
         b"\xff\x00\n", b"[1]\n", b'{"t":1,"kind":"tick","step":"x"}\n', b'{"kind":"tick"}\n', b'{"t":"nan","kind":"end"}\n',
         b'{"t":true,"kind":"end"}\n', b"[" * 100_000 + b"\n", b'{"t":1,"kind":"from-the-future"}\n',
@@ -79,7 +90,7 @@ def test_damaged_and_unknown_lines_are_counted(folder: Path) -> None:
     (folder / "launcher-0.jsonl").write_bytes(b"".join(lines))
     (folder / "notes.jsonl").write_bytes(good)
     reader = JournalReader(folder)
-    assert records(reader) == [End(), End()]
+    assert records(reader) == [LauncherEnded(), LauncherEnded()]
     assert (reader.damaged, reader.unknown) == (7, 1)
 
 
@@ -112,7 +123,7 @@ def test_threads_write_whole_lines(folder: Path) -> None:
 
     def write(step: int) -> None:
         for _ in range(50):
-            writer.append(Values(step, {"loss": 1.0}))
+            writer.append(ValuesLogged(step, {"loss": 1.0}))
 
     threads = [threading.Thread(target=write, args=(step,)) for step in range(4)]
     for thread in threads:
@@ -154,7 +165,7 @@ def test_lines_too_long_for_the_limit_go_oldest_first(folder: Path) -> None:
     writer = JournalWriter(folder / rank_file(0), 10_000)
     writer.append(Hello(), 1.0)
     for second in range(2, 100):
-        writer.append(PlanMade(text="x" * 300) if second == 2 else End(why="y" * 900), float(second))
+        writer.append(PlanMade(text="x" * 300) if second == 2 else LauncherEnded(why="y" * 900), float(second))
     lines = JournalReader(folder).read()
     assert [type(line.record) for line in lines[:3]] == [Thinned, Hello, PlanMade]
     assert lines[-1].t == 99.0

@@ -22,7 +22,7 @@ from paceline_lens.watch.metrics import METRICS, MOST_NAMES, MetricsServer, text
 from paceline_lens.watch.metrics_process import MetricsProcess
 
 
-def journal(folder: Path, lines: dict[str, list[records.Record]], **header) -> Path:
+def journal(folder: Path, lines: dict[str, list[records.JournalRecord]], **header) -> Path:
     write_header(folder, RunHeader(name="train", script="train.py", host="node0", started=1000.0, procs=2, **header))
     for name, of_file in lines.items():
         writer = JournalWriter(folder / name)
@@ -36,13 +36,13 @@ def values(text: str) -> dict[str, str]:
     return dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
 
 
-ALL: dict[str, list[records.Record]] = {
+ALL: dict[str, list[records.JournalRecord]] = {
     "launcher-0.jsonl": [
-        records.Round(0, 2, 1),
-        records.Round(1, 4, 2, restarts=1, why="rank 1 failed", joined=["node1"]),
+        records.RoundStarted(0, 2, 1),
+        records.RoundStarted(1, 4, 2, restarts=1, why="rank 1 failed", joined=["node1"]),
         records.Stuck("2 ranks wait", "file", [1]),
         records.ErrorShown(1, "node0", "launch-failed", "text"),
-        records.End(1, "failed"),
+        records.LauncherEnded(1, "failed"),
     ],
     rank_file(0): [
         records.Hello(0, 0, "node0", peak_flops=1e12, memory_bytes=2**30),
@@ -50,14 +50,14 @@ ALL: dict[str, list[records.Record]] = {
         records.Tick(
             5, 100, 80, 800, "forward", ms={"data": 100, "forward": 400.5}, steps=5, memory=10, memory_peak=20
         ),
-        records.Values(5, {"loss": 0.5, "odd": math.nan, "high": math.inf, "low": -math.inf, 'say "hi"\\\n': 1}),
+        records.ValuesLogged(5, {"loss": 0.5, "odd": math.nan, "high": math.inf, "low": -math.inf, 'say "hi"\\\n': 1}),
         records.Tick(
             10, 100, 160, 1600, "forward", ms={"data": 100, "forward": 400}, steps=5, memory=11, memory_peak=21
         ),
         records.CheckpointSaved(10, "checkpoint", 4096, 0.25, 1.5),
         records.CheckpointSaved(11, "checkpoint", None, 0.5, None, ok=False, reason="disk full"),
-        records.Anomaly(10, "nan", action="skip"),
-        records.Anomaly(11, "nan", action="skip"),
+        records.AnomalyFound(10, "nan", action="skip"),
+        records.AnomalyFound(11, "nan", action="skip"),
         # The processes were started again from an earlier step.
         records.Hello(0, 0, "node0", restart=1, memory_bytes=2**30),
         records.Tick(8, 100, 128, 1280, "forward", steps=3),
@@ -100,7 +100,7 @@ def test_each_line_becomes_numbers(tmp_path: Path) -> None:
 
 
 def test_more_names_than_are_shown(tmp_path: Path) -> None:
-    many = records.Values(1, {f"name {number}": number for number in range(MOST_NAMES + 5)})
+    many = records.ValuesLogged(1, {f"name {number}": number for number in range(MOST_NAMES + 5)})
     text = text_of(JournalReader(journal(tmp_path, {rank_file(0): [many, many]})))
     assert text.count("paceline_value{") == MOST_NAMES
     assert values(text)["paceline_values_left_out"] == "5"

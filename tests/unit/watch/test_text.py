@@ -12,7 +12,15 @@ from synthetic_journal import STARTED, write_synthetic
 from watched_run import EVEN, WatchedRun, moved
 
 from paceline.watch.journal import JournalReader
-from paceline.watch.records import CheckpointSaved, End, ErrorShown, PlanMade, Round, Stuck, Values
+from paceline.watch.records import (
+    CheckpointSaved,
+    ErrorShown,
+    LauncherEnded,
+    PlanMade,
+    RoundStarted,
+    Stuck,
+    ValuesLogged,
+)
 from paceline_lens.watch.plain import PlainLog, number, status
 from paceline_lens.watch.text import frame, sparkline
 from paceline_lens.watch.view import RunView
@@ -113,12 +121,12 @@ def test_lines_say_each_thing_once() -> None:
         lines.extend(new)
         return new
 
-    assert second(Round(0, 4, 2)) == ["starting: 0 of 4 ranks have begun, 0 s", "4 processes started on 2 hosts"]
+    assert second(RoundStarted(0, 4, 2)) == ["starting: 0 of 4 ranks have begun, 0 s", "4 processes started on 2 hosts"]
     run.hello()
     run.add(PlanMade())
     for _ in range(20):
         run.train(1)
-        run.add(Values(run.step, {"loss": 1.5}))
+        run.add(ValuesLogged(run.step, {"loss": 1.5}))
         second()
     assert lines[-1] == "step 80 of 10,000 (1%), loss 1.5, 250 ms a step, 256 samples/s, 41 min left"
     assert sum(line.startswith("step") for line in lines) == 2
@@ -142,7 +150,9 @@ def test_lines_say_each_thing_once() -> None:
     run.now += 1
     assert "!! 3 ranks in all_reduce" in second(Stuck("3 ranks in all_reduce"))
     run.now += 1
-    new = second(ErrorShown(2, "node2", "worker-failed", "ValueError: bad\n  at train.py:3"), End(1, "rank 2 failed."))
+    new = second(
+        ErrorShown(2, "node2", "worker-failed", "ValueError: bad\n  at train.py:3"), LauncherEnded(1, "rank 2 failed.")
+    )
     assert "!! rank 2: ValueError: bad" in new
     assert (
         new[-1] == f"ended after {run.now - run.view.header.started:.0f} s with exit code 1: rank 2 failed."
@@ -165,6 +175,6 @@ def test_a_stuck_run_says_so_in_its_status() -> None:
     run = WatchedRun(4)
     run.hello()
     run.train(20, EVEN)
-    run.add(Values(run.step, {"loss": math.nan}))
+    run.add(ValuesLogged(run.step, {"loss": math.nan}))
     run.stand(20, {0: "reduce", 1: "reduce", 2: "reduce", 3: "data"})
     assert status(run.snapshot()).startswith("STUCK for 20 s, step 80 of 10,000 (1%), loss nan")

@@ -11,7 +11,17 @@ from synthetic_journal import STARTED, write_synthetic
 from watched_run import WatchedRun
 
 from paceline.watch.journal import JournalReader
-from paceline.watch.records import Anomaly, End, ErrorShown, Hello, PlanMade, Round, Stuck, Tick, Values
+from paceline.watch.records import (
+    AnomalyFound,
+    ErrorShown,
+    Hello,
+    LauncherEnded,
+    PlanMade,
+    RoundStarted,
+    Stuck,
+    Tick,
+    ValuesLogged,
+)
 from paceline_lens.watch import view as view_module
 from paceline_lens.watch.series import AllSeries, Series
 from paceline_lens.watch.view import RunView
@@ -67,7 +77,7 @@ def test_nan_and_infinity_are_kept() -> None:
     run = WatchedRun(1)
     run.hello()
     for step, value in enumerate((1.0, math.nan, math.inf, -math.inf, 2.0)):
-        run.add(Values(step, {"loss": value}))
+        run.add(ValuesLogged(step, {"loss": value}))
     series = run.snapshot()["series"]["loss"]
     assert [value for _, value in series["points"]] == [1.0, "nan", "inf", "-inf", 2.0]
     assert series["last"] == 2.0
@@ -94,7 +104,7 @@ def test_states() -> None:
     run.train(10)
     assert run.snapshot()["state"] == "running"
     run.add(ErrorShown(1, "node1", "worker-failed", "ValueError"), role="launcher")
-    run.add(End(3, "rank 1 failed"), role="launcher")
+    run.add(LauncherEnded(3, "rank 1 failed"), role="launcher")
     run.now += 1000
     snapshot = run.snapshot()
     assert (snapshot["state"], snapshot["exit_code"], snapshot["why"]) == ("ended", 3, "rank 1 failed")
@@ -117,32 +127,32 @@ def test_a_launcher_that_has_gone() -> None:
 
 def test_a_job_that_was_queued_again_goes_on_in_the_same_folder() -> None:
     run = WatchedRun(2)
-    run.add(Round(0, 2), role="launcher")
+    run.add(RoundStarted(0, 2), role="launcher")
     run.hello()
     run.train(10)
-    run.add(End(75, "preempted"), role="launcher")
+    run.add(LauncherEnded(75, "preempted"), role="launcher")
     assert run.snapshot()["state"] == "ended"
     run.now += 100
-    run.add(Round(0, 2), rank=1, role="launcher")
+    run.add(RoundStarted(0, 2), rank=1, role="launcher")
     run.hello()
     run.step = 20
     run.train(10)
     snapshot = run.snapshot()
     assert (snapshot["state"], snapshot["restart_steps"], snapshot["findings"]) == ("running", [40], [])
     assert snapshot["speed"]["mean"]["steps_per_s"] == pytest.approx(4.0)
-    run.add(End(0), rank=1, role="launcher")
+    run.add(LauncherEnded(0), rank=1, role="launcher")
     assert (run.snapshot()["state"], run.snapshot()["exit_code"]) == ("ended", 0)
 
 
 def test_a_host_that_leaves_does_not_end_the_run() -> None:
     run = WatchedRun(4)
-    run.add(Round(0, 4, 2), role="launcher")
+    run.add(RoundStarted(0, 4, 2), role="launcher")
     run.hello()
     run.train(10)
-    run.add(End(1, "this host was left out"), rank=1, role="launcher")
+    run.add(LauncherEnded(1, "this host was left out"), rank=1, role="launcher")
     run.train(2)
     assert run.snapshot()["state"] == "running"
-    run.add(End(0), role="launcher")
+    run.add(LauncherEnded(0), role="launcher")
     assert (run.snapshot()["state"], run.snapshot()["exit_code"]) == ("ended", 0)
 
 
@@ -151,15 +161,15 @@ def test_a_restart_with_fewer_ranks() -> None:
     run.hello()
     run.train(10)
     for step in range(1, 41):
-        run.add(Values(step, {"loss": 1.0, "epoch_loss": 5.0}))
-    run.add(Round(1, 2, 1, 1, "node2 was lost", lost=["node2"]), role="launcher")
+        run.add(ValuesLogged(step, {"loss": 1.0, "epoch_loss": 5.0}))
+    run.add(RoundStarted(1, 2, 1, 1, "node2 was lost", lost=["node2"]), role="launcher")
     run.ranks = 2
     run.hello(restart=1)
     run.step = 20
     run.stand(2, {0: "rest", 1: "rest"}, steps={0: 0, 1: 0})
     assert len(run.snapshot()["series"]["loss"]["points"]) == 40  # nothing is forgotten before it is done again
     run.train(5)
-    run.add(Values(21, {"loss": 2.0}))
+    run.add(ValuesLogged(21, {"loss": 2.0}))
     snapshot = run.snapshot()
     assert [row["rank"] for row in snapshot["ranks"]] == [0, 1]
     assert (snapshot["restarts"], snapshot["restart_steps"], snapshot["world"]["procs"]) == (1, [40], 2)
@@ -173,7 +183,7 @@ def test_a_script_whose_steps_go_back() -> None:
     run = WatchedRun(1)
     for _ in range(3):
         for step in range(5):
-            run.add(Values(step, {"loss": float(step)}))
+            run.add(ValuesLogged(step, {"loss": float(step)}))
     series = run.snapshot()["series"]["loss"]
     assert series["by"] == "number"
     assert [x for x, _ in series["points"]] == list(range(15))
@@ -182,7 +192,7 @@ def test_a_script_whose_steps_go_back() -> None:
 def test_ten_thousand_names() -> None:
     run = WatchedRun(1)
     for step in range(5):
-        run.add(Values(step, {f"name {index}": float(step) for index in range(10_000)}))
+        run.add(ValuesLogged(step, {f"name {index}": float(step) for index in range(10_000)}))
     snapshot = run.snapshot()
     assert len(snapshot["names"]) == 10_000
     assert list(snapshot["series"]) == [f"name {index}" for index in range(24)]
@@ -222,7 +232,7 @@ def test_a_run_of_days_stays_small() -> None:
     for _ in range(2):
         for _ in range(40):
             run.train(100, memory=1 << 30, memory_peak=2 << 30)
-            run.add(Anomaly(run.step, "nan", math.nan, None, "log", "text"))
+            run.add(AnomalyFound(run.step, "nan", math.nan, None, "log", "text"))
             run.add(Stuck("text"), role="launcher")
         sizes.append(len(json.dumps(run.snapshot())))
     assert sizes[1] < 1.5 * sizes[0] + 20_000

@@ -72,7 +72,7 @@ def test_the_processes_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert dump.folder_of_launcher() == tmp_path
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     assert dump.folder_under_torchrun() is None
-    files = dump.Files(tmp_path / "shared", os.getpid())
+    files = dump.DumpFiles(tmp_path / "shared", os.getpid())
     files.folder.mkdir()
     files.stacks.write_text("stack")
     dump.leave(files)

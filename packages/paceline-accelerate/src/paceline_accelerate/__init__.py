@@ -43,7 +43,9 @@ _CARRIED = {
         TorchTensorParallelConfig""",
     f"{_HERE}.recipes": "AORecipeKwargs FP8RecipeKwargs MSAMPRecipeKwargs TERecipeKwargs",
     f"{_HERE}.module_classes": "add_model_config_to_megatron_parser get_module_class_from_name",
-    f"{_HERE}.fsdp_modules": """ensure_weights_retied fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict
+    f"{_HERE}.fsdp_modules": """_get_model_state_dict _refuse_recurrent_layers_under_sequence_parallelism
+        _set_model_state_dict ensure_weights_retied filter_first_and_last_linear_layers filter_linear_layers
+        find_first_last_linear_layers fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict
         fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
         get_parameters_from_modules""",
     f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
@@ -66,14 +68,14 @@ _CARRIED = {
         chained_operation copy_tensor_to_devices gather gather_object gather_tensor_shape pad_across_processes
         reduce verify_operation wait_for_everyone""",
     f"{_HERE}.autocast": "get_grad_scaler get_mixed_precision_context_manager",
-    f"{_HERE}.module_tensors": """check_device_same find_tied_parameters get_non_persistent_buffers
+    f"{_HERE}.module_tensors": """_get_proper_dtype=dtype_of check_device_same find_tied_parameters get_non_persistent_buffers
         id_tensor_storage named_module_tensors recursive_getattr retie_parameters set_module_tensor_to_device""",
     f"{_HERE}.module_sizes": """calculate_maximum_sizes compute_module_sizes compute_module_total_buffer_size
         convert_bytes convert_file_size_to_int dtype_byte_size get_balanced_memory get_max_layer_size
         get_max_memory get_module_leaves get_module_size_with_ties""",
     f"{_HERE}.device_map": """check_device_map check_tied_parameters_in_config check_tied_parameters_on_same_device
         clean_device_map fallback_allocate infer_auto_device_map""",
-    f"{_HERE}.hooks": """AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook
+    f"{_HERE}.hooks": """_accelerate_added_attributes AlignDevicesHook CpuOffload LayerwiseCastingHook ModelHook SequentialHook
         UserCpuOffloadHook add_hook_to_module has_offloaded_params remove_hook_from_module
         remove_hook_from_submodules""",
     f"{_HERE}.hook_attachment": """attach_align_device_hook attach_align_device_hook_on_blocks
@@ -264,6 +266,16 @@ def notices() -> list[str]:
 def modules() -> dict[str, frozenset[str]]:
     """Names of accelerate's modules, each with its public names."""
     return listed(Path(__file__).with_name("names.txt"))
+
+
+def replaceable() -> dict[str, list[str]]:
+    """Maps functions of ours that scripts may replace to the other modules of ours that call them."""
+    from paceline_accelerate.callers import REPLACEABLE  # few scripts replace any
+
+    callers = {}
+    for function, modules_of_ours in REPLACEABLE.items():
+        callers[f"{_HERE}.{function}"] = [f"{_HERE}.{module}" for module in modules_of_ours.split()]
+    return callers
 
 
 def imported_with(package: str) -> frozenset[str]:

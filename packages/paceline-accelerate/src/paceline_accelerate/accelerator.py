@@ -15,20 +15,16 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from paceline.accelerator import Accelerator as NativeAccelerator
 from paceline.base import env as environment
-from paceline.base.log import warn_once
 from paceline.base.parts import require
-from paceline.config.settings import PRECISIONS
-from paceline.observe.trackers.group import Trackers
-from paceline.run.run import live_runs
-from paceline.world import runtime
+from paceline.run.run import Run, live_runs
 from paceline_accelerate.accelerator_arguments import UNSAID, AcceleratorArguments, checked_placement
+from paceline_accelerate.accelerator_base import AcceleratorBase
 from paceline_accelerate.arguments import (
     AutocastKwargs,
     DataLoaderConfiguration,
@@ -72,7 +68,7 @@ _PREPARE = {
 _Tensors = torch.Tensor | Iterable[torch.Tensor]
 
 
-class Accelerator(ParticipantByState, NativeAccelerator):
+class Accelerator(ParticipantByState, AcceleratorBase):
     """Takes accelerate's arguments and has its names.
 
     Args:
@@ -87,8 +83,6 @@ class Accelerator(ParticipantByState, NativeAccelerator):
         CompatError: `compat-argument`, with all problems at once; and what the native accelerator raises.
     """
 
-    _preparation_class = AcceleratePreparation
-    preparation: AcceleratePreparation
     deepspeed: DeepSpeedPreparation | None
     autocast_handler: AutocastKwargs | None
     profile_handler: ProfileKwargs | None
@@ -119,7 +113,7 @@ class Accelerator(ParticipantByState, NativeAccelerator):
     ) -> None:
         # A copy in another process is made of these arguments (`_unpickled`); `locals()` holds only them this early.
         arguments = dict(locals())
-        del arguments["self"], arguments["__class__"]
+        del arguments["self"]
         if split_batches is UNSAID:
             del arguments["split_batches"]
         self._arguments = arguments
@@ -130,10 +124,23 @@ class Accelerator(ParticipantByState, NativeAccelerator):
         self.rng_types = ["generator"] if rng_types is None else rng_types
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
-        super().__init__(**asked.native())
-        self.steps.allow_unreduced_metrics()
-        self._differ_from_native(asked.window, log_with)
-        self.state = AcceleratorState.of(self, fsdp_plugin, torch_tp_plugin, asked.dynamo, asked.plugins)
+        self._window = asked.window
+        self._sync_each_batch = asked.window.sync_each_batch
+        self._start(asked.native())
+        self._trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
+        self.log_with = self._trackers.asked
+        self.step = 0
+        self.native_amp = self.run.precision.name != "no"
+        self._folder = Folder(self)
+        self.state = AcceleratorState.of(
+            self,
+            fsdp_plugin,
+            torch_tp_plugin,
+            asked.dynamo,
+            asked.plugins,
+            parallelism_config,
+            shows_wanted_device=self.preparation.device_problem is not None,
+        )
         self.deepspeed = None
         if asked.plugins:
             # Importing its engine takes a second, so only a run that uses it pays for that.
@@ -146,23 +153,10 @@ class Accelerator(ParticipantByState, NativeAccelerator):
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, (os.getpid(), id(self), type(self), self._arguments)
 
-    def _differ_from_native(self, window: GradientAccumulationPlugin, log_with: Any) -> None:
-        """Sets what differs from the native accelerator, after that one's constructor has run."""
-        if self.device.type == "cpu" and self.run.precision.scales:
-            warn_once("compat", "fp16 has no effect on the CPU, as under accelerate: use bf16 for fewer bytes.")
-            self.run.precision = PRECISIONS.get("no")
-            self.run.scaler = self.scaler = None
-        if self._anomalies is not None:
-            self._anomalies.refuse_rollback("a folder of accelerate's holds no positions of loaders and no statistics")
-        self.gradients.follow_script(window.sync_with_dataloader)
-        self._sync_each_batch = window.sync_each_batch
-        self.trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
-        self.log_with = self.trackers.asked
-        self.step = 0
-        self.native_amp = self.run.precision.name != "no"
-        self.gradient_state = GradientState.of(self, window)
-        self.preparation.follow(self)
-        self._folder = Folder(self)
+    def _prepares(self, run: Run) -> AcceleratePreparation:
+        """Makes what prepares the objects of the run, as objects of accelerate's classes."""
+        self.gradient_state = GradientState.of(self, self._window)
+        return AcceleratePreparation(run, self.profiles, self.gradient_state, self.dataloader_config, self.rng_types)
 
     # -- what this run is --------------------------------------------------------------------------------------
 
@@ -216,10 +210,7 @@ class Accelerator(ParticipantByState, NativeAccelerator):
 
     @trackers.setter
     def trackers(self, trackers: Iterable[Any]) -> None:
-        if isinstance(trackers, Trackers):
-            self._trackers = cast("TrackerList", trackers)
-        else:
-            self._trackers.assign(trackers)
+        self._trackers.assign(trackers)
 
     @property
     def sync_gradients(self) -> bool:
@@ -442,7 +433,7 @@ class Accelerator(ParticipantByState, NativeAccelerator):
     def gather(self, tensor: object) -> Any:
         """Concatenates tensors of all processes along dim 0; with one process they stay as they are. Ranks: all."""
         result = gather(tensor)
-        runtime.current().gathered("gather", tensor, result)
+        self.run.runtime.gathered("gather", tensor, result)
         return result
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
@@ -454,7 +445,7 @@ class Accelerator(ParticipantByState, NativeAccelerator):
         Ranks: all.
         """
         result = gather_for_metrics(self.run, input_data, use_gather_object)
-        runtime.current().gathered("gather_for_metrics", input_data, result)
+        self.run.runtime.gathered("gather_for_metrics", input_data, result)
         return result
 
     def set_trigger(self) -> None:

@@ -6,9 +6,9 @@ Only `accelerator` calls this module. A check collects all problems before it ra
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -16,6 +16,9 @@ from paceline.base import env as environment
 from paceline.base.errors import Problem
 from paceline.base.log import warn_once
 from paceline.config.given import Given
+from paceline.config.overrides import Overrides
+from paceline.plan.semantics import Semantics
+from paceline.run.starting import RunArguments
 from paceline.world.world import World
 from paceline_accelerate.arguments import (
     AutocastKwargs,
@@ -35,6 +38,7 @@ from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline_accelerate.kinds import DynamoBackend, PrecisionType, text_of
 from paceline_accelerate.parallelism_config import ParallelismConfig
 from paceline_accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
+from paceline_accelerate.semantics import ACCELERATE
 from paceline_accelerate.state import AcceleratorState, deepspeed_plugins_of, is_initialized, wanted_device
 
 UNSAID: Any = object()  # the default of an argument for which None or False would be a choice of the script
@@ -184,34 +188,56 @@ class AcceleratorArguments:
             )
         return int(said)
 
-    def native(self) -> dict[str, Any]:
-        """Returns the arguments of Paceline's own accelerator."""
+    def native(self) -> RunArguments:
+        """Returns what Paceline's own accelerator takes."""
         loading = self.loading
-        arguments: dict[str, Any] = {
-            "mixed_precision": agreed_precision(self.mixed_precision),
-            "gradient_accumulation_steps": None if self.window.num_steps == 1 else self.window.num_steps,
-            "cpu": self.cpu or is_forced_to_cpu() or None,
-            "plan": self._plan(),
-            "split_batches": loading.split_batches,
-            "dispatch_batches": loading.dispatch_batches,
-            "even_batches": loading.even_batches,
-            "data_seed": loading.data_seed,
-            "non_blocking": loading.non_blocking,
-            "project_dir": self.project.project_dir,
-        }
+        options: dict[str, Mapping[str, Any]] | None = None
         ddp_handler = self.handlers["ddp_handler"]
         if ddp_handler is not None:
-            arguments["options"] = {"replicate": ddp_handler.options()}
+            options = {"replicate": ddp_handler.options()}
             if not ddp_handler.broadcast_buffers:
                 # A model that runs twice before its backward pass needs this under `--zero 2` as well: buffers that autograd
                 # has saved must not be written to by the broadcast of the second run.
-                arguments["options"]["zero"] = {"broadcast_buffers": False}
-        if self.handlers["scaler_handler"] is not None:
-            arguments["scaler"] = self.handlers["scaler_handler"].to_kwargs()
+                options["zero"] = {"broadcast_buffers": False}
+        scaler_handler = self.handlers["scaler_handler"]
         init_handler = self.handlers["init_handler"]
+        timeout_s: float | None = None
         if init_handler is not None and init_handler.said("timeout"):
-            arguments["timeout_s"] = init_handler.timeout.total_seconds()
-        return arguments
+            timeout_s = init_handler.timeout.total_seconds()
+        overrides = Overrides(
+            mixed_precision=agreed_precision(self.mixed_precision),
+            accumulate=None if self.window.num_steps == 1 else self.window.num_steps,
+            cpu=self.cpu or is_forced_to_cpu() or None,
+            timeout_s=timeout_s,
+            split_batches=loading.split_batches,
+            dispatch_batches=loading.dispatch_batches,
+            even_batches=loading.even_batches,
+            data_seed=loading.data_seed,
+            non_blocking=loading.non_blocking,
+            plan=self._plan(),
+            options=options,
+        )
+        return RunArguments(
+            overrides=overrides,
+            scaler=None if scaler_handler is None else scaler_handler.to_kwargs(),
+            project_dir=self.project.project_dir,
+            semantics=self._semantics(),
+        )
+
+    def _semantics(self) -> Semantics:
+        """Returns how the loop is meant, of which arguments of the script decide a part."""
+        schedule: Literal["step", "process", "call"] = "process"
+        if not self.step_scheduler_with_optimizer:
+            schedule = "call"
+        elif self.loading.split_batches:
+            schedule = "step"
+        return replace(
+            ACCELERATE,
+            epoch_ends_window=self.window.sync_with_dataloader,
+            tail="pad" if self.loading.even_batches else "divide",
+            order="dealt, seeded" if self.loading.use_seedable_sampler else "dealt",
+            schedule=schedule,
+        )
 
     def _plan(self) -> list[Given]:
         """Returns the fields of the plugins that the script has given; `engines` translates them into Paceline's settings."""

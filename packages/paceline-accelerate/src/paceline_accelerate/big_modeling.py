@@ -28,6 +28,7 @@ from paceline_accelerate.hooks import (
     CpuOffload,
     SkipKeys,
     UserCpuOffloadHook,
+    _accelerate_added_attributes,
     add_hook_to_module,
 )
 from paceline_accelerate.loading import load_checkpoint_in_model
@@ -298,7 +299,7 @@ def _addresses(model: nn.Module, tied_groups: Sequence[Sequence[str]]) -> TiedPa
 
 def _guard_moves(model: nn.Module) -> None:
     """Makes `to`, `cuda` and `xpu` warn, and raise if weights are offloaded, because the hooks would not follow the move."""
-    for name in ("to", "cuda", "xpu"):
+    for name in _accelerate_added_attributes:
         guarded = functools.partial(_guarded, model, name)
         setattr(model, name, functools.update_wrapper(guarded, getattr(model, name)))
 

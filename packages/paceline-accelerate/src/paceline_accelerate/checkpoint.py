@@ -53,7 +53,7 @@ from paceline_accelerate.surroundings import load, writes_files
 from paceline_accelerate.wrapping import without_repeated
 
 if TYPE_CHECKING:
-    from paceline_accelerate.accelerator import Accelerator
+    from paceline_accelerate.accelerator_base import AcceleratorBase
     from paceline_deepspeed.engine import DeepSpeedEngine
 
 _COME_S = 2.0  # how long a rank waits until rank 0 begins to save
@@ -71,7 +71,7 @@ class Folder:
         custom_objects: what the script has registered.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: AcceleratorBase) -> None:
         self._accelerator = accelerator
         self.custom_objects: list[Any] = []
 

@@ -25,7 +25,7 @@ from paceline.base.errors import CheckpointError
 from paceline.checkpoint.files import NUMPY_VALUES
 from paceline.checkpoint.format.checkpoint_format import RunNames
 from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
-from paceline.checkpoint.format.translation import Translation
+from paceline.checkpoint.format.translation import StateTranslation
 from paceline.checkpoint.state.train_state import KINDS, TrainState
 from paceline.checkpoint.store import Store
 from paceline.checkpoint.weights.model import without_wrappers
@@ -57,7 +57,7 @@ class AccelerateReader:
         self._files = sorted(os.listdir(folder))
         self._names = names
         self._optimizers = state.optimizer_states()
-        self._translation = Translation(state, KINDS - {"loaders"}, names)
+        self._translation = StateTranslation(state, KINDS - {"loaders"}, names)
         self._steps: list[int] = []
         if state.plain["loaders"]:
             self._translation.note(

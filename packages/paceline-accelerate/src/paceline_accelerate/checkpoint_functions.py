@@ -18,7 +18,7 @@ from paceline_accelerate.surroundings import load, writes_files
 from paceline_accelerate.wrapping import clean_state_dict_for_safetensors
 
 if TYPE_CHECKING:
-    from paceline_accelerate.accelerator import Accelerator
+    from paceline_accelerate.accelerator_base import AcceleratorBase
 
 
 def file_name(stem: str, number: int, ending: str) -> str:
@@ -34,7 +34,7 @@ def weights_file(folder: Path, number: int) -> Path:
     return folder / file_name("pytorch_model", number, "bin")
 
 
-def agreed_by_writers(accelerator: Accelerator, work: Callable[[], Any]) -> Any:
+def agreed_by_writers(accelerator: AcceleratorBase, work: Callable[[], Any]) -> Any:
     """Runs `work` on the ranks that write files: rank 0, and with `save_on_each_node` the first rank of each node.
 
     Ranks: all must call; each gets rank 0's value, or raises the first error.

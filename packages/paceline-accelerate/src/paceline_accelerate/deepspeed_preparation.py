@@ -36,7 +36,7 @@ from paceline_deepspeed.engine import DeepSpeedEngine
 from paceline_deepspeed.initialize import build
 
 if TYPE_CHECKING:
-    from paceline_accelerate.accelerator import Accelerator
+    from paceline_accelerate.accelerator_base import AcceleratorBase
 
 _MICRO = "train_micro_batch_size_per_gpu"
 _GATHER_ON_SAVE = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
@@ -54,7 +54,7 @@ class DeepSpeedPreparation:
         wrapped: wrapper of the first engine that trains, which `accelerator.backward` calls; None before there is one.
     """
 
-    def __init__(self, accelerator: Accelerator) -> None:
+    def __init__(self, accelerator: AcceleratorBase) -> None:
         self._accelerator = accelerator
         self.clear()
 

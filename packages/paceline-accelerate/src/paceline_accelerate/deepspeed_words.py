@@ -21,7 +21,7 @@ from paceline.config.given import Choice, Given, nearest
 # The modules with DeepSpeed's keys are imported only for a run that asks for DeepSpeed, because few do.
 if TYPE_CHECKING:
     from paceline_deepspeed.config import DeepSpeedConfig
-    from paceline_deepspeed.config.text import Block
+    from paceline_deepspeed.config.text import JsonBlock
 
 _ZERO = "zero_optimization"
 # Field -> dotted name of DeepSpeed's key.
@@ -222,7 +222,7 @@ def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
         said: the other fields; with a file they give the values of its keys that are "auto".
     """
     from paceline_deepspeed.config import read_block
-    from paceline_deepspeed.config.text import Block, entries_of
+    from paceline_deepspeed.config.text import JsonBlock, entries_of
 
     if file is not None:
         hints = {FIELDS[name]: value.value for name, value in said.items()}
@@ -230,26 +230,26 @@ def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
         config = file.value if isinstance(file.value, Mapping) else str(file.value)
         source, block = entries_of(config, "DeepSpeedPlugin(hf_ds_config={})")
         # The engine reads these two when it makes them: the script gives the values of their "auto" keys.
-        settings = Block(entry for entry in block if entry.name not in ("optimizer", "scheduler"))
+        settings = JsonBlock(entry for entry in block if entry.name not in ("optimizer", "scheduler"))
         return read_block(source, settings, hints)
-    block = Block()
+    block = JsonBlock()
     for name, value in said.items():
         _add(block, FIELDS[name].split("."), value)
     return read_block("DeepSpeedPlugin(...)", block, {})
 
 
-def _add(block: Block, path: list[str], given: Given) -> None:
+def _add(block: JsonBlock, path: list[str], given: Given) -> None:
     """Adds a value to nested blocks; the path is the names of the blocks and of the key."""
-    from paceline_deepspeed.config.text import Block, Entry
+    from paceline_deepspeed.config.text import JsonBlock, JsonEntry
 
     name, *rest = path
     if not rest:
-        block.append(Entry(name, given.value, given.where))
+        block.append(JsonEntry(name, given.value, given.where))
         return
     inside = next((entry.value for entry in block if entry.name == name), None)
     if inside is None:
-        inside = Block()
-        block.append(Entry(name, inside, given.where))
+        inside = JsonBlock()
+        block.append(JsonEntry(name, inside, given.where))
     _add(inside, rest, given)
 
 

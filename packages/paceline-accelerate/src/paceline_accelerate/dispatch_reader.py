@@ -13,7 +13,7 @@ from paceline.data.feed import NOTHING, GlobalBatch
 from paceline.plan.data import DataPlan, Position
 from paceline.world.tree import first_rows
 from paceline_accelerate.errors import CompatRuntimeError
-from paceline_accelerate.loader_feed import Part, SamplerFeed, draw_seed, first_unread
+from paceline_accelerate.loader_feed import RankPart, SamplerFeed, draw_seed, first_unread
 from paceline_accelerate.nested import concatenate, slice_tensors
 from paceline_accelerate.sample_order import runs
 
@@ -99,7 +99,7 @@ class DispatchReader:
             resume = {**at_start, "batches": step, "width": plan.width, "before_next": before_next}
             yield GlobalBatch(batches, loaded, real, loaded, ahead is None, consumed, resume)
 
-    def _joined(self, parts: Iterator[Part]) -> tuple[Any, int] | None:
+    def _joined(self, parts: Iterator[RankPart]) -> tuple[Any, int] | None:
         """Reads and joins the batches of a step; returns the result and its number of rows, or None at the end."""
         group = list(islice(parts, self._batches_per_step))
         is_short = len(group) < self._batches_per_step

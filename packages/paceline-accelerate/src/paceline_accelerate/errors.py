@@ -28,6 +28,10 @@ class UnknownHandler(CompatValueError, AssertionError):
     """An object that is no handler among `kwargs_handlers`, maybe beside other wrong arguments."""
 
 
+class MissingModel(CompatError, OSError):
+    """A model that is nowhere to be found, for which accelerate raises an `OSError`."""
+
+
 class CompatImportError(CompatError, ImportError):
     """A call that needs a package which is not installed."""
 

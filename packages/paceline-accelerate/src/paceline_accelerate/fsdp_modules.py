@@ -6,8 +6,9 @@ Here a plan divides the model, so these functions call Paceline's accelerator or
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
@@ -15,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.base.errors import CompatError
 from paceline.world.forward import override_forward
+from paceline_accelerate.errors import CompatValueError
 from paceline_accelerate.module_classes import get_module_class_from_name
 from paceline_accelerate.module_tensors import find_tied_parameters
+from paceline_accelerate.surroundings import is_peft_model
 
 if TYPE_CHECKING:
     from paceline_accelerate.accelerator import Accelerator
@@ -47,6 +50,90 @@ def get_parameters_from_modules(
     for module in chosen:
         parameters.update(module.to(device).parameters())
     return parameters
+
+
+def _get_model_state_dict(model: nn.Module, adapter_only: bool = False, sd_options: Any = None) -> dict[str, Any]:
+    """Returns the state of a model; libraries import it by this name.
+
+    Args:
+        model: whole, or divided by FSDP 2.
+        adapter_only: whether only peft's adapter is wanted, where the model has one.
+        sd_options: torch's `StateDictOptions`; None takes `model.state_dict()`.
+
+    Ranks: all, where the model is divided.
+    """
+    is_adapter = adapter_only and is_peft_model(model)
+    if sd_options is not None and (sd_options.full_state_dict or not is_adapter):
+        from torch.distributed.checkpoint.state_dict import get_model_state_dict
+
+        # The weights below an adapter are frozen.
+        return get_model_state_dict(
+            model, options=replace(sd_options, ignore_frozen_params=True) if is_adapter else sd_options
+        )
+    if is_adapter:
+        from peft import get_peft_model_state_dict
+
+        adapter: dict[str, Any] = get_peft_model_state_dict(model, adapter_name=cast(Any, model).active_adapter)
+        return adapter
+    return model.state_dict()
+
+
+def _set_model_state_dict(
+    model: nn.Module, state_dict: dict[str, Any], adapter_only: bool = False, sd_options: Any = None
+) -> Any:
+    """Loads what `_get_model_state_dict` has returned, and returns the names that did not match.
+
+    Ranks: all, where the model is divided.
+    """
+    is_adapter = adapter_only and is_peft_model(model)
+    if sd_options is not None and (sd_options.full_state_dict or not is_adapter):
+        from torch.distributed.checkpoint.state_dict import set_model_state_dict
+
+        options = replace(sd_options, strict=False) if is_adapter else sd_options
+        return set_model_state_dict(model, state_dict, options=options)
+    if is_adapter:
+        from peft import set_peft_model_state_dict
+
+        return set_peft_model_state_dict(model, state_dict, adapter_name=cast(Any, model).active_adapter)
+    return model.load_state_dict(state_dict)
+
+
+def find_first_last_linear_layers(model: nn.Module) -> tuple[str | None, str | None]:
+    """Returns the names of the first and of the last linear layer, which 8-bit training leaves as they are."""
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    return (names[0], names[-1]) if names else (None, None)
+
+
+def filter_linear_layers(module: nn.Module, fqn: str, layers_to_filter: Collection[str | None]) -> bool:
+    """Whether a layer can be computed in 8 bits: its sizes are multiples of 16, and it is none of `layers_to_filter`."""
+    if isinstance(module, nn.Linear) and (module.in_features % 16 or module.out_features % 16):
+        return False
+    return fqn not in layers_to_filter
+
+
+def filter_first_and_last_linear_layers(module: nn.Module, fqn: str) -> bool:
+    """Whether a layer can be computed in 8 bits, and is neither the first nor the last linear layer inside `module`."""
+    return filter_linear_layers(module, fqn, find_first_last_linear_layers(module))
+
+
+def _refuse_recurrent_layers_under_sequence_parallelism(model: nn.Module) -> None:
+    """Checks that no layer of a model of transformers carries a state along the sequence, which `sp` divides.
+
+    Raises:
+        CompatValueError: `compat-argument`.
+    """
+    config: Any = getattr(model, "config", None)
+    if hasattr(config, "get_text_config"):
+        config = config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    recurrent = sorted(kind for kind in kinds if "linear_attention" in kind)
+    if recurrent:
+        raise CompatValueError(
+            "compat-argument",
+            f"{type(model).__name__} has layers of type {recurrent}, which sequence parallelism does not support.",
+            why="each rank would begin its part of the sequence without the state of the part before",
+            fix="divide the model by another axis: `ParallelismConfig(dp_shard_size=...)` in place of `sp_size`",
+        )
 
 
 def ensure_weights_retied(

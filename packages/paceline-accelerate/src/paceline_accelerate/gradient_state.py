@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from paceline.optim.accumulate import Accumulation
 
 if TYPE_CHECKING:
-    from paceline_accelerate.accelerator import Accelerator
+    from paceline.accelerator import Accelerator
 
 
 class GradientState:

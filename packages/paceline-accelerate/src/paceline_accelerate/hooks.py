@@ -14,11 +14,13 @@ The attributes `_hf_hook` and `_old_forward` have accelerate's names: transforme
 from __future__ import annotations
 
 import functools
+import pickle
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from paceline.torch_internals.modules import parameter_table
 from paceline_accelerate.module_tensors import (
@@ -31,6 +33,8 @@ from paceline_accelerate.module_tensors import (
 from paceline_accelerate.nested import find_device, send_to_device
 
 SkipKeys = str | list[str] | None
+# Methods that `dispatch_model` replaces by ones that warn; libraries import this list by accelerate's name.
+_accelerate_added_attributes = ["to", "cuda", "xpu"]
 _PLAIN = (bool, int, float, str)  # values that are on no device
 
 
@@ -105,6 +109,30 @@ def _hooked_forward(module: Any, *args: Any, **kwargs: Any) -> Any:
     return module._hf_hook.post_forward(module, output)
 
 
+class _GraphForward:
+    """Runs the forward that the class of a module of torch.fx has now; `recompile` gives the class another one.
+
+    Raises:
+        pickle.PicklingError: when it is pickled. torch.fx pickles such a module without its hooked forward, so that the hook
+            would be lost without a word.
+    """
+
+    def __init__(self, module: GraphModule) -> None:
+        self._module = module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return type(self._module).forward(self._module, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _GraphForward:
+        # torch.fx copies the graph and leaves the attributes of the module behind, so that a copy has no hook.
+        return self
+
+    def __reduce__(self) -> Any:
+        raise pickle.PicklingError(
+            "A module of torch.fx cannot be pickled with its hook. Call `remove_hook_from_module(module, recurse=True)` before."
+        )
+
+
 def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False) -> nn.Module:
     """Attaches a hook to a module and replaces one that it has already.
 
@@ -124,6 +152,9 @@ def add_hook_to_module(module: nn.Module, hook: ModelHook, append: bool = False)
     else:
         old_forward = module.forward
         module._old_forward = old_forward
+        if isinstance(module, GraphModule):
+            # The bound method would be the code of the graph as it is now, also after the graph was changed.
+            module._old_forward = _GraphForward(module)  # type: ignore[assignment]
     module = hook.init_hook(module)
     module._hf_hook = hook  # type: ignore[assignment]
     forward = functools.partial(_hooked_forward, module)
@@ -138,8 +169,14 @@ def remove_hook_from_module(module: nn.Module, recurse: bool = False) -> nn.Modu
         module._hf_hook.detach_hook(module)  # type: ignore[operator, union-attr]
         delattr(module, "_hf_hook")
     if hasattr(module, "_old_forward"):
-        module.forward = module._old_forward  # type: ignore[assignment]
+        if isinstance(module._old_forward, _GraphForward):
+            # The forward of the class, which `recompile` changes.
+            vars(module).pop("forward", None)
+        else:
+            module.forward = module._old_forward  # type: ignore[assignment]
         delattr(module, "_old_forward")
+    for name in _accelerate_added_attributes:
+        vars(module).pop(name, None)
     if recurse:
         for child in module.children():
             remove_hook_from_module(child, recurse)

@@ -37,7 +37,7 @@ def export_settings() -> None:
     if "accelerate" in environment.get("PACELINE_COMPAT").split(","):
         given = environment.snapshot()
         variables |= {name: text for name, text in _DEFAULTS.items() if name not in given}
-    for decision in resolve_run({}).decisions:
+    for decision in resolve_run().decisions:
         if decision.field in _VARIABLES and decision.source != "default":
             text = str(decision.value)
             # accelerate writes "True" for the CPU, and "true" elsewhere.

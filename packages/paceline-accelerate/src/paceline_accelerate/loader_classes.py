@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any, Self
 
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, SequentialSampler
 
 from paceline.base.errors import CompatError
 from paceline.base.log import warn_once
@@ -31,6 +31,7 @@ from paceline_accelerate.loader_feed import SamplerFeed
 from paceline_accelerate.nested import slice_tensors
 from paceline_accelerate.samplers import BatchSamplerShard, IterableDatasetShard, get_sampler, set_sampler
 from paceline_accelerate.state import PartialState
+from paceline_accelerate.stateful_loader import batches_of, stateful, torchdata_state, without_torchdata
 
 
 class DataLoaderStateMixin:
@@ -93,6 +94,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
     use_stateful_dataloader = False
     source: DataLoader[Any] | None = None  # the loader that the script passed to `prepare`
+    _stateful: DataLoader[Any] | None = None  # the original in torchdata's class, once a script has asked for it
     _drop_last = False
     _has_begun = False  # whether any loop has begun
     _is_through = False  # whether the last loop has reached its end
@@ -181,8 +183,12 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
     @property
     def base_dataloader(self) -> DataLoader[Any]:
-        """The DataLoader that is iterated."""
-        return self.original
+        """The DataLoader that is iterated; that of a stateful loader is one of torchdata's, with the same parts."""
+        if not self.use_stateful_dataloader:
+            return self.original
+        if self._stateful is None:
+            self._stateful = stateful(self.original)
+        return self._stateful
 
     # -- the loop --------------------------------------------------------------------------------------------
 
@@ -223,9 +229,10 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
         self._set_by_script = {}
 
     def _begin(self) -> Any:
-        if self._mark is not None and self._chosen is None:
+        mark = self.cursor.mark
+        if mark is not None and self.cursor.chosen is None:
             # accelerate counts only epochs that were read to their end: after a `break` the next loop has the same number.
-            return Position(self._mark.epoch), NOTHING
+            return Position(mark.epoch), NOTHING
         return super()._begin()
 
     def train(self) -> None:
@@ -271,15 +278,35 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
             self._feed.tell_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, with the states of the random streams from which the rest of the epoch is drawn."""
+        """Returns the position, with the states of the random streams from which the rest of the epoch is drawn.
+
+        That of a stateful loader has the keys of torchdata too.
+        """
         state = super().state_dict()
         state["under_way"] = state["samples"] > 0
         if "streams" not in state and isinstance(self._feed, SamplerFeed):
             state["generators_now"] = [generator.get_state() for generator in self._feed.generators()]
-        return state
+        if not self.use_stateful_dataloader:
+            return state
+        is_finished = self._is_through and not state["under_way"]
+        num_batches = state.get("batches", 0)
+        if is_finished and state["length"] is not None:
+            num_batches = len(self)
+        num_samples = None
+        if self.plan.width == 1 and isinstance(get_sampler(self.original), SequentialSampler):
+            num_samples = min(num_batches * self.plan.global_batch, state["length"])
+        return {**torchdata_state(self.original.num_workers, num_batches, is_finished, num_samples), **state}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Makes the next loop go on where `state_dict` was taken, with the batch size that this script has."""
+        """Makes the next loop go on where `state_dict` was taken, with the batch size that this script has.
+
+        A stateful loader also takes a state of torchdata's `StatefulDataLoader`, of this process's part of the data.
+        """
+        num_batches = batches_of(state_dict)
+        if self.use_stateful_dataloader and "samples" not in state_dict and num_batches is not None:
+            self.start_after(num_batches)
+            return
+        state_dict = without_torchdata(state_dict)
         super().load_state_dict(state_dict)
         resume = getattr(self._feed, "resume", None)
         if resume is not None:

@@ -29,19 +29,19 @@ from paceline.torch_internals.loaders import naming_dead_workers
 from paceline.world.collectives import Collectives
 from paceline.world.tree import first_rows
 from paceline_accelerate.random_streams import synchronize_rng_states
-from paceline_accelerate.sample_order import Rows, runs
+from paceline_accelerate.sample_order import RowsOfRank, runs
 from paceline_accelerate.samplers import BatchSamplerShard, IterableDatasetShard, SamplerShard, set_epoch_of
 from paceline_accelerate.tapped_sampler import TappedSampler
 
 
-class Part(NamedTuple):
+class RankPart(NamedTuple):
     """A batch of this process, as `collate_fn` returned it, and the number of rows that each process has at this step."""
 
     batch: Any
-    rows: Rows
+    rows: RowsOfRank
 
 
-class _Counted:
+class _CountedBatches:
     """A `collate_fn` that also returns the rows of each process, and how many of them are real samples.
 
     It runs where the dataset is read, which is in a worker process where the loader has workers.
@@ -52,7 +52,7 @@ class _Counted:
         self._dataset = dataset
         self._is_batched = is_batched
 
-    def __call__(self, samples: Any) -> Part:
+    def __call__(self, samples: Any) -> RankPart:
         batch = self._collate(samples)
         if self._is_batched:
             count = len(samples)
@@ -60,9 +60,9 @@ class _Counted:
             # Without automatic batching the dataset itself yields batches: only their tensors show how many rows they have.
             count = first_rows(batch) or 1
         if not isinstance(self._dataset, IterableDatasetShard):
-            return Part(batch, Rows((count,), (count,)))
+            return RankPart(batch, RowsOfRank((count,), (count,)))
         width = self._dataset.num_processes
-        return Part(batch, Rows(runs(self._dataset.num_real, count, width), (count,) * width))
+        return RankPart(batch, RowsOfRank(runs(self._dataset.num_real, count, width), (count,) * width))
 
 
 class SamplerFeed:
@@ -104,7 +104,7 @@ class SamplerFeed:
         self._unread: list[Any] = []  # batches of an iterable dataset that were read only to be skipped
         if isinstance(loader.dataset, IterableDataset):
             is_batched = loader.batch_sampler is not None
-            counted = _Counted(loader.collate_fn, loader.dataset, is_batched)
+            counted = _CountedBatches(loader.collate_fn, loader.dataset, is_batched)
             self._inner = rewired(loader, collate_fn=counted)
         elif loader.batch_sampler is not None:
             self._tap = TappedSampler(loader.batch_sampler, is_scalar=False, num_first=num_first)
@@ -141,7 +141,7 @@ class SamplerFeed:
         reads_here = self._loader.num_workers == 0
         own_stream = torch.default_generator
         consumed = start.samples
-        rows: Rows | None = None
+        rows: RowsOfRank | None = None
         info: BatchInfo | None = None
         rows_of_step = 0
         ahead = next(parts, None) or self._idle_part()
@@ -151,7 +151,7 @@ class SamplerFeed:
                 at_start["before_next"] = own_stream.get_state()
             ahead = next(parts, None) or self._idle_part()
             step += 1
-            # Steps of equal rows share one `Rows`, and so one `BatchInfo` serves all of them; only the last step's differs.
+            # Steps of equal rows share one `RowsOfRank`, and so one `BatchInfo` serves all of them; only the last differs.
             if info is None or ahead is None or part.rows is not rows:
                 rows = part.rows
                 rows_of_step = sum(rows.real)
@@ -162,7 +162,7 @@ class SamplerFeed:
             if ahead is None:
                 ahead = self._idle_part()  # the loop may have begun to train with this very batch
 
-    def _idle_part(self) -> Part | None:
+    def _idle_part(self) -> RankPart | None:
         """Reads one row for a process that has no batch at the last step; returns None where no such row is needed."""
         tap = self._tap
         if tap is None or tap.idle is None or not (self.takes_part and torch.is_grad_enabled()):
@@ -171,9 +171,9 @@ class SamplerFeed:
         idle = tap.idle
         tap.idle = None
         row = self._loader.collate_fn([self._loader.dataset[idle.spare]])
-        return Part(row, idle.rows)
+        return RankPart(row, idle.rows)
 
-    def parts(self, start: Position, step: int, samples: int, at_start: dict[str, Any]) -> Iterator[Part]:
+    def parts(self, start: Position, step: int, samples: int, at_start: dict[str, Any]) -> Iterator[RankPart]:
         """Yields this process's batches after `step` steps, or after `samples` samples of all processes together.
 
         Args:
@@ -221,7 +221,9 @@ class SamplerFeed:
             before_first = resumed.get("before_next")
         return self._tapped(naming_dead_workers(iterator), self._tap.rows, before_first)
 
-    def _tapped(self, batches: Iterator[Any], rows: deque[Rows], before_first: torch.Tensor | None) -> Iterator[Part]:
+    def _tapped(
+        self, batches: Iterator[Any], rows: deque[RowsOfRank], before_first: torch.Tensor | None
+    ) -> Iterator[RankPart]:
         """Yields the batches with their rows; for the first one the dataset draws from the state `before_first`."""
         if before_first is not None:
             # The saved run had read this batch ahead, so the dataset drew its random numbers before the checkpoint was taken.
@@ -232,11 +234,11 @@ class SamplerFeed:
             torch.set_rng_state(own_state)
             if not rows:
                 return
-            yield Part(first, rows.popleft())
+            yield RankPart(first, rows.popleft())
         for batch in batches:
-            yield Part(batch, rows.popleft())
+            yield RankPart(batch, rows.popleft())
 
-    def _rest_of_stream(self, parts: Iterator[Part], step: int, samples: int) -> Iterator[Part]:
+    def _rest_of_stream(self, parts: Iterator[RankPart], step: int, samples: int) -> Iterator[RankPart]:
         """Yields the parts after `step` steps or `samples` samples; an iterable dataset can only be read through to there."""
         self._unread = []
         consumed = 0

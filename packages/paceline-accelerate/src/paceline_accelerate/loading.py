@@ -164,7 +164,7 @@ def load_checkpoint_in_model(
     if device_map is None:
         names_in_files = _load_in_place(model, files, dtype_of(dtype), keep_in_fp32)
     else:
-        placement = _Placement(model, device_map, offload_folder, dtype_of(dtype), keep_in_fp32, offload_buffers)
+        placement = _TensorPlacement(model, device_map, offload_folder, dtype_of(dtype), keep_in_fp32, offload_buffers)
         names_in_files = placement.load(files, tied_groups, through_temporary_files=offload_state_dict)
     retie_parameters(model, tied_groups)
     if strict:
@@ -175,7 +175,7 @@ def load_checkpoint_in_model(
         log.warning("The model %s has no use for some weights of %s: %s", type(model).__name__, checkpoint, unused)
 
 
-class _Placement:
+class _TensorPlacement:
     """Puts tensors of files where a device map says.
 
     Args:

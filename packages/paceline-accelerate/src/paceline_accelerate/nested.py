@@ -109,6 +109,18 @@ def send_to_device(tensor: object, device: Any, non_blocking: bool = False, skip
     if isinstance(skip_keys, str):
         skip_keys = [skip_keys]
     skipped = set(skip_keys or ())
+    # Tensors and plain containers come first, in a form that `torch.compile` follows without a break in the graph.
+    kind = type(tensor)
+    if isinstance(tensor, torch.Tensor):
+        return tensor.to(device, non_blocking=non_blocking)
+    if kind is dict:
+        moved = {}
+        for name, value in tensor.items():  # type: ignore[attr-defined]
+            moved[name] = value if name in skipped else send_to_device(value, device, non_blocking, skip_keys)
+        return moved
+    if kind is list or kind is tuple:
+        entries = [send_to_device(value, device, non_blocking, skip_keys) for value in tensor]  # type: ignore[attr-defined]
+        return entries if kind is list else tuple(entries)
     to = getattr(tensor, "to", None)
     if callable(to):
         try:

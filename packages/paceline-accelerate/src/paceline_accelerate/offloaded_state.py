@@ -18,7 +18,7 @@ from paceline_accelerate.hooks import AlignDevicesHook, has_offloaded_params
 from paceline_accelerate.module_tensors import Device, named_module_tensors, set_module_tensor_to_device
 
 if TYPE_CHECKING:
-    from paceline_accelerate.accelerator import Accelerator
+    from paceline.accelerator import Accelerator
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from paceline.world.param_groups import parameters_of
 from paceline.world.world import World
 from paceline_accelerate.errors import CompatValueError
 from paceline_accelerate.gradient_state import GradientState
+from paceline_accelerate.semantics import ACCELERATE
 from paceline_accelerate.state import AcceleratorState
 
 
@@ -164,9 +165,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
 def _alone() -> Accumulation:
     """Makes accumulation windows of one micro-batch, for an optimizer that no accelerator has prepared."""
     collectives = Collectives(World(), device=torch.device("cpu"))
-    accumulation = Accumulation(1, 1, ActiveLoaders(), collectives)
-    accumulation.follow_script()
-    return accumulation
+    return Accumulation(1, 1, ActiveLoaders(), collectives, semantics=ACCELERATE)
 
 
 def move_to_device(state: Any, device: Any) -> Any:

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import asdict, dataclass, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 from paceline.base import env as environment
 from paceline.base.errors import CompatError
+from paceline.plan.plan import Plan
 from paceline_accelerate.engine_fields import AXES, CONTEXT_HANDLER, SEQUENCE_HANDLER
 from paceline_accelerate.errors import CompatRuntimeError
 from paceline_accelerate.said_fields import SaidFields
@@ -18,7 +19,6 @@ from paceline_accelerate.said_fields import SaidFields
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from paceline_accelerate.accelerator import Accelerator
 
 # The order of the axes in a mesh, the outermost first.
 _ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -100,7 +100,7 @@ class ParallelismConfig(SaidFields):
         tp_handler, cp_handler, sp_handler: options of an axis; None is the default options if the axis is larger than 1.
 
     Attributes:
-        device_mesh: the mesh, once it was built.
+        device_mesh: the mesh, once `get_device_mesh` has built it.
 
     Raises:
         ValueError: sizes below 1, an unknown backend, or axes that cannot be combined.
@@ -212,12 +212,12 @@ class ParallelismConfig(SaidFields):
         return (names, sizes) if names else ()
 
     def build_device_mesh(self, device_type: str) -> DeviceMesh | None:
-        """Builds the mesh of all ranks; returns None if all sizes are 1.
+        """Builds the mesh of all ranks; returns None if all sizes are 1, or where DeepSpeed makes the groups of `sp` itself.
 
         Ranks: all; the process group must exist.
         """
         mesh = self._get_mesh()
-        if not mesh:
+        if not mesh or (self.sp_enabled and self.sp_backend == "deepspeed"):
             return None
         from torch.distributed.device_mesh import init_device_mesh
 
@@ -233,8 +233,7 @@ class ParallelismConfig(SaidFields):
         for name, axes in joined_axes.items():
             if axes:
                 # The mesh remembers it, and `device_mesh[name]` finds it.
-                flattened(device_mesh[tuple(axes)], name)
-        self.device_mesh = device_mesh
+                flattened(device_mesh[axes], name)
         return device_mesh
 
     def get_device_mesh(self, device_type: str | None = None) -> DeviceMesh | None:
@@ -246,8 +245,8 @@ class ParallelismConfig(SaidFields):
         if self.device_mesh is None:
             if device_type is None:
                 raise ValueError("You need to pass a device_type, such as cuda, to build the device mesh")
-            return self.build_device_mesh(device_type)
-        if device_type is not None and self.device_mesh.device_type != device_type:
+            self.device_mesh = self.build_device_mesh(device_type)
+        elif device_type is not None and self.device_mesh.device_type != device_type:
             raise ValueError(f"The mesh is for {self.device_mesh.device_type}, and {device_type} was asked for.")
         return self.device_mesh
 
@@ -258,7 +257,17 @@ class ParallelismConfig(SaidFields):
         setattr(self, f"{parallelism}_size", size)
 
 
-def rank_along(accelerator: Accelerator, axis: str) -> int:
+class _Placed(Protocol):
+    """The part of an accelerator that says where its process stands."""
+
+    parallelism_config: Any
+    process_index: Any
+
+    @property
+    def plan(self) -> Plan: ...
+
+
+def rank_along(accelerator: _Placed, axis: str) -> int:
     """Returns the coordinate of this rank along an axis of the plan.
 
     Raises:
@@ -275,7 +284,7 @@ def rank_along(accelerator: Accelerator, axis: str) -> int:
     return layout.coordinate(accelerator.process_index)[axis]
 
 
-def no_rank_along(accelerator: Accelerator) -> NoReturn:
+def no_rank_along(accelerator: object) -> NoReturn:
     """Raises an error for a stage or a part of a sequence, because accelerate has no such property either."""
     raise CompatError(
         "compat-argument", "a rank's stage is no property.", why="accelerate has none", fix="leave it out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.run.preparation import Kind, Names, Preparation
 from paceline.run.prepared import EntryOfModel, PreparedModel
-from paceline.world import runtime
+from paceline.run.run import Run
 from paceline.world.mesh import Mesh
 from paceline.world.param_groups import parameters_of
 from paceline_accelerate.accelerator_arguments import problem_of_wanted_device
@@ -38,40 +38,43 @@ from paceline_accelerate.scheduler import AcceleratedScheduler
 from paceline_accelerate.wrapping import get_model_tp_size
 
 if TYPE_CHECKING:
-    from paceline_accelerate.accelerator import Accelerator
+    from paceline.observe.profiles import Profiles
 
 
 class AcceleratePreparation(Preparation):
     """Prepares the objects of one `Accelerator` of the compat layer.
 
+    Args:
+        gradient_state: the accumulation windows, as schedulers see them.
+        loading: options of loaders.
+        rng_types: generators whose states ranks make the same before each epoch.
+
     Attributes:
-        tail: what loaders prepared from now on do with a short last batch, if a script has set `even_batches` later.
+        tail: what loaders prepared from now on do with a short last batch; a script may change it by `even_batches`.
         elsewhere: models that another accelerator prepared, such as that of a DeepSpeed engine.
         device_problem: the error for a device that a variable names and this process cannot use; None if there is none.
     """
 
-    is_strict = False  # accelerate lets a script step what it did not prepare
-    tail: str | None = None
-    _gradient_state: GradientState
-    _loading: DataLoaderConfiguration
-    _rng_types: Sequence[Any]
-    _steps_with_optimizer: bool
-    device_problem: CompatValueError | None
+    tail: Literal["divide", "pad"]
 
-    def __init__(self, *args: Any, **keywords: Any) -> None:
-        super().__init__(*args, **keywords)
+    def __init__(
+        self,
+        run: Run,
+        profiles: Profiles | None,
+        gradient_state: GradientState,
+        loading: DataLoaderConfiguration,
+        rng_types: Sequence[Any],
+    ) -> None:
+        super().__init__(run, profiles)
+        self.tail = run.plan.semantics.tail
+        self.device_problem = problem_of_wanted_device()
+        self._gradient_state = gradient_state
+        self._loading = loading
+        self._rng_types = rng_types
         self.elsewhere: list[nn.Module] = []
         # Models for evaluation alone, each with the number of models that were prepared for training before it.
         self._evaluated: list[tuple[int, nn.Module]] = []
         self._forgotten: list[weakref.ref[PreparedModel]] = []
-
-    def follow(self, accelerator: Accelerator) -> None:
-        """Takes over what an accelerator of the compat layer chooses beside the settings of its run."""
-        self._gradient_state = accelerator.gradient_state
-        self._loading = accelerator.dataloader_config
-        self._rng_types = accelerator.rng_types
-        self._steps_with_optimizer = accelerator.step_scheduler_with_optimizer
-        self.device_problem = problem_of_wanted_device()
 
     def kind_of(self, value: object) -> Kind:
         """Returns the kind of an object; it is "done" for unknown types and for what was prepared before."""
@@ -79,7 +82,7 @@ class AcceleratePreparation(Preparation):
         if is_elsewhere or self._was_prepared(value) or isinstance(value, PreparedOptimizer | PreparedScheduler):
             return "done"
         is_ours = isinstance(value, nn.Module | Optimizer | DataLoader | PreparedLoader) or is_scheduler(value)
-        if not is_ours:  # the native `prepare` raises an error for it, and accelerate's returns it
+        if not is_ours:  # also what the native `prepare` takes for a loader
             return "done"
         return super().kind_of(value)
 
@@ -157,9 +160,7 @@ class AcceleratePreparation(Preparation):
         self.check_width()
         run = self.run
         settings = run.settings
-        even_batches = settings.even_batches
-        if self.tail is not None:
-            even_batches = self.tail == "pad"
+        is_seeded = run.plan.semantics.order == "dealt, seeded"
         prepared = prepare_data_loader(
             loader,
             run.device,
@@ -169,8 +170,8 @@ class AcceleratePreparation(Preparation):
             put_on_device=place,
             rng_types=list(self._rng_types),
             dispatch_batches=settings.dispatch_batches,
-            even_batches=even_batches,
-            use_seedable_sampler=self._loading.use_seedable_sampler or runtime.current().compares_widths,
+            even_batches=self.tail == "pad",
+            use_seedable_sampler=is_seeded or run.runtime.compares_widths,
             data_seed=settings.data_seed,
             non_blocking=settings.non_blocking,
             use_stateful_dataloader=self._loading.use_stateful_dataloader,
@@ -341,12 +342,13 @@ class AcceleratePreparation(Preparation):
         """Prepares a scheduler so that it steps once for each process."""
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
+        schedule = self.run.plan.semantics.schedule
         prepared = AcceleratedScheduler(
             scheduler,
             self.run.prepared.optimizers_scheduled_by(scheduler),
-            self._steps_with_optimizer,
-            self.run.settings.split_batches,
-            self._gradient_state,
+            step_with_optimizer=schedule != "call",
+            split_batches=schedule == "step",
+            gradient_state=self._gradient_state,
         )
         self.run.prepared.schedulers.append(prepared)
         return prepared

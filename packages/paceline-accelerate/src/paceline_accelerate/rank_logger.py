@@ -39,7 +39,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
             )
         main_only = kwargs.pop("main_process_only", True)
         in_order = kwargs.pop("in_order", False)
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1  # the caller's line, not this one
+        kwargs.setdefault("stacklevel", 2)  # the caller's line, not this one; a script counts from here too
         if not in_order:
             if self._should_log(main_only):
                 super().log(level, msg, *args, **kwargs)
@@ -60,7 +60,7 @@ class MultiProcessAdapter(logging.LoggerAdapter[logging.Logger]):
         if call in self._logged_once:
             return
         self._logged_once.add(call)
-        self.warning(*args, **kwargs)
+        self.warning(*args, **{"stacklevel": 3, **kwargs})
 
     @property
     def _logged_once(self) -> set[Any]:

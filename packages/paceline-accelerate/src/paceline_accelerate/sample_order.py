@@ -11,7 +11,7 @@ from itertools import chain, cycle, islice
 from typing import Any, NamedTuple
 
 
-class Rows(NamedTuple):
+class RowsOfRank(NamedTuple):
     """The number of samples that each process has at a step.
 
     Attributes:
@@ -28,16 +28,16 @@ class Step(NamedTuple):
 
     Attributes:
         parts: the samples of each process; empty for a process that has none.
-        real: as in `Rows`.
+        real: as in `RowsOfRank`.
     """
 
     parts: Sequence[Sequence[Any]]
     real: tuple[int, ...]
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowsOfRank:
         """The numbers of these samples."""
-        return Rows(self.real, tuple(len(part) for part in self.parts))
+        return RowsOfRank(self.real, tuple(len(part) for part in self.parts))
 
     @property
     def spare(self) -> Any:

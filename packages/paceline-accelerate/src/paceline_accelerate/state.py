@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
-from paceline.config import resolve_run
+from paceline.config import Overrides, resolve_run
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
 from paceline.world.joining import join
@@ -31,7 +31,7 @@ from paceline_accelerate.kinds import DistributedType, text_of, type_of_processe
 from paceline_accelerate.split import split_part
 
 if TYPE_CHECKING:
-    from paceline_accelerate.accelerator import Accelerator
+    from paceline.accelerator import Accelerator
 
 _KNOWN = ["_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type", "fork_launched",
           "local_process_index", "num_processes", "process_index"]  # fmt: skip
@@ -137,7 +137,7 @@ class PartialState(Participant):
             if timeout:  # a `timedelta`, as for torch's `init_process_group`
                 timeout_s = timeout.total_seconds()
             on_cpu = cpu or wanted_device() == "cpu"
-            settings = resolve_run({"cpu": on_cpu or None, "timeout_s": timeout_s}).settings
+            settings = resolve_run(Overrides(cpu=on_cpu or None, timeout_s=timeout_s)).settings
             collectives = join(_detected_world(), settings)
             self._shared_state.update(_described(collectives, cpu))
             self.device = torch.device(wanted_device() or collectives.device)
@@ -308,10 +308,17 @@ class AcceleratorState(PartialState):
         tensor: object,
         dynamo: object,
         deepspeed: Mapping[str, DeepSpeedPlugin],
+        axes: object,
+        *,
+        shows_wanted_device: bool,
     ) -> AcceleratorState:
         """Makes the shared state show an accelerator with its plugins, and returns it.
 
         The `DistributedType` is that of the plan: FSDP where it shards parameters.
+
+        Args:
+            axes: what the script has asked for by a `ParallelismConfig`.
+            shows_wanted_device: whether the state shows the device that a variable names, which is not the run's.
         """
         process = _described(accelerator.collectives, accelerator.settings.cpu)
         # `update` and not a new dictionary: other attributes that a script has set on the state stay.
@@ -320,8 +327,8 @@ class AcceleratorState(PartialState):
         state.__dict__ = cls._shared_state
         precision = accelerator.mixed_precision
         plugins = {"torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
-        state._fill(dict(PartialState._shared_state), precision, plugins, accelerator.parallelism_config)
-        if accelerator.preparation.device_problem is not None:
+        state._fill(dict(PartialState._shared_state), precision, plugins, axes)
+        if shows_wanted_device:
             state.device = torch.device(str(wanted_device()))
         if deepspeed:
             for plugin in deepspeed.values():

@@ -9,6 +9,7 @@ import importlib.metadata
 import operator
 import socket
 import sys
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
@@ -207,6 +208,15 @@ def save(obj: object, f: Any, save_on_each_node: bool = False, safe_serializatio
     if hasattr(f, "write"):
         torch.save(obj, f)
         return
+    # The state of a model, whose tied weights are written once.
+    if (
+        safe_serialization
+        and isinstance(obj, OrderedDict)
+        and all(isinstance(each, torch.Tensor) for each in obj.values())
+    ):
+        from paceline_accelerate.wrapping import clean_state_dict_for_safetensors
+
+        obj = clean_state_dict_for_safetensors(obj)
     with refused_as(CheckpointValueError, "checkpoint-value"):
         save_object(obj, f, safe_serialization)
 

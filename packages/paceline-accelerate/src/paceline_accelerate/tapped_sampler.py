@@ -10,11 +10,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any
 
-from paceline_accelerate.sample_order import Rows, Step
+from paceline_accelerate.sample_order import RowsOfRank, Step
 from paceline_accelerate.samplers import BatchSamplerShard
 
 # The entry for the dataset (a list of indices or one index; None if this process has nothing), and the rows of the step.
-Load = tuple[Any, Rows]
+Load = tuple[Any, RowsOfRank]
 
 
 class TappedSampler:
@@ -39,7 +39,7 @@ class TappedSampler:
         self._num_first = num_first
         self.start: tuple[int, int] = (0, 0)
         self.drawing: Callable[[], AbstractContextManager[None]] | None = None
-        self.rows: deque[Rows] = deque()
+        self.rows: deque[RowsOfRank] = deque()
         self.left_out: list[Any] = []
         self.idle: Step | None = None
 
@@ -58,11 +58,11 @@ class TappedSampler:
 
     def _all_loads(self) -> Iterator[Load]:
         """Yields every entry, for a process that is alone."""
-        rows = Rows((0,), (0,))
+        rows = RowsOfRank((0,), (0,))
         for entry in self._sampler:
             count = len(entry) if isinstance(entry, (list, tuple)) else 1
             if count != rows.real[0]:
-                rows = Rows((count,), (count,))
+                rows = RowsOfRank((count,), (count,))
             yield entry, rows
 
     def _shard_loads(self) -> Iterator[Load]:
@@ -92,7 +92,7 @@ class TappedSampler:
         yield from loads
 
 
-def _recorded(loads: Iterator[Load], recorded_rows: deque[Rows]) -> Iterator[Any]:
+def _recorded(loads: Iterator[Load], recorded_rows: deque[RowsOfRank]) -> Iterator[Any]:
     """Yields the entries for the dataset, and records their rows; steps without an entry are left out."""
     for entry, rows in loads:
         if entry is not None:

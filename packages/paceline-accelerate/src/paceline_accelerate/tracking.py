@@ -75,7 +75,7 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
-class _LibraryTracker(GeneralTracker):
+class _ClientTracker(GeneralTracker):
     """The base class of accelerate's tracker classes, each of which stands before a tracker of Paceline's.
 
     Args:
@@ -135,7 +135,7 @@ def _passed_on(name: str) -> Callable[..., None]:
     return method
 
 
-class WandBTracker(_LibraryTracker):
+class WandBTracker(_ClientTracker):
     """Weights & Biases."""
 
     name = "wandb"
@@ -144,14 +144,14 @@ class WandBTracker(_LibraryTracker):
     log_table = _passed_on("log_table")
 
 
-class TrackioTracker(_LibraryTracker):
+class TrackioTracker(_ClientTracker):
     """Trackio."""
 
     name = "trackio"
     main_process_only = False
 
 
-class SwanLabTracker(_LibraryTracker):
+class SwanLabTracker(_ClientTracker):
     """SwanLab."""
 
     name = "swanlab"
@@ -167,13 +167,13 @@ class SwanLabTracker(_LibraryTracker):
         swanlab.config["FRAMEWORK"] = "🤗Accelerate"
 
 
-class CometMLTracker(_LibraryTracker):
+class CometMLTracker(_ClientTracker):
     """Comet."""
 
     name = "comet_ml"
 
 
-class MLflowTracker(_LibraryTracker):
+class MLflowTracker(_ClientTracker):
     """MLflow.
 
     Args:
@@ -210,7 +210,7 @@ class MLflowTracker(_LibraryTracker):
         self._stand_for(experiment_name or "Default", options)
 
 
-class ClearMLTracker(_LibraryTracker):
+class ClearMLTracker(_ClientTracker):
     """ClearML."""
 
     name = "clearml"
@@ -221,7 +221,7 @@ class ClearMLTracker(_LibraryTracker):
         super().__init__(run_name or "", **kwargs)
 
 
-class DVCLiveTracker(_LibraryTracker):
+class DVCLiveTracker(_ClientTracker):
     """DVCLive."""
 
     name = "dvclive"
@@ -232,7 +232,7 @@ class DVCLiveTracker(_LibraryTracker):
         super().__init__(run_name or "", **kwargs)
 
 
-class _FolderTracker(_LibraryTracker):
+class _FolderTracker(_ClientTracker):
     """The base class of those of accelerate's tracker classes that write files.
 
     Args:
@@ -338,7 +338,7 @@ class _Adapted:
         # Subclasses are excluded: a script's subclass may do more in its `log`, which sending past it would leave out.
         if type(self.shown) not in _CLASSES:
             return None
-        return cast(_LibraryTracker, self.shown).paceline_tracker
+        return cast(_ClientTracker, self.shown).paceline_tracker
 
     def run_id(self) -> str | None:
         """Returns what a later process needs to continue this run; None for a tracker of a script."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Mapping
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -99,6 +101,10 @@ def compile_regions(module: nn.Module, **compile_kwargs: Any) -> nn.Module:
         return cast(nn.Module, torch.compile(module, **compile_kwargs))
     regions = copy.copy(module)
     vars(regions)["_modules"] = {}  # `copy.copy` shares this dictionary with the original
+    # A method that was set on the module, such as a patched `forward`, would run the original with its plain blocks.
+    for name, value in vars(regions).items():
+        if isinstance(value, MethodType) and value.__self__ is module:
+            vars(regions)[name] = MethodType(value.__func__, regions)
     holds_blocks = is_repeated_blocks(module)
     for name, child in module.named_children():
         if holds_blocks:
@@ -151,7 +157,13 @@ def get_module_children_bottom_up(model: nn.Module, return_fqns: bool = False) -
 def get_model_tp_size(model: nn.Module) -> int | None:
     """Returns the number of ranks over which transformers divided a model when it loaded it; None for other models."""
     size: int | None = getattr(model, "tp_size", None)
-    return size
+    if size is not None:
+        return size
+    # Since transformers 5 the model's config has it, as an object, or as the dictionary of a saved config.
+    distributed: Any = getattr(getattr(model, "config", None), "distributed_config", None)
+    if isinstance(distributed, Mapping):
+        return distributed.get("tp_size")
+    return getattr(distributed, "tp_size", None)
 
 
 def clean_state_dict_for_safetensors(state_dict: dict[str, Any]) -> dict[str, Any]:

@@ -32,8 +32,8 @@ from paceline_deepspeed.checkpoint_format import tag_in
 # is imported long before.
 if TYPE_CHECKING:
     from paceline.checkpoint.weights.divided import DividedModel
-    from paceline.checkpoint.weights.export import Rows
-    from paceline_deepspeed.engine import DeepSpeedEngine
+    from paceline.checkpoint.weights.export import RowsOfTensor
+    from paceline_deepspeed.engine_parts import Engine
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _ALL = frozenset({"models", "optimizers", "schedulers", "custom", "scaler", "rng", "window"})
@@ -45,7 +45,7 @@ _EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each writes its
 
 
 def save_checkpoint(
-    engine: DeepSpeedEngine,
+    engine: Engine,
     save_dir: str | os.PathLike[str],
     tag: object = None,
     client_state: Mapping[str, Any] | None = None,
@@ -98,7 +98,7 @@ def save_checkpoint(
 
     def write_beside() -> None:
         # Last, and `latest` after all: whoever follows it gets a whole checkpoint.
-        if engine.zero_optimization():
+        if engine.view.zero_optimization():
             from paceline_deepspeed.consolidation import SCRIPT
 
             _write(store, folder, "zero_to_fp32.py", SCRIPT)
@@ -120,7 +120,7 @@ def _folder(save_dir: object) -> str:
     return os.fspath(save_dir)
 
 
-def _agreed_tag(engine: DeepSpeedEngine, tag: str) -> str:
+def _agreed_tag(engine: Engine, tag: str) -> str:
     """Returns rank 0's tag after the check that `checkpoint.tag_validation` asks for. Ranks: all."""
     tags = engine.accelerator.collectives.gather_object(tag)
     mode = str(engine.config["checkpoint.tag_validation"]).upper()
@@ -174,7 +174,7 @@ def _write(store: Store, folder: str, name: str, text: str) -> None:
 
 
 def load_checkpoint(
-    engine: DeepSpeedEngine,
+    engine: Engine,
     load_dir: str | os.PathLike[str],
     tag: object = None,
     load_module_strict: bool = True,
@@ -250,7 +250,7 @@ def load_checkpoint(
     return path, dict(engine_state.get("client_state", {}))
 
 
-def _latest(engine: DeepSpeedEngine, store: Store, folder: str) -> str | None:
+def _latest(engine: Engine, store: Store, folder: str) -> str | None:
     """Reads the tag in the file `latest`; None, with a warning, where there is no such file. Ranks: all."""
 
     def read() -> str | None:
@@ -273,7 +273,7 @@ def _latest(engine: DeepSpeedEngine, store: Store, folder: str) -> str | None:
     return tag
 
 
-def _take_counters(engine: DeepSpeedEngine, engine_state: Mapping[str, Any], with_window: bool) -> None:
+def _take_counters(engine: Engine, engine_state: Mapping[str, Any], with_window: bool) -> None:
     """Takes the counters of a checkpoint; of a window with another number of micro-batches, the same part is done.
 
     Without the gradients of that window its micro-batches do not count. The engine goes on with the window that it has, as
@@ -318,12 +318,12 @@ class _Cast:
                 entry = replace(entry, dtype=dtype)
             self.entries.append(entry)
 
-    def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[torch.Tensor]:
+    def fetch(self, wanted: Sequence[Sequence[RowsOfTensor]]) -> list[torch.Tensor]:
         """Fetches the bytes of the rows that this rank wants. Ranks: all."""
         # The source knows tensors in their own precision: it is asked for the same rows of those.
-        source_rows: list[list[Rows]] = []
+        source_rows: list[list[RowsOfTensor]] = []
         for rows_of_rank in wanted:
-            rows_in_source: list[Rows] = []
+            rows_in_source: list[RowsOfTensor] = []
             for rows in rows_of_rank:
                 entry = self._source_entries[rows.entry.name]
                 rows_in_source.append(replace(rows, entry=entry))
@@ -340,7 +340,7 @@ class _Cast:
 
 
 def save_16bit_model(
-    engine: DeepSpeedEngine,
+    engine: Engine,
     save_dir: str | os.PathLike[str],
     save_filename: str = "pytorch_model.bin",
     exclude_frozen_parameters: bool = False,

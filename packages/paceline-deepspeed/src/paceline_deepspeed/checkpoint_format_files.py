@@ -24,7 +24,7 @@ from torch import Tensor
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.files import NUMPY_VALUES
-from paceline.checkpoint.weights.sources import Box, Entry, load_mapped
+from paceline.checkpoint.weights.sources import Box, WeightEntry, load_mapped
 
 # The first number is the rank among the replicas, the second the rank of tensor parallelism.
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
@@ -67,9 +67,9 @@ class Pieces:
     """
 
     def __init__(self, shapes: Mapping[str, Sequence[int]], parts: Mapping[str, Sequence[Tensor]]) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, WeightEntry] = {}
         for name, shape in shapes.items():
-            self.entries[name] = Entry(name, tuple(shape), parts[name][0].dtype)
+            self.entries[name] = WeightEntry(name, tuple(shape), parts[name][0].dtype)
         self._parts = parts
 
     def read(self, name: str, box: Box) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from paceline.checkpoint.format.checkpoint_format import RunNames
 from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
-from paceline.checkpoint.format.translation import Translation
+from paceline.checkpoint.format.translation import StateTranslation
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.train_state import TrainState
 from paceline.checkpoint.weights.model import saved_names_of
@@ -40,7 +40,7 @@ class DeepSpeedReader:
         self._saved = DeepSpeedFolder(folder)
         self._names = names
         self._optimizers = state.optimizer_states()
-        self._translation = Translation(state, _KINDS, names)
+        self._translation = StateTranslation(state, _KINDS, names)
 
     def read(self) -> OpenCheckpoint:
         """Reads the folder."""

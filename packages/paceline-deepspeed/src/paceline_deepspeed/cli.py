@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.cli.launch import carry_out
     from paceline.launch.host import check_target
-    from paceline.launch.job import job_of, target_of
+    from paceline.launch.make_job import job_of, target_of
 
     _check(args)
     env = environment.snapshot()

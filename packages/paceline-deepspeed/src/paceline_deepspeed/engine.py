@@ -23,7 +23,6 @@ from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
 from paceline.config.given import Given
 from paceline.torch_internals.modules import is_compiled_in_place
-from paceline.world import runtime
 from paceline_deepspeed import (
     checkpoint,
     missing_gradients,
@@ -34,17 +33,19 @@ from paceline_deepspeed import (
 )
 from paceline_deepspeed.attendance import Attendance
 from paceline_deepspeed.config import Batch, DeepSpeedConfig
-from paceline_deepspeed.getters import Getters
+from paceline_deepspeed.config_view import ConfigView
 from paceline_deepspeed.loader import deepspeed_io
-from paceline_deepspeed.monitors import Events
+from paceline_deepspeed.monitors import StepEvents
 from paceline_deepspeed.muon import MuonWithAdam
 from paceline_deepspeed.offload_states import OffloadedTensors
 from paceline_deepspeed.scheduler import EngineScheduler
 from paceline_deepspeed.timers import StepTimer
 
 
-class DeepSpeedEngine(Getters, nn.Module):
-    """Holds a model, its optimizer and its scheduler, and counts. What it has no name for is looked up in the model.
+class DeepSpeedEngine(nn.Module):
+    """Holds a model, its optimizer and its scheduler, and counts.
+
+    What it has no name for is looked up in `view`, which answers from the config, and then in the model.
 
     Args:
         accelerator: the run.
@@ -56,6 +57,7 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     Attributes:
         accelerator: ours, for what DeepSpeed has no name for.
+        view: the config, by DeepSpeed's names of methods: `engine.gradient_clipping()`.
         micro_steps, global_steps, global_samples, skipped_steps: counters, as DeepSpeed counts them.
         training_dataloader: the prepared loader.
         tput_timer: samples a second, and the epochs that the script counts.
@@ -80,17 +82,13 @@ class DeepSpeedEngine(Getters, nn.Module):
         super().__init__()
         self.accelerator = accelerator
         self.config = config
-        self.batch = batch
-        accelerator.gradients.follow_script()  # a script holds its windows itself, and every micro-batch counts the same
+        self.view = ConfigView(accelerator, config, batch)
         parameters_before = dict(model.named_parameters())
         # An engine without an optimizer trains nothing. A script may pass its model to `initialize` again, with an optimizer,
         # as trl's DPO does: so it leaves the gradients of the model to that engine, and lets its optimizer step.
-        leaves_gradients = optimizer is None and config["zero_optimization.stage"] < 3
-        if leaves_gradients:
-            accelerator.run.prepared.trained_elsewhere = True
-        with _frozen(model) if leaves_gradients else nullcontext():
-            # `prepare` hands a None back as it is.
-            prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler])
+        trains = optimizer is not None or config["zero_optimization.stage"] == 3
+        # `prepare` hands a None back as it is.
+        prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler], trains=trains)
         wrapped, self.optimizer, self.training_dataloader, prepared_scheduler = prepared
         self._prepared_model = (wrapped,)  # in a tuple: as a submodule it would show each parameter of `module` twice
         self.module = accelerator.unwrap_model(wrapped)
@@ -107,7 +105,6 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._parameter_list = list(self.module.parameters())
         self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
-        accelerator.steps.allow_unprepared_loaders()  # DeepSpeed's scripts divide samples themselves
         self._steps_before_window = 0  # micro-steps before the window at hand
         self._unreduced = False  # the last backward pass kept its gradients to this rank
         self._norm: torch.Tensor | None = None
@@ -119,7 +116,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
         self._script_backward = script_backward.ScriptBackward(self._begin_script_backward, self._finish_pass)
         self._has_passes = False  # whether the window at hand has had a backward pass
-        self.events = Events(self)
+        self.events = StepEvents(self)
         self.tput_timer = StepTimer(batch.train)
         self.attendance = Attendance(accelerator.world)
 
@@ -139,6 +136,11 @@ class DeepSpeedEngine(Getters, nn.Module):
     def shuffles(cls) -> bool:
         """Whether a loader of `training_data` is shuffled."""
         return True
+
+    @property
+    def batch(self) -> Batch:
+        """The batch triangle."""
+        return self.view.batch
 
     @property
     def prepared_model(self) -> nn.Module:
@@ -216,9 +218,8 @@ class DeepSpeedEngine(Getters, nn.Module):
                 why=f"{done} of its micro-batches {'was' if done == 1 else 'were'} divided by {self.batch.accumulate} already",
                 fix="change the batch after a step: `if engine.was_step_applied(): engine.set_train_batch_size(...)`",
             )
-        self.batch = replace(
-            self.batch, train=micro * accumulate * self.batch.width, micro=micro, accumulate=accumulate
-        )
+        train = micro * accumulate * self.batch.width
+        self.view.rebatch(replace(self.batch, train=train, micro=micro, accumulate=accumulate))
         self.accelerator.gradient_accumulation_steps = accumulate
 
     # -- forward and backward --------------------------------------------------------------------------------------
@@ -228,7 +229,7 @@ class DeepSpeedEngine(Getters, nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self.prepared_model(*inputs, **keywords)
         self._compare_rows(inputs, keywords)
-        runtime.current().micro_batch((inputs, keywords), self.batch.train)
+        self.accelerator.run.runtime.micro_batch((inputs, keywords), self.batch.train)
         self.attendance.begins(self.micro_steps + 1)
         inputs, keywords = self._script_backward.hook_inputs((inputs, keywords))
         with self._hold():
@@ -400,12 +401,13 @@ class DeepSpeedEngine(Getters, nn.Module):
     def _measure(self) -> bool:
         """Takes the norm, and clips. False where the step is to be left out. Ranks: all, since the norm is that of all."""
         clip = self.config["gradient_clipping"]
-        checks = self.bfloat16_enabled() and self.config["bf16.check_grad_overflow"]
-        if not (clip or checks or self.fp16_enabled() or self.zero_optimization()):
+        is_divided = self.view.zero_optimization()
+        checks = self.config["bf16.enabled"] and self.config["bf16.check_grad_overflow"]
+        if not (clip or checks or self.config["fp16.enabled"] or is_divided):
             return True
         parameters = [parameter for parameter in self._parameter_list if parameter.requires_grad]
         inner = getattr(self.optimizer, "optimizer", None)
-        if isinstance(inner, MuonWithAdam) and self.zero_optimization():
+        if isinstance(inner, MuonWithAdam) and is_divided:
             inner.max_norm = clip
             clip = 0.0
         # An infinite limit clips nothing: the norm alone is taken, for `get_global_grad_norm` and the check.
@@ -475,6 +477,37 @@ class DeepSpeedEngine(Getters, nn.Module):
 
     deepspeed_io = deepspeed_io
 
+    # -- the optimizer's numbers -----------------------------------------------------------------------------------
+
+    def was_step_applied(self) -> bool:
+        """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""
+        return self._applied
+
+    def get_lr(self) -> list[float]:
+        return [group["lr"] for group in self._groups()]
+
+    def set_lr(self, lr: float) -> None:
+        for group in self._groups():
+            group["lr"] = lr
+
+    def get_mom(self) -> list[Any]:
+        """Betas (or momentum) of each group."""
+        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
+
+    def get_type(self) -> list[Any]:
+        """Returns the `type` of each group; 0.0, as DeepSpeed does, for a group without one."""
+        return [group.get("type", 0.0) for group in self._groups()]
+
+    def _groups(self) -> list[dict[str, Any]]:
+        if self.optimizer is None:
+            return []
+        groups: list[dict[str, Any]] = self.optimizer.param_groups
+        return groups
+
+    def get_wall_clock_timers(self) -> dict[str, float]:
+        """Milliseconds of the micro-batch and the step that ended last, by DeepSpeed's names."""
+        return dict(self.events.timers.last)
+
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
     save_checkpoint = checkpoint.save_checkpoint
@@ -505,6 +538,9 @@ class DeepSpeedEngine(Getters, nn.Module):
         return self.events.monitors
 
     def __getattr__(self, name: str) -> Any:
+        view = self.__dict__.get("view")
+        if not name.startswith("_") and hasattr(ConfigView, name) and view is not None:
+            return getattr(view, name)
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -522,16 +558,3 @@ def _refuse_without_pipeline(method: str, model: nn.Module) -> NoReturn:
         fix="write the loop: `loss = ...engine(inputs)...; engine.backward(loss); engine.step()`; or make the model a "
         "`deepspeed.pipe.PipelineModule(layers, loss_fn=..., num_stages=1)`",
     )
-
-
-@contextmanager
-def _frozen(model: nn.Module) -> Iterator[None]:
-    """Inside, no parameter of a model needs a gradient; afterwards those that did need it again."""
-    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
-    model.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for name, parameter in model.named_parameters():
-            if name in trained:
-                parameter.requires_grad_(True)

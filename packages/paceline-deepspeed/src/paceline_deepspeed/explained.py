@@ -10,10 +10,12 @@ from paceline.base import env as environment
 from paceline.base.text_table import text_table
 from paceline.config import schema
 from paceline.config.given import Choice, Given
+from paceline.config.overrides import Overrides
 from paceline.config.settings import RunSettings
 from paceline.config.sources import Resolved, resolve_launch, resolve_run
 from paceline_deepspeed.config import Batch, DeepSpeedConfig, read
 from paceline_deepspeed.config.batch import MICRO, STEPS, TRAIN
+from paceline_deepspeed.semantics import DEEPSPEED
 
 
 def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) -> str:
@@ -40,9 +42,9 @@ def explain(path: str, flags: Sequence[Given], *, as_json: bool, changed: bool) 
     window: list[Given] = []
     if processes is not None:
         # The width of the run decides how long a window is, and follows from the other settings.
-        batch = _batch(config, resolve_run({}, env, plan=config.given), processes)
+        batch = _batch(config, resolve_run(Overrides(plan=config.given), env), processes)
         window.append(Given("accumulate", batch.accumulate, "code", config.places.get(STEPS, path)))
-    resolved = resolve_run({}, env, plan=[*config.given, *window])
+    resolved = resolve_run(Overrides(plan=[*config.given, *window]), env)
 
     if as_json:
         batch_sizes = None
@@ -75,7 +77,7 @@ def _batch(config: DeepSpeedConfig, resolved: Resolved[RunSettings], processes: 
     from paceline.plan.resolve import draft
 
     decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
-    plan = draft(resolved.settings.by_name(), decisions, processes, resolved.settings.options)
+    plan = draft(resolved.settings, decisions, processes, DEEPSPEED)
     return config.batch(plan.layout.width)
 
 

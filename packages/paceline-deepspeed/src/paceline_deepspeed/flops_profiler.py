@@ -17,10 +17,10 @@ from torch import nn
 from paceline.observe.clock import clock_of
 from paceline.observe.flops import Counter, Tree, count_parameters, counted
 from paceline.observe.flops_text import by_depth, number, share
-from paceline.observe.operations import Part, Profile
+from paceline.observe.operations import ModulePart, Profile
 
 if TYPE_CHECKING:
-    from paceline_deepspeed.engine import DeepSpeedEngine
+    from paceline_deepspeed.engine_parts import Engine
 
 _RULE = "-" * 30
 
@@ -82,7 +82,7 @@ def profile_text(
     return "\n".join([*lines, "-" * 78])
 
 
-def _aggregated(model: Part, depth: int, top: int) -> list[str]:
+def _aggregated(model: ModulePart, depth: int, top: int) -> list[str]:
     """Lines with the heaviest kinds of modules at each depth; a negative depth is all."""
     kinds = by_depth(model)
     last = max(kinds)
@@ -98,7 +98,7 @@ def _aggregated(model: Part, depth: int, top: int) -> list[str]:
     return lines
 
 
-def _detailed(model: Part) -> list[str]:
+def _detailed(model: ModulePart) -> list[str]:
     """Lists a line for each module, with its part of the whole model's numbers."""
     lines = []
     for level, part in model.walk():
@@ -149,7 +149,7 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
 
 
 # Heading -> what is compared of a part, and how it is written.
-_MEASURES: dict[str, tuple[Callable[[Part], float], Callable[[float], str]]] = {
+_MEASURES: dict[str, tuple[Callable[[ModulePart], float], Callable[[float], str]]] = {
     "params": (lambda part: part.parameters, params_to_string),
     "MACs": (lambda part: part.macs, macs_to_string),
     "fwd latency": (lambda part: part.latency_ms / 1e3, duration_to_string),
@@ -159,12 +159,10 @@ _MEASURES: dict[str, tuple[Callable[[Part], float], Callable[[float], str]]] = {
 class FlopsProfiler:
     """Counts what a model computes between `start_profile` and `stop_profile`, what is computed again included."""
 
-    def __init__(
-        self, model: nn.Module, ds_engine: DeepSpeedEngine | None = None, recompute_fwd_factor: float = 0.0
-    ) -> None:
+    def __init__(self, model: nn.Module, ds_engine: Engine | None = None, recompute_fwd_factor: float = 0.0) -> None:
         self.model = model
         self.started = False
-        self._profile = Profile(Part("", type(model).__name__))
+        self._profile = Profile(ModulePart("", type(model).__name__))
         self._open: tuple[ExitStack, Counter, Tree] | None = None
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
@@ -207,7 +205,7 @@ class FlopsProfiler:
         self.started = False
 
     def reset_profile(self) -> None:
-        self._profile = Profile(Part("", type(self.model).__name__))
+        self._profile = Profile(ModulePart("", type(self.model).__name__))
 
     def get_total_flops(self, as_string: bool = False) -> Any:
         """Operations of the forward passes."""

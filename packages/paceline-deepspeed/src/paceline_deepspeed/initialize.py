@@ -13,10 +13,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
-from paceline.accelerator import Accelerator
+from paceline.accelerator import Accelerator, start_accelerator
 from paceline.base import wording
 from paceline.base.log import warn_once
 from paceline.config.given import Given
+from paceline.config.overrides import Overrides
+from paceline.run.starting import RunArguments
 from paceline.world.world import World
 from paceline_deepspeed import checkpointing, muon, optimizers, schedules
 from paceline_deepspeed.arguments import checked, sizes_for_auto
@@ -26,6 +28,7 @@ from paceline_deepspeed.loader import loader_of
 from paceline_deepspeed.phrases import PHRASES
 from paceline_deepspeed.processes import init_distributed
 from paceline_deepspeed.profiling import wall_clock_settings
+from paceline_deepspeed.semantics import DEEPSPEED
 
 # DeepSpeed leaves batch norms and buffers as they are on each rank, gives each parameter a gradient, and trains with losses
 # that were computed with the model itself.
@@ -148,7 +151,8 @@ def _accelerator(model: nn.Module, parsed: DeepSpeedConfig, batch: Batch, settin
     if engine_before is None:
         if parsed["fp16.enabled"] or parsed["bf16.enabled"]:
             _make_masters(model)
-        return Accelerator(plan=settings, scaler=scaler_options(parsed) if parsed["fp16.enabled"] else None)
+        scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
+        return start_accelerator(RunArguments(overrides=Overrides(plan=settings), scaler=scaler, semantics=DEEPSPEED))
     accelerator = engine_before.accelerator
     if engine_before.optimizer is not None:
         accelerator.clear()

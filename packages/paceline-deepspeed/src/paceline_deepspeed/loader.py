@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
 if TYPE_CHECKING:
-    from paceline_deepspeed.engine import DeepSpeedEngine
+    from paceline_deepspeed.engine_parts import Engine
 
 
 class SharedOrder(Sampler[int]):
@@ -60,7 +60,7 @@ def loader_of(
 
 
 def deepspeed_io(
-    engine: DeepSpeedEngine,
+    engine: Engine,
     dataset: Dataset[Any],
     batch_size: int | None = None,
     route: str = "train",
@@ -83,5 +83,5 @@ def deepspeed_io(
         collate_fn=collate_fn,
         drop_last=drop_last,
         num_workers=num_local_io_workers or 0,
-        pin_memory=pin_memory and engine.device.type != "cpu",
+        pin_memory=pin_memory and engine.view.device.type != "cpu",
     )

@@ -9,12 +9,12 @@ from paceline.checkpoint.state.module_state import clean
 from paceline.compat.absent import refuse
 
 if TYPE_CHECKING:
-    from paceline_deepspeed.engine import DeepSpeedEngine
+    from paceline_deepspeed.engine_parts import Engine
 
 KEY = "deepspeed"  # where the engine's own state lies among the counters of a checkpoint
 
 
-def frozen_names(engine: DeepSpeedEngine) -> set[str]:
+def frozen_names(engine: Engine) -> set[str]:
     """Returns the names of the parameters that are not trained."""
     names: set[str] = set()
     for name, parameter in engine.module.named_parameters():
@@ -24,7 +24,7 @@ def frozen_names(engine: DeepSpeedEngine) -> set[str]:
 
 
 def module_state_dict(
-    engine: DeepSpeedEngine,
+    engine: Engine,
     destination: dict[str, Any] | None = None,
     prefix: str = "",
     keep_vars: bool = False,
@@ -55,7 +55,7 @@ def module_state_dict(
 
 
 def load_module_state_dict(
-    engine: DeepSpeedEngine,
+    engine: Engine,
     checkpoint: Mapping[str, Any],
     strict: bool = True,
     custom_load_fn: Any = None,

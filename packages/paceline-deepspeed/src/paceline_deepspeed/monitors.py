@@ -23,7 +23,7 @@ from paceline_deepspeed.config import DeepSpeedConfig
 from paceline_deepspeed.profiling import Timers
 
 if TYPE_CHECKING:
-    from paceline_deepspeed.engine import DeepSpeedEngine
+    from paceline_deepspeed.engine_parts import Engine
 
 Event = tuple[str, Any, int]
 
@@ -128,10 +128,10 @@ class Monitors:
             group.finish()
 
 
-class Events:
+class StepEvents:
     """What an engine says after a step: to its monitors, a line every `steps_per_print` steps, and how long phases took."""
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self.monitors = Monitors(engine.config, is_main=engine.accelerator.is_main_process)
         self.timers = Timers(engine)
@@ -147,8 +147,8 @@ class Events:
         every = engine.config["steps_per_print"]
         if every and engine.global_steps % every == 0:
             scale = ""
-            if engine.fp16_enabled():
-                scale = f", loss scale={engine.loss_scale():g}"
+            if engine.config["fp16.enabled"]:
+                scale = f", loss scale={engine.view.loss_scale():g}"
             print(
                 f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
                 f"mom={engine.get_mom()}{scale}",
@@ -159,8 +159,8 @@ class Events:
         engine = self._engine
         samples = engine.global_samples
         events: list[Event] = [("Train/Samples/lr", float(engine.get_lr()[0]), samples)]
-        if engine.fp16_enabled():
-            events.append(("Train/Samples/loss_scale", engine.loss_scale(), samples))
+        if engine.config["fp16.enabled"]:
+            events.append(("Train/Samples/loss_scale", engine.view.loss_scale(), samples))
         if engine.config["wall_clock_breakdown"]:
             for name, ms in self.timers.values():
                 events.append((f"Train/Samples/{name}", ms, samples))

@@ -22,7 +22,6 @@ from paceline.config.given import Given
 from paceline.parallel.microbatches import Microbatches
 from paceline.parallel.strategy import Runner
 from paceline.precision.policy import to_float32
-from paceline.world import runtime
 from paceline.world.tree import first_rows, map_leaves, to_device
 from paceline_deepspeed.config import Batch
 from paceline_deepspeed.engine import DeepSpeedEngine
@@ -205,7 +204,7 @@ class PipelineEngine(DeepSpeedEngine):
         if batches:
             first_inputs, _ = batches[0]
             self._compare_rows((first_inputs,), {})
-            runtime.current().micro_batch(first_inputs, self.batch.train)
+            self.accelerator.run.runtime.micro_batch(first_inputs, self.batch.train)
         return batches
 
     def _agree(self, pulled_by_rank: list[list[int]], count: int, error: Exception | None) -> None:

@@ -59,7 +59,7 @@ def init_distributed(
         address = _ADDRESS.match(init_method or "")
         if address:
             world = replace(world, address=address["host"], port=int(address["port"]))
-    settings = resolve_run({}).settings
+    settings = resolve_run().settings
     timeout_s = settings.timeout_s
     if isinstance(timeout, timedelta):
         timeout_s = timeout.total_seconds()

@@ -18,7 +18,7 @@ from paceline_deepspeed.flops_profiler import profile_text
 
 if TYPE_CHECKING:
     from paceline_deepspeed.config import DeepSpeedConfig
-    from paceline_deepspeed.engine import DeepSpeedEngine
+    from paceline_deepspeed.engine_parts import Engine
 
 
 def wall_clock_settings(config: DeepSpeedConfig) -> list[Given]:
@@ -35,7 +35,7 @@ class Timers:
         last: milliseconds by DeepSpeed's names, of the micro-batch and of the step that ended last.
     """
 
-    def __init__(self, engine: DeepSpeedEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         global _latest
         self.last: dict[str, float] = {}
         self._engine = weakref.proxy(engine)

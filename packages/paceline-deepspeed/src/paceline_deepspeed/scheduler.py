@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 from paceline.base.log import warn_once
 
 if TYPE_CHECKING:
-    from paceline_deepspeed.engine import DeepSpeedEngine
+    from paceline_deepspeed.engine_parts import Engine
 
 
 class EngineScheduler:
     """Looks like the scheduler inside. `engine.step()` steps it; a script that does so too would go twice as fast."""
 
-    def __init__(self, prepared: Any, engine: DeepSpeedEngine) -> None:
+    def __init__(self, prepared: Any, engine: Engine) -> None:
         self.prepared = prepared
         self.calls = 0  # of the script's own, to `step`
         self._engine = engine

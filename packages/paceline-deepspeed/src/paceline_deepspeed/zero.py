@@ -125,7 +125,7 @@ class GatheredParameters:
         opened.__exit__(*failure)
 
 
-class _Whole:
+class _WholeParameters:
     """A parameter that is whole at the moment.
 
     Attributes:
@@ -138,12 +138,12 @@ class _Whole:
         self.modifier = modifier
 
 
-_WHOLE: dict[int, _Whole] = {}  # by the parameter's `id`
+_WHOLE: dict[int, _WholeParameters] = {}  # by the parameter's `id`
 
 
 @contextmanager
 def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
-    outer: list[_Whole] = []  # whole already, by a block around this one, which puts them back
+    outer: list[_WholeParameters] = []  # whole already, by a block around this one, which puts them back
     parameters: list[Any] = []  # that this block makes whole
     # Two names of a parameter, one of them from before `initialize`, stand for one parameter.
     current_params = list(dict.fromkeys(replaced.current(parameter) for parameter in params))
@@ -164,7 +164,7 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
         if id(parameter) in parts:
             value = nn.Parameter(value, parameter.requires_grad)
             describe_whole(value, parameter)
-        _WHOLE[id(parameter)] = _Whole(value, modifier)
+        _WHOLE[id(parameter)] = _WholeParameters(value, modifier)
     show_parts_again: list[Callable[[], None]] = []
     for parameter in sharded_parameters:
         value = _WHOLE[id(parameter)].value

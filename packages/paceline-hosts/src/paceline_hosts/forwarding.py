@@ -47,7 +47,7 @@ class FilePart:
 
 
 @dataclass
-class _Sent:
+class _SentLines:
     """How much of a file was sent. The inode tells whether it is still the same file: thinning replaces it by another one."""
 
     inode: int
@@ -63,7 +63,7 @@ class JournalSender:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._sent: dict[str, _Sent] = {}
+        self._sent: dict[str, _SentLines] = {}
 
     def begin(self) -> None:
         """Begins again with the first byte of each file, since another launcher leads, or a copy does not match its file."""
@@ -94,7 +94,7 @@ class JournalSender:
                 status = os.fstat(file.fileno())
                 sent = self._sent.get(name)
                 if sent is None or sent.inode != status.st_ino or sent.offset > status.st_size:
-                    sent = self._sent[name] = _Sent(status.st_ino)
+                    sent = self._sent[name] = _SentLines(status.st_ino)
                 if sent.offset == status.st_size:
                     return None
                 file.seek(sent.offset)
@@ -107,7 +107,7 @@ class JournalSender:
 
 
 @dataclass
-class _Copy:
+class _JournalCopy:
     """A copy that is being written.
 
     Attributes:
@@ -130,7 +130,7 @@ class JournalCopies:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._copies: dict[tuple[str, str], _Copy] = {}  # by sender and file
+        self._copies: dict[tuple[str, str], _JournalCopy] = {}  # by sender and file
         self._shares_folder: dict[str, bool] = {}  # by sender
 
     def add(self, sender: str, parts: tuple[FilePart, ...]) -> Answer:
@@ -162,7 +162,7 @@ class JournalCopies:
         key = (sender, part.name)
         if part.offset == 0:
             path = self.folder / part.name.replace(".jsonl", f".{_file_word(sender)}.jsonl")
-            self._copies[key] = _Copy(path, path.with_name(f".{path.name}"))
+            self._copies[key] = _JournalCopy(path, path.with_name(f".{path.name}"))
         copy = self._copies.get(key)
         if copy is None or copy.size != part.offset:
             return False

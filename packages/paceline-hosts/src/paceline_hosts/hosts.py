@@ -13,8 +13,9 @@ from paceline.config.kinds import least_and_most
 from paceline.config.sources import Launch
 from paceline.launch import hostfile
 from paceline.launch.hostfile import Slots
-from paceline.launch.job import hosts_of, of_other_launchers, target_of
-from paceline.launch.launcher import LAUNCHERS, Job, Reach
+from paceline.launch.job import Job, Reach
+from paceline.launch.launcher import LAUNCHERS
+from paceline.launch.make_job import hosts_of, of_other_launchers, target_of
 from paceline.launch.script_libraries import script_libraries
 from paceline_hosts.assignment import VARIABLE, Assignment
 

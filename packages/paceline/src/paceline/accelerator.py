@@ -5,8 +5,8 @@ prepare(...)       facts -> plan -> chain -> optimizers -> loaders        (run/p
 the loop           accumulate, backward, clip, step, gather_for_metrics   (run/steps.py, optim/, world/collectives.py)
 save_state         one TrainState                                         (run/states.py, checkpoint/)
 
-`compat/` builds other libraries' interfaces on the attributes `run`, `preparation`, `steps` and `states` of an accelerator,
-on `run.live_runs()`, and on the class attribute `_preparation_class`. Scripts use none of these.
+The doors build other libraries' interfaces on the attributes `run`, `preparation`, `steps` and `states` of an accelerator, on
+`run.live_runs()`, and on `start_accelerator`, which takes a door's `Semantics`. Scripts use none of these.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from paceline.checkpoint.keep import Keep
-from paceline.config.given import Given
+from paceline.config import Overrides, PlanArgument
 from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.metrics import gather_for_metrics
 from paceline.data.skip import skip_first_batches
@@ -32,10 +32,11 @@ from paceline.optim.schedule import Scheduler
 from paceline.plan.plan import Plan
 from paceline.run.logged_values import LoggedValues
 from paceline.run.preparation import Preparation
-from paceline.run.starting import start_run
+from paceline.run.run import Run
+from paceline.run.starting import RunArguments, start_run
 from paceline.run.states import Start, States
 from paceline.run.steps import Steps
-from paceline.world import rendezvous, runtime
+from paceline.world import rendezvous
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
 from paceline.world.places import user_frame
@@ -104,7 +105,6 @@ class Accelerator(Participant):
 
     project_dir = property(lambda self: self.run.project_dir, doc="The folder, or the URL, of checkpoints; or None.")
     _constructed_at = ("", 0)  # file and line of the script that constructed an instance
-    _preparation_class: ClassVar[type[Preparation]] = Preparation  # `compat/` replaces it
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Accelerator(Participant):
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         *,
-        plan: Mapping[str, Any] | Sequence[Given] | str | Path | None = None,
+        plan: PlanArgument | None = None,
         options: Mapping[str, Mapping[str, Any]] | None = None,
         split_batches: bool | None = None,
         dispatch_batches: bool | None = None,
@@ -130,18 +130,37 @@ class Accelerator(Participant):
         debug: bool | None = None,
         timeout_s: float | None = None,
     ) -> None:
+        overrides = Overrides(
+            mixed_precision=mixed_precision,
+            accumulate=gradient_accumulation_steps,
+            cpu=cpu,
+            debug=debug,
+            timeout_s=timeout_s,
+            split_batches=split_batches,
+            dispatch_batches=dispatch_batches,
+            even_batches=even_batches,
+            data_seed=data_seed,
+            non_blocking=non_blocking,
+            log_system=log_system,
+            plan=plan,
+            options=options,
+        )
+        arguments = RunArguments(
+            overrides=overrides, profile=profile, anomalies=anomalies, scaler=scaler, project_dir=project_dir
+        )
+        self._start(arguments, log_with, Keep.of(total_limit, keep))
+
+    def _start(
+        self,
+        arguments: RunArguments,
+        log_with: TrackerChoice | Iterable[TrackerChoice] | None = None,
+        keep: Keep | None = None,
+    ) -> None:
+        """Starts the run, and makes its parts."""
         frame = user_frame()
         if frame is not None:
             self._constructed_at = (frame.f_code.co_filename, frame.f_lineno)
-        arguments = dict(
-            mixed_precision=mixed_precision, accumulate=gradient_accumulation_steps, cpu=cpu, debug=debug,
-            timeout_s=timeout_s, split_batches=split_batches, dispatch_batches=dispatch_batches,
-            even_batches=even_batches, data_seed=data_seed, non_blocking=non_blocking, log_system=log_system,
-        )  # fmt: skip
-        run = start_run(
-            arguments, plan=plan, options=options, profile=profile, anomalies=anomalies, scaler=scaler,
-            project_dir=project_dir,
-        )  # fmt: skip
+        run = start_run(arguments)
         super().__init__(run.world, run.device, run.collectives)
         # The parts of the run. Each of them gets the one `Run`, and subscribes to its events.
         self.run = run
@@ -158,9 +177,9 @@ class Accelerator(Participant):
 
             self.profiles = profiles_of(run)
         self._logged_values = LoggedValues(run, self.profiles)
-        self.preparation = self._preparation_class(run, self.profiles)
+        self.preparation = self._prepares(run)
         self.steps = Steps(run)
-        self.states = States.of(run, Keep.of(total_limit, keep))
+        self.states = States.of(run, keep or Keep())
         self._anomalies: Anomalies | None = None
         if "anomalies" in run.settings.options:
             from paceline.run.anomaly_actions import anomalies_of
@@ -170,6 +189,10 @@ class Accelerator(Participant):
             from paceline.run.watching import telemetry_of
 
             telemetry_of(run)
+
+    def _prepares(self, run: Run) -> Preparation:
+        """Makes what prepares the objects of the run; a door gives them classes of its own."""
+        return Preparation(run, self.profiles)
 
     @cached_property
     def trackers(self) -> Trackers:
@@ -435,7 +458,7 @@ class Accelerator(Participant):
         Ranks: all; each gets the result. The whole structure takes one collective.
         """
         result = gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
-        runtime.current().gathered("gather_for_metrics", input_data, result)
+        self.run.runtime.gathered("gather_for_metrics", input_data, result)
         self.run.events.gathered()
         return result
 
@@ -507,7 +530,7 @@ class Accelerator(Participant):
         output_dir: str | Path | None = None,
         *,
         background: bool = False,
-        busy: str = "wait",
+        busy: Literal["wait", "skip"] = "wait",
         metrics: Mapping[str, float] | None = None,
     ) -> str | None:
         """Saves everything that a resume needs: models, optimizers, schedulers, loaders, scaler, RNG, counters, objects.
@@ -611,3 +634,10 @@ class Accelerator(Participant):
 
     def __repr__(self) -> str:
         return f"Accelerator({self.plan.layout}, precision {self.mixed_precision}, device {self.device})"
+
+
+def start_accelerator(arguments: RunArguments) -> Accelerator:
+    """Makes an accelerator for a door, whose arguments say how its library means a loop. Ranks: all."""
+    accelerator = Accelerator.__new__(Accelerator)
+    accelerator._start(arguments)
+    return accelerator

@@ -67,7 +67,7 @@ class SubcommandHelpFormatter(argparse.RawDescriptionHelpFormatter):
     """Formats a help text and keeps the line breaks of a description."""
 
 
-class Store(argparse.Action):
+class StoreValue(argparse.Action):
     """Stores a value, or True for a switch, and notes its name in `nondefault`."""
 
     def __call__(
@@ -81,8 +81,8 @@ class Store(argparse.Action):
         namespace.nondefault = getattr(namespace, "nondefault", set()) | {self.dest}
 
 
-class Switch(Store):
-    """A `Store` without a value."""
+class Switch(StoreValue):
+    """A `StoreValue` without a value."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **options: Any) -> None:
         super().__init__(option_strings, dest, nargs=0, **options)

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from paceline.base import env as environment
-from paceline.base.errors import CompatError
+from paceline.base.errors import Problem
 from paceline_accelerate.commands.arguments import parser_for
+from paceline_accelerate.errors import CompatImportError, MissingModel
 
 _DTYPES = ["float32", "float16", "int8", "int4"]
 _HEADERS = ["dtype", "Largest Layer", "Total Size", "Training using Adam"]
@@ -39,8 +41,10 @@ def create_empty_model(
     """Returns the model on the meta device, where it takes no memory.
 
     Raises:
-        CompatError: `compat-model`, where there is no such config on this machine.
+        MissingModel: `compat-model`, where there is no such config on this machine.
+        CompatImportError: `compat-model`, where the library of the model is not installed.
     """
+    _require(library_name or "transformers", model_name)
     if library_name == "timm":
         return _empty_timm_model(model_name)
     from transformers import AutoConfig, AutoModel
@@ -55,7 +59,8 @@ def create_empty_model(
     except (OSError, ValueError) as error:
         reason = str(error).split("\n")[0]
         fix = "name a folder that holds the model's config.json, as `save_pretrained` writes it"
-        raise CompatError("compat-model", f"{model_name} is no model on this machine.", reason, fix) from None
+        problem = Problem("compat-model", f"{model_name} is no model on this machine.", reason, fix)
+        raise MissingModel.of([problem]) from None
     with init_empty_weights():
         return AutoModel.from_config(config, trust_remote_code=trust_remote_code)
 
@@ -75,6 +80,16 @@ def check_has_model(error: BaseException) -> str:
     if isinstance(error, OSError) and "does not appear to have a file named" in text:
         return "transformers"
     return "unknown"
+
+
+def _require(library: str, model_name: str) -> None:
+    if find_spec(library) is None:
+        raise CompatImportError(
+            "compat-model",
+            f"{library} is not installed, so {model_name} cannot be built.",
+            why="a model is built from its config by the library that it is for",
+            fix=f"run `pip install {library}`",
+        )
 
 
 def _empty_timm_model(name: str) -> Any:

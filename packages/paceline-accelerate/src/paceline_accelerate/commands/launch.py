@@ -19,14 +19,14 @@ from typing import Any, NamedTuple
 
 from paceline.base import env as environment
 from paceline.cli import main as command_line
-from paceline_accelerate.commands.arguments import Store, Switch, parser_for
+from paceline_accelerate.commands.arguments import StoreValue, Switch, parser_for
 
 _NAME = "Accelerate launch command"
 _FLAG_HELP = "see `paceline launch --help`"
 _NO_OVERRIDE = (False, False, False)
 
 
-class Flag(NamedTuple):
+class LaunchFlag(NamedTuple):
     """A line of `launch_flags.txt`.
 
     Attributes:
@@ -45,7 +45,7 @@ class Flag(NamedTuple):
 
 
 @cache
-def flags() -> tuple[Flag, ...]:
+def flags() -> tuple[LaunchFlag, ...]:
     """Returns the flags that take one value or none."""
     text = Path(__file__).with_name("launch_flags.txt").read_text(encoding="utf-8")
     rows = []
@@ -58,7 +58,7 @@ def flags() -> tuple[Flag, ...]:
                 short = word
             else:
                 choices = tuple(word.split(","))
-        rows.append(Flag(name, kind, _default(kind, default), choices, short))
+        rows.append(LaunchFlag(name, kind, _default(kind, default), choices, short))
     return tuple(rows)
 
 
@@ -103,15 +103,21 @@ def launch_command_parser(subparsers: Any = None) -> argparse.ArgumentParser:
             parser.add_argument(*names, action=Switch, default=flag.default, help=_FLAG_HELP)
         else:
             options = {"type": _TYPES[flag.kind], "choices": flag.choices or None, "default": flag.default}
-            parser.add_argument(*names, action=Store, help=_FLAG_HELP, **options)
+            parser.add_argument(*names, action=StoreValue, help=_FLAG_HELP, **options)
     add = parser.add_argument
-    add("--fp8_override_linear_precision", type=_yes_no_list, action=Store, default=_NO_OVERRIDE, help="not supported")
+    add(
+        "--fp8_override_linear_precision",
+        type=_yes_no_list,
+        action=StoreValue,
+        default=_NO_OVERRIDE,
+        help="not supported",
+    )
     add("--tpu_cluster", action=Switch, dest="tpu_use_cluster", default=False, help="not supported")
     add("--no_tpu_cluster", action="store_false", dest="tpu_use_cluster", help="no effect: there are no TPUs")
     add("--vm", action="append", type=str, help="not supported: there are no TPUs")
     add("--env", action="append", type=str, help="not supported: there are no TPUs")
-    add("training_script", action=Store, type=str, help="the script, followed by its own arguments")
-    add("training_script_args", action=Store, nargs=argparse.REMAINDER, help="the script's own arguments")
+    add("training_script", action=StoreValue, type=str, help="the script, followed by its own arguments")
+    add("training_script_args", action=StoreValue, nargs=argparse.REMAINDER, help="the script's own arguments")
     return parser
 
 

@@ -26,7 +26,7 @@ from paceline_deepspeed.config.batch import Batch as Batch
 from paceline_deepspeed.config.keys import by_name
 from paceline_deepspeed.config.meaning import meaning_of
 from paceline_deepspeed.config.row import NOTHING
-from paceline_deepspeed.config.text import Block, entries_of
+from paceline_deepspeed.config.text import JsonBlock, entries_of
 from paceline_deepspeed.config.values import values_of
 
 
@@ -132,7 +132,7 @@ def read(
     return read_block(source, block, hints or {})
 
 
-def read_block(source: str, block: Block, hints: Mapping[str, Any]) -> DeepSpeedConfig:
+def read_block(source: str, block: JsonBlock, hints: Mapping[str, Any]) -> DeepSpeedConfig:
     """Reads a config whose keys were already found in their file or dict."""
     values = values_of(block, hints)
     meaning = meaning_of(values)

@@ -26,7 +26,7 @@ class Pairs(list[tuple[str, Any]]):
 
 
 @dataclass(frozen=True)
-class Entry:
+class JsonEntry:
     """One key.
 
     Attributes:
@@ -40,7 +40,7 @@ class Entry:
     where: str
 
 
-class Block(list[Entry]):
+class JsonBlock(list[JsonEntry]):
     """The keys of a block, in order, each with its place."""
 
 
@@ -53,7 +53,7 @@ _COLON = re.compile(r"\s*:")
 _TOKENS = re.compile(r'"(?:\\.|[^"\\\n])*"|\'(?:\\.|[^\'\\\n])*\'|#[^\n]*|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
 
-def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, Block]:
+def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, JsonBlock]:
     """Returns the source of a config, and its keys.
 
     Args:
@@ -76,16 +76,16 @@ def plain(value: object) -> Any:
     """Returns a value with dicts in place of blocks and pairs; of equal keys the last one counts."""
     if isinstance(value, Pairs):
         return {name: plain(item) for name, item in value}
-    if isinstance(value, Block):
+    if isinstance(value, JsonBlock):
         return {item.name: plain(item.value) for item in value}
     if isinstance(value, list):
         return [plain(item) for item in value]
     return value
 
 
-def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
+def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> JsonBlock:
     """Lists the keys of a dict with their places in it; `above` are the names of the blocks around them."""
-    entries = Block()
+    entries = JsonBlock()
     for key, value in block.items():
         path = (*above, str(key))
         if not above and "." in path[-1]:
@@ -96,7 +96,7 @@ def _of_dict(block: Mapping[Any, Any], code: str, *above: str) -> Block:
         shown = "..."
         for name in reversed(path):
             shown = f"{{{name!r}: {shown}}}"
-        entries.append(Entry(path[-1], inside, code.replace("{}", shown)))
+        entries.append(JsonEntry(path[-1], inside, code.replace("{}", shown)))
     return entries
 
 
@@ -173,7 +173,7 @@ def _in_a_sentence(message: str) -> str:
     return message[:1].lower() + message[1:]
 
 
-def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
+def _with_lines(text: str, pairs: Pairs, source: str) -> JsonBlock:
     """Finds the line of each key: parsers keep the order of the text, so each search starts where the last one ended."""
     places: dict[str, list[int]] = {}
     for match in _KEY.finditer(_bare(text)):
@@ -182,9 +182,9 @@ def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
     line_ends = [match.start() for match in re.finditer("\n", text)]
     position = -1
 
-    def entries_of_block(block: Pairs) -> Block:
+    def entries_of_block(block: Pairs) -> JsonBlock:
         nonlocal position
-        entries = Block()
+        entries = JsonBlock()
         for name, value in block:
             candidates = places.get(name, [])
             following = bisect.bisect_right(candidates, position)
@@ -192,7 +192,7 @@ def _with_lines(text: str, pairs: Pairs, source: str) -> Block:
                 position = candidates[following]
             where = f"{source}:{bisect.bisect_left(line_ends, position) + 1}"
             inside = entries_of_block(value) if isinstance(value, Pairs) else plain(value)
-            entries.append(Entry(name, inside, where))
+            entries.append(JsonEntry(name, inside, where))
         return entries
 
     return entries_of_block(pairs)

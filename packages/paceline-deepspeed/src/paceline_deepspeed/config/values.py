@@ -12,7 +12,7 @@ from paceline.config.given import nearest
 from paceline_deepspeed.config.keys import blocks, by_name, rows
 from paceline_deepspeed.config.parts import PARTS, Param, Part, part
 from paceline_deepspeed.config.row import Key
-from paceline_deepspeed.config.text import Block, Entry, plain
+from paceline_deepspeed.config.text import JsonBlock, JsonEntry, plain
 
 _OLD_BLOCKS = {"bfloat16": "bf16"}
 _MOST_FOREIGN = 50  # a file with more keys of another kind is no config of DeepSpeed's
@@ -34,10 +34,10 @@ class ConfigValues:
     values: dict[str, Any] = field(default_factory=dict)
     places: dict[str, str] = field(default_factory=dict)
     problems: list[Problem] = field(default_factory=list)
-    foreign: list[Entry] = field(default_factory=list)
+    foreign: list[JsonEntry] = field(default_factory=list)
 
 
-def values_of(block: Block, hints: Mapping[str, Any]) -> ConfigValues:
+def values_of(block: JsonBlock, hints: Mapping[str, Any]) -> ConfigValues:
     """Reads all keys.
 
     Args:
@@ -53,7 +53,7 @@ def values_of(block: Block, hints: Mapping[str, Any]) -> ConfigValues:
     return config
 
 
-def _walk(block: Block, above: str, hints: Mapping[str, Any], config: ConfigValues) -> None:
+def _walk(block: JsonBlock, above: str, hints: Mapping[str, Any], config: ConfigValues) -> None:
     """Reads the keys of a block, and of the blocks inside it.
 
     Args:
@@ -72,7 +72,7 @@ def _walk(block: Block, above: str, hints: Mapping[str, Any], config: ConfigValu
                 config.foreign.append(entry)
             else:
                 config.problems.append(_unknown(entry, above))
-        elif isinstance(entry.value, Block):
+        elif isinstance(entry.value, JsonBlock):
             _walk(entry.value, f"{name}.", hints, config)
         elif name in _SHORT_BLOCKS and isinstance(entry.value, bool):
             short = f"{name}.{_SHORT_BLOCKS[name]}"
@@ -81,7 +81,7 @@ def _walk(block: Block, above: str, hints: Mapping[str, Any], config: ConfigValu
             config.problems.append(wrong_value(name, entry.value, entry.where, "a block of keys"))
 
 
-def _read_key(row: Key, entry: Entry, hints: Mapping[str, Any], config: ConfigValues) -> None:
+def _read_key(row: Key, entry: JsonEntry, hints: Mapping[str, Any], config: ConfigValues) -> None:
     if row.name in config.places:
         what = f"{entry.where} sets {row.name} a second time."
         config.problems.append(
@@ -209,7 +209,7 @@ def _is_foreign(name: str) -> bool:
     return name not in inside and not nearest(name, outside)
 
 
-def _unknown(entry: Entry, above: str) -> Problem:
+def _unknown(entry: JsonEntry, above: str) -> Problem:
     block = above.rstrip(".")
     what = f"{entry.where}: DeepSpeed has no key {short_repr(entry.name)}."
     if block:
@@ -239,7 +239,7 @@ def _as_blocks(name: str) -> str:
 
 def wrong_value(name: str, value: object, where: str, expected: str, default: object = None) -> Problem:
     """Returns the problem of a value that its key cannot have."""
-    what = "a block of keys" if isinstance(value, Mapping | Block) else short_repr(value)
+    what = "a block of keys" if isinstance(value, Mapping | JsonBlock) else short_repr(value)
     fix = "give it such a value, or leave it out"
     if default not in (None, {}, []):
         fix += f" (then {default})"

@@ -12,7 +12,7 @@ import os
 import time
 
 from paceline.base import env as environment
-from paceline.cli.script import Progress
+from paceline.cli.script import ScriptProgress
 from paceline.config import schema
 from paceline.config.settings import LaunchSettings, settings_of
 from paceline.config.sources import resolve_launch
@@ -34,18 +34,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     from paceline_hosts.doctor.examine import Examiner
     from paceline_hosts.doctor.hosts import reach
-    from paceline_hosts.doctor.report import Report
+    from paceline_hosts.doctor.report import DoctorReport
 
     started_at = time.monotonic()
     reached = reach(resolve_launch(schema.given(args)), environment.snapshot())
     folder = os.path.abspath(args.folder or os.getcwd())
-    progress = Progress("paceline doctor")
+    progress = ScriptProgress("paceline doctor")
     examiner = Examiner(reached, folder, args.folder is not None, progress.show)
     try:
         examination = examiner.examine()
     finally:
         examiner.close()
         progress.clear()
-    report = Report.of(examination, time.monotonic() - started_at)
+    report = DoctorReport.of(examination, time.monotonic() - started_at)
     print(json.dumps(report.to_json(), indent=2) if args.json else report.text())
     return report.exit_code

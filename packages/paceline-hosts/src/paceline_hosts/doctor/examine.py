@@ -17,13 +17,13 @@ from paceline.base.version import VERSION
 from paceline_hosts.doctor.facts import (
     AllReduce,
     AllReduces,
-    Clock,
-    Connection,
+    ClockFacts,
+    ConnectionFacts,
     Devices,
     Examination,
     FolderUse,
     HostFacts,
-    Link,
+    LinkFacts,
     Versions,
 )
 from paceline_hosts.doctor.hosts import Reached
@@ -78,8 +78,8 @@ class Examiner:
         hostnames = self._greet()
         self._progress("names, interfaces, limits")
         facts = self._facts(hostnames)
-        clocks: dict[str, Clock] = {}
-        connections: list[Connection] = []
+        clocks: dict[str, ClockFacts] = {}
+        connections: list[ConnectionFacts] = []
         if len(self._active) > 1:
             self._progress("clocks")
             clocks = self._clocks()
@@ -87,7 +87,7 @@ class Examiner:
             connections = self._connections()
         self._progress("torch and devices")
         facts = self._torch(facts)
-        links: list[Link] = []
+        links: list[LinkFacts] = []
         if len(self._active) > 1:
             self._progress("latency and bandwidth")
             links = self._links(connections)
@@ -190,13 +190,13 @@ class Examiner:
             return None
         return converted
 
-    def _clocks(self) -> dict[str, Clock]:
+    def _clocks(self) -> dict[str, ClockFacts]:
         """Compares the clock of each host with the clock here, by Cristian's algorithm.
 
         The host's answer is taken to be from the middle of the round trip, so the error is at most half of the round trip.
         Of several exchanges, the one with the shortest round trip counts.
         """
-        clocks: dict[str, Clock] = {}
+        clocks: dict[str, ClockFacts] = {}
         for name in list(self._active):
             for _ in range(_CLOCK_TRIALS):
                 # The duration comes from the monotonic clock, which no correction of the time can move.
@@ -207,12 +207,12 @@ class Examiner:
                     break
                 trip = time.monotonic() - begun
                 middle_at = begun_at + trip / 2
-                clock = Clock(answer["time"] - middle_at, trip / 2)
+                clock = ClockFacts(answer["time"] - middle_at, trip / 2)
                 if name not in clocks or clock.bound_s < clocks[name].bound_s:
                     clocks[name] = clock
         return clocks
 
-    def _connections(self) -> list[Connection]:
+    def _connections(self) -> list[ConnectionFacts]:
         """Lets each host connect to the port of each other host."""
         requests = {}
         for name in self._active:
@@ -223,7 +223,7 @@ class Examiner:
             requests[name] = {"do": "connections", "peers": peers}
         connections = []
         for name, answer in self._ask("ports", requests, _CONNECTIONS_S).items():
-            rows = [self._read(name, Connection, row) for row in answer["connections"]]
+            rows = [self._read(name, ConnectionFacts, row) for row in answer["connections"]]
             connections += [row for row in rows if row is not None]
         return connections
 
@@ -243,11 +243,11 @@ class Examiner:
                 complete[name] = replace(host, versions=versions, devices=devices)
         return complete
 
-    def _links(self, connections: list[Connection]) -> list[Link]:
+    def _links(self, connections: list[ConnectionFacts]) -> list[LinkFacts]:
         """Measures pairs of hosts. The pairs of one round are measured at the same time, as no host is in two of them."""
         usable = {(row.source, row.target): row for row in connections if row.outcome == "open"}
         seconds, plan = rounds(list(self._active), _LINKS_BUDGET_S)
-        links: dict[Pair, Link] = {}
+        links: dict[Pair, LinkFacts] = {}
         self._measure(plan, seconds, usable, links)
         # A slow link is measured once more, and the better result counts: a host may have been busy for a moment.
         self._measure(slow_rounds(plan, links), seconds, usable, links)
@@ -257,8 +257,8 @@ class Examiner:
         self,
         plan: Sequence[Sequence[Pair]],
         seconds: float,
-        usable: Mapping[Pair, Connection],
-        links: dict[Pair, Link],
+        usable: Mapping[Pair, ConnectionFacts],
+        links: dict[Pair, LinkFacts],
     ) -> None:
         """Measures rounds of pairs; of an old and a new result for a pair, the better one is stored in `links`."""
         for pairs in plan:
@@ -269,7 +269,7 @@ class Examiner:
                     place = {"target": target, "address": connection.address, "port": connection.port}
                     requests[source] = {"do": "measure", **place, "seconds": seconds}
             for name, answer in self._ask("links", requests, _LINK_S).items():
-                link = self._read(name, Link, answer["link"])
+                link = self._read(name, LinkFacts, answer["link"])
                 if link is None:
                     continue
                 pair = (link.source, link.target)
@@ -277,7 +277,7 @@ class Examiner:
                     links[pair] = link
 
     def _all_reduces(
-        self, facts: Mapping[str, HostFacts], connections: list[Connection], links: list[Link]
+        self, facts: Mapping[str, HostFacts], connections: list[ConnectionFacts], links: list[LinkFacts]
     ) -> AllReduces | None:
         """Measures all-reduces over all hosts, with one process for each device, or one for a host without devices.
 

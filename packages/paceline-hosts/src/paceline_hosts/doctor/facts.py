@@ -123,7 +123,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class Lookup:
+class LookupFacts:
     """Holds one question to the name resolver (DNS, /etc/hosts), and its answer.
 
     Attributes:
@@ -196,7 +196,7 @@ class HostFacts:
     versions: Versions
     network: Network
     processors: Processors
-    lookups: tuple[Lookup, ...] = ()
+    lookups: tuple[LookupFacts, ...] = ()
     devices: Devices = Devices()
     open_files: Limit | None = None
     locked_memory: Limit | None = None
@@ -213,7 +213,7 @@ Outcome = Literal["open", "refused", "no answer", "no route", "other"]
 
 
 @dataclass(frozen=True)
-class Connection:
+class ConnectionFacts:
     """Holds whether one host reaches a port of another.
 
     Attributes:
@@ -231,7 +231,7 @@ class Connection:
 
 
 @dataclass(frozen=True)
-class Clock:
+class ClockFacts:
     """Compares a host's clock with the clock where the command runs.
 
     Attributes:
@@ -244,7 +244,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Link:
+class LinkFacts:
     """Holds the speed of one direction between two hosts, measured with one TCP connection.
 
     Attributes:
@@ -330,9 +330,9 @@ class Examination:
     hosts: tuple[str, ...]
     silent: Mapping[str, str] = field(default_factory=dict)
     facts: Mapping[str, HostFacts] = field(default_factory=dict)
-    clocks: Mapping[str, Clock] = field(default_factory=dict)
-    connections: tuple[Connection, ...] = ()
-    links: tuple[Link, ...] = ()
+    clocks: Mapping[str, ClockFacts] = field(default_factory=dict)
+    connections: tuple[ConnectionFacts, ...] = ()
+    links: tuple[LinkFacts, ...] = ()
     all_reduces: AllReduces | None = None
     folder: str = ""
     folder_was_named: bool = False

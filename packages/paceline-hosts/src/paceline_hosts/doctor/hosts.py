@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from paceline.config.sources import Launch
 from paceline.launch import host
-from paceline.launch.job import without_hostfile
+from paceline.launch.make_job import without_hostfile
 from paceline.world.detect import slurm
 from paceline_hosts.assignment import assignment_of
 from paceline_hosts.hosts import forwarded, job_on_hosts

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.base.text_table import text_table
 from paceline.base.version import VERSION
 from paceline_hosts.doctor import units
-from paceline_hosts.doctor.facts import Examination, Link
+from paceline_hosts.doctor.facts import Examination, LinkFacts
 from paceline_hosts.doctor.finding import CHECKS, LEVELS, Finding
 
 FORMAT = 1  # version of the JSON; a field may be added without a new number
@@ -17,7 +17,7 @@ _LARGEST_MATRIX = 8  # number of hosts; with more, the table would be wider than
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """Holds the findings on an examination.
 
     Attributes:
@@ -31,7 +31,7 @@ class Report:
     seconds: float
 
     @classmethod
-    def of(cls, examination: Examination, seconds: float) -> Report:
+    def of(cls, examination: Examination, seconds: float) -> DoctorReport:
         """Lets every check judge the facts, and sorts the findings."""
         findings: list[tuple[str, Finding]] = []
         for check in CHECKS:
@@ -83,7 +83,7 @@ class Report:
         }
 
 
-def matrix(names: list[str], links: tuple[Link, ...], shown: Callable[[Link], str]) -> list[str]:
+def matrix(names: list[str], links: tuple[LinkFacts, ...], shown: Callable[[LinkFacts], str]) -> list[str]:
     """Returns the lines of a table with a row and a column for each host; "-" stands for a link that was not measured."""
     by_pair = {(link.source, link.target): shown(link) for link in links}
     rows = [["", *names]]

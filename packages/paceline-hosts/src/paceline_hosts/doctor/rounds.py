@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from paceline_hosts.doctor.facts import Link
+from paceline_hosts.doctor.facts import LinkFacts
 
 SECONDS = 0.4  # length of one stream, if there is time
 _SHORTEST_S = 0.1
@@ -49,7 +49,7 @@ def rounds(hosts: Sequence[str], budget_s: float) -> tuple[float, list[list[Pair
     return min(SECONDS, max(stream_s, _SHORTEST_S)), plan
 
 
-def slow_rounds(plan: Sequence[Sequence[Pair]], links: Mapping[Pair, Link]) -> list[list[Pair]]:
+def slow_rounds(plan: Sequence[Sequence[Pair]], links: Mapping[Pair, LinkFacts]) -> list[list[Pair]]:
     """Returns the rounds of a plan with only those pairs that were less than half as fast as the fastest one."""
     fastest = max((link.bytes_per_s for link in links.values()), default=0.0)
     slow = {pair for pair, link in links.items() if link.bytes_per_s < fastest / 2}

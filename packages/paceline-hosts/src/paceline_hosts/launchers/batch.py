@@ -19,7 +19,8 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
-from paceline.launch.launcher import Job, Outcome
+from paceline.launch.job import Job
+from paceline.launch.launcher import Outcome
 from paceline.launch.processes.signals import Signals, kill_with_parent
 from paceline_hosts.assignment import VARIABLE, assignment_of
 from paceline_hosts.remote.agent import MARK

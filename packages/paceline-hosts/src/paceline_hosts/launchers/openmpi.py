@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 
-from paceline.launch.launcher import Hosts, Job, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import Hosts, Rendered
 from paceline_hosts.assignment import VARIABLE, assignment_of
 from paceline_hosts.launchers.batch import PYTHON, BatchHandle, check, environment_with
 

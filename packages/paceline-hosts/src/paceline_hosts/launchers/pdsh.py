@@ -12,7 +12,8 @@ import secrets
 import shutil
 
 from paceline.base import env as environment
-from paceline.launch.launcher import Hosts, Job, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import Hosts, Rendered
 from paceline_hosts.assignment import assignment_of
 from paceline_hosts.launchers.batch import BatchHandle
 from paceline_hosts.launchers.ssh import OPTIONS, connect, shell_line

@@ -11,7 +11,8 @@ import shutil
 import sys
 
 from paceline.launch import host
-from paceline.launch.launcher import Hosts, Job, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import Hosts, Rendered
 from paceline_hosts.assignment import assignment_of
 from paceline_hosts.remote.channels import HostChannels
 

@@ -10,7 +10,7 @@ from contextlib import suppress
 from paceline.base.errors import LaunchError
 from paceline.base.host_port import host_and_port
 from paceline.launch import host
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline.launch.rounds import Place
 from paceline.world.detect.kubernetes import in_pod
 from paceline.world.network.interface import address_towards

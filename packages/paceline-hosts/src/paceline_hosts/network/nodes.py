@@ -26,7 +26,7 @@ from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.terminal import say
 from paceline.launch import host
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline.launch.rounds import End, Member, Place, Report, Round, StopMode
 from paceline_hosts.journals import JournalExchange
 from paceline_hosts.membership import errors as membership_errors

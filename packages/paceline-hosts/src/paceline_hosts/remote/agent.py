@@ -40,8 +40,8 @@ from paceline.base.temporary import temporary_folder
 from paceline.base.terminal import say
 from paceline.base.version import VERSION
 from paceline.launch import host
-from paceline.launch.job import job_of, target_of
 from paceline.launch.launcher import LAUNCHERS
+from paceline.launch.make_job import job_of, target_of
 from paceline.launch.processes.signals import Signals, kill_with_parent
 from paceline.launch.rounds import Place
 from paceline.world.network.interface import address_towards

@@ -21,7 +21,8 @@ from contextlib import suppress
 from typing import Any
 
 from paceline.base.errors import LaunchError
-from paceline.launch.launcher import Job, Outcome
+from paceline.launch.job import Job
+from paceline.launch.launcher import Outcome
 from paceline.launch.processes.output import show
 from paceline.launch.processes.signals import Signals
 from paceline.launch.rounds import Place

@@ -9,7 +9,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from paceline.base.files import expanded
 from paceline.base.text_table import text_table
+from paceline.watch.registry import RegisteredRun, registered_runs
 
 _RECENT_S = 24 * 3600.0
 _MOST_ENDED = 10
@@ -17,30 +19,55 @@ _COLUMNS = ("PID", "NAME", "STATE", "PROCS", "STEP", "RATE", "STARTED", "FOLDER"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs",
+        nargs="?",
+        metavar="NAME|FOLDER",
+        help="list the runs of this name, or those started or kept below a folder (. for here)",
+    )
     parser.add_argument("--all", action="store_true", help="list all known runs, not only those of the last day")
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    rows = [_row(entry) for entry in _chosen(args.all)]
+    entries = registered_runs()
+    if args.runs is not None:
+        entries = _of(args.runs, entries)
+    if not args.all:
+        entries = _recent(entries)
+    rows = [_row(entry) for entry in entries]
     if args.json:
         print(json.dumps(rows, indent=2, allow_nan=False))
         return 0
     if not rows:
         when = "" if args.all else " in the last day"
-        print(f"no run{when}; `paceline launch script.py` starts one")
+        if args.runs is None:
+            print(f"no run{when}; `paceline launch script.py` starts one")
+        else:
+            print(
+                f"no run{when} of the name {args.runs!r} or below a folder {args.runs!r}; `paceline ps` lists all of them"
+            )
         return 0
     print(*text_table([_COLUMNS, *map(_cells, rows)]), sep="\n")
     return 0
 
 
-def _chosen(everything: bool) -> list[Any]:
-    """Returns all runs that are still going on, and the last ones that have ended."""
-    from paceline.watch.registry import registered_runs
+def _of(word: str, runs: list[RegisteredRun]) -> list[RegisteredRun]:
+    """Returns the runs that have a name, or that were started or keep their journal in a folder or below it."""
+    folder = expanded(word).resolve()
+    of_word = []
+    for entry in runs:
+        folders = [Path(entry.directory)]
+        if entry.watch:
+            folders.append(Path(entry.watch))
+        is_below = any(path.resolve().is_relative_to(folder) for path in folders)
+        if entry.name == word or is_below:
+            of_word.append(entry)
+    return of_word
 
-    runs = registered_runs()
-    if everything:
-        return runs
+
+def _recent(runs: list[RegisteredRun]) -> list[RegisteredRun]:
+    """Returns all runs that are still going on, and the last ones that have ended."""
     running = []
     recent = []
     for entry in runs:

@@ -23,7 +23,7 @@ from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
 
 if TYPE_CHECKING:
-    from paceline.launch.launcher import Job
+    from paceline.launch.job import Job
     from paceline_lens.tune.search import Candidate
     from paceline_lens.tune.tuner import Tuned
 
@@ -169,7 +169,7 @@ def _job_to_tune(resolved: Launch, script: str, script_args: Sequence[str]) -> J
         LaunchError: `launch-script`, `tune-device`, `tune-launch`.
     """
     from paceline.launch.host import check_target
-    from paceline.launch.job import job_of, target_of
+    from paceline.launch.make_job import job_of, target_of
     from paceline.planner.rehearsal import in_child
 
     check_target(target_of(resolved.launch, script, script_args))

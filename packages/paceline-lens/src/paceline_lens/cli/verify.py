@@ -22,14 +22,14 @@ from typing import TYPE_CHECKING, Any
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
 from paceline.base.terminal import say
-from paceline.cli.script import Progress, add_script, need_script, script_words
+from paceline.cli.script import ScriptProgress, add_script, need_script, script_words
 from paceline.cli.script_text import reads
 from paceline.config import schema
 from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 
 if TYPE_CHECKING:
-    from paceline.launch.launcher import Target
+    from paceline.launch.job import Target
     from paceline_lens.verify.verifier import Verification
 
 _OWN: dict[str, dict[str, Any]] = {
@@ -124,7 +124,7 @@ def _verify(
     import tempfile  # `--help` needs none of this
 
     from paceline.launch.host import check_target
-    from paceline.launch.job import job_of, target_of
+    from paceline.launch.make_job import job_of, target_of
     from paceline.planner.rehearsal import in_child
 
     check_target(target_of(resolved.launch, script, words))
@@ -147,7 +147,7 @@ def _verify(
 
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
         runs = LaunchedRuns(job, resolved.not_in_environment, steps, Path(folder), plain)
-        progress = Progress("paceline verify")
+        progress = ScriptProgress("paceline verify")
         verifier = Verifier(runs, lambda case: progress.show(f"running {case}"))
         try:
             return verifier.verify(cases_of(widths, plans))
@@ -157,7 +157,7 @@ def _verify(
 
 def _plain_target(text: str, words: list[str]) -> Target | None:
     """Returns the script that `--plain` names, with its own arguments or those of the other script; None for ""."""
-    from paceline.launch.launcher import Target  # `--help` needs none of this
+    from paceline.launch.job import Target  # `--help` needs none of this
 
     if not text:
         return None

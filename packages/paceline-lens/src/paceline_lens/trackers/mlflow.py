@@ -13,7 +13,7 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.log import warn_once
-from paceline.observe.trackers.delivery import Entry, RefusedError
+from paceline.observe.trackers.delivery import DeliveryEntry, RefusedError
 from paceline.observe.trackers.library import LibraryTracker, knock
 from paceline.observe.trackers.tracker import Status
 
@@ -127,7 +127,7 @@ class MLflowTracker(LibraryTracker):
         return {"id": self.run_id(), "uri": mlflow.get_tracking_uri()}
 
     @staticmethod
-    def send(address: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+    def send(address: Mapping[str, Any], entries: Sequence[DeliveryEntry]) -> None:
         """Sends values with the times at which they were logged; MLflow stores equal ones once."""
         from mlflow.entities import Metric
         from mlflow.exceptions import MlflowException

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.base import env as environment
-from paceline.observe.trackers.delivery import Entry
+from paceline.observe.trackers.delivery import DeliveryEntry
 from paceline.observe.trackers.library import LibraryTracker, knock
 from paceline.observe.trackers.tracker import Status, flatten, plain_value
 
@@ -56,7 +56,7 @@ class OpenTelemetryTracker(LibraryTracker):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
         """Sends values at once, for scripts that hold the tracker; `Accelerator.log` sends by `Delivery`."""
-        self.send(self.address(), [Entry(time.time(), step, self.numbers_of(values))])
+        self.send(self.address(), [DeliveryEntry(time.time(), step, self.numbers_of(values))])
 
     def run_id(self) -> str | None:
         """Returns the id of the resource."""
@@ -79,7 +79,7 @@ class OpenTelemetryTracker(LibraryTracker):
         return str(metrics or f"{base.rstrip('/')}/v1/metrics")
 
     @staticmethod
-    def send(address: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+    def send(address: Mapping[str, Any], entries: Sequence[DeliveryEntry]) -> None:
         """Exports the entries as one message.
 
         Raises:
@@ -106,7 +106,7 @@ class OpenTelemetryTracker(LibraryTracker):
         """Does nothing: `Delivery` has sent how the run ended, as `paceline.finished`."""
 
 
-def _message(resource: Mapping[str, Any], entries: Sequence[Entry]) -> Any:
+def _message(resource: Mapping[str, Any], entries: Sequence[DeliveryEntry]) -> Any:
     """Returns entries as the data classes of the SDK: one gauge for each name, one point for each value."""
     from opentelemetry.sdk.metrics.export import (
         Gauge,
@@ -130,7 +130,7 @@ def _message(resource: Mapping[str, Any], entries: Sequence[Entry]) -> Any:
     return MetricsData([ResourceMetrics(Resource(resource), [scope], "")])
 
 
-def _gauges(entry: Entry) -> Mapping[str, float]:
+def _gauges(entry: DeliveryEntry) -> Mapping[str, float]:
     """Returns the values of an entry, and its step or its status as further numbers."""
     if entry.status is not None:
         return {"paceline.finished": int(entry.status == "finished")}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from paceline.base.errors import PlanError
+from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Decision, Plan
@@ -140,4 +141,6 @@ class Forecaster:
             merged.pop("zero", None)
         merged |= settings
         decisions = [Decision(name, value, "derived", "tuning") for name, value in settings.items()]
-        return resolve(draft(merged, decisions, self.world_size, self.plan.options), self.need.models, STRATEGIES)
+        settings_of_plan = RunSettings.of({**merged, "options": self.plan.options})
+        plan = draft(settings_of_plan, decisions, self.world_size, self.plan.semantics)
+        return resolve(plan, self.need.models, STRATEGIES)

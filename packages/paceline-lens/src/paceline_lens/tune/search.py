@@ -301,7 +301,7 @@ def sort_out(
 
 
 @dataclass
-class Progress:
+class SearchProgress:
     """Holds what has been measured, and decides whether to go on.
 
     Args:

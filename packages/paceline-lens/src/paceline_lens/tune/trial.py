@@ -22,12 +22,12 @@ import torch.distributed as dist
 
 from paceline.base import env as environment
 from paceline.base.ours import is_our_module
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
 from paceline.observe.memory import of_process
 from paceline.optim.batch_size import is_out_of_memory
 from paceline.world import runtime
-from paceline.world.runtime import Runtime, Window
+from paceline.world.runtime import MicroBatches, Runtime
 from paceline.world.tree import first_rows
 from paceline.world.world import World
 from paceline_lens.tune.script_config import script_configs
@@ -75,7 +75,7 @@ class ScriptNotes(Runtime):
             self.seen["rows"] = first_rows(inputs)
             self.seen["batch"] = samples
 
-    def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
         """Notes the batch of a step, from the loader that is being iterated."""
         self.seen["windows"] = window.declared
         batch = window.batch
@@ -135,7 +135,7 @@ class Trial(ScriptNotes):
         self._device = super().device(world, cpu=cpu, index=index)
         return self._device
 
-    def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
         """Records the time, and ends the process after the last step."""
         super().stepped(optimizer, window)
         if self._optimizer is None:

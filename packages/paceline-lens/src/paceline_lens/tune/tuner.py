@@ -32,14 +32,15 @@ from paceline.base.temporary import temporary_folder
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
-from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import LAUNCHERS, Outcome
 from paceline.planner.calibration import Calibration
 from paceline.planner.device import Device
 from paceline.planner.estimate import gib
 from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, in_child, rehearse
 from paceline_lens.tune.forecast import Forecaster
 from paceline_lens.tune.script_config import script_configs
-from paceline_lens.tune.search import Candidate, Forecast, Measured, Progress, Space, Tuning, sort_out
+from paceline_lens.tune.search import Candidate, Forecast, Measured, SearchProgress, Space, Tuning, sort_out
 from paceline_lens.tune.space import rows_of, settings_of, space_of
 from paceline_lens.tune.trial import ScriptNotes, Trial
 
@@ -94,7 +95,7 @@ class Tuned:
     forecasts: dict[Candidate, Forecast]
     queue: list[Candidate]
     left: list[Candidate]
-    progress: Progress
+    progress: SearchProgress
     content: dict[str, Any] | None = None
     why: str = ""
     reused: int = 0
@@ -194,7 +195,7 @@ class Tuner:
             forecasts[candidate] = forecaster.forecast(candidate, settings_of(candidate, space, width))
         queue, left = sort_out(candidates, forecasts, self.task.device.usable, self.task.tuning)
         flops = {candidate: forecasts[candidate].flops for candidate in candidates}
-        progress = Progress(self.task.tuning, flops)
+        progress = SearchProgress(self.task.tuning, flops)
         return Tuned(self.task, width, space, forecasts, queue, left, progress, content, problem=rehearsal.problem)
 
     def _rehearse(self, candidate: Candidate | None) -> tuple[Rehearsal, dict[str, Any]]:

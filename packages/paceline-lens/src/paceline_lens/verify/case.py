@@ -1,4 +1,4 @@
-"""`Case`: one run that a verification compares with one process, and how the command line writes cases."""
+"""`VerifyCase`: one run that a verification compares with one process, and how the command line writes cases."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Case:
+class VerifyCase:
     """A number of processes and a plan that are compared with one process.
 
     Attributes:
@@ -35,17 +35,17 @@ class RunFailed(Exception):
     """A run ended such that it cannot be compared; the text says why."""
 
 
-def cases_of(procs: Sequence[int], plans: Sequence[str]) -> list[Case]:
+def cases_of(procs: Sequence[int], plans: Sequence[str]) -> list[VerifyCase]:
     """One case for each width, and one for each plan at the largest width that it can have.
 
     Args:
         plans: each one or more settings joined by `+`, such as "zero=2" or "shard=2+tp=2".
     """
     widths = sorted({width for width in procs if width > 1})
-    cases = [Case(width) for width in widths]
+    cases = [VerifyCase(width) for width in widths]
     for plan in plans:
         settings = _settings_of(plan)
-        cases += [Case(width, settings) for width in widths]
+        cases += [VerifyCase(width, settings) for width in widths]
     return cases
 
 

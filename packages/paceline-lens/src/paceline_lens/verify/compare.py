@@ -41,7 +41,7 @@ Named = Mapping[str, Sequence[float]]
 
 
 @dataclass
-class Step:
+class RecordedStep:
     """One optimizer step of all ranks.
 
     Attributes:
@@ -76,7 +76,7 @@ class Step:
 
 
 @dataclass
-class Run:
+class RecordedRun:
     """All ranks of a run in one view.
 
     Attributes:
@@ -89,10 +89,10 @@ class Run:
     name: str
     recordings: list[Recording]
     readers: list[Recording]
-    steps: list[Step]
+    steps: list[RecordedStep]
 
     @classmethod
-    def of(cls, name: str, recordings: Sequence[Recording]) -> Run:
+    def of(cls, name: str, recordings: Sequence[Recording]) -> RecordedRun:
         """Combines the recordings of all ranks."""
         # Ranks of tensor or pipeline parallelism read the same share of the data. One of them stands for the share, so that
         # no row is counted twice.
@@ -112,7 +112,7 @@ class Run:
         steps_by_rank = [_steps(recording) for recording in recordings]
         # Only steps that all ranks have recorded can be combined.
         shortest = min(map(len, steps_by_rank), default=0)
-        steps: list[Step] = []
+        steps: list[RecordedStep] = []
         for number in range(shortest):
             of_readers = [steps_of_reader[number] for steps_of_reader in steps_by_reader]
             ends = [steps_of_rank[number][-1] for steps_of_rank in steps_by_rank]
@@ -152,7 +152,7 @@ def _steps(recording: Recording) -> list[list[Event]]:
     return parts
 
 
-def _step(number: int, of_readers: Sequence[Sequence[Event]], by_rank: Sequence[Event]) -> Step:
+def _step(number: int, of_readers: Sequence[Sequence[Event]], by_rank: Sequence[Event]) -> RecordedStep:
     """Combines one step of all ranks.
 
     Args:
@@ -161,7 +161,7 @@ def _step(number: int, of_readers: Sequence[Sequence[Event]], by_rank: Sequence[
         by_rank: the optimizer step itself, of all ranks.
     """
     first = by_rank[0]
-    step = Step(number, first["optimizer"], rates=first["rates"], by_rank=list(by_rank))
+    step = RecordedStep(number, first["optimizer"], rates=first["rates"], by_rank=list(by_rank))
     scaled = 0.0
     has_loss = False
     items = 0.0
@@ -231,7 +231,7 @@ def _rows_read(events: Iterable[Event]) -> tuple[list[str], int]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class ValueDifference:
     """One number or tensor that is not the same in two runs.
 
     Attributes:
@@ -262,9 +262,9 @@ class Difference:
         return f"{self.field} of {self.name}" if self.name else self.field
 
 
-def differences(run: Run, reference: Run) -> list[Difference]:
+def differences(run: RecordedRun, reference: RecordedRun) -> list[ValueDifference]:
     """Returns all differences, in the order in which the runs computed them."""
-    result: list[Difference] = []
+    result: list[ValueDifference] = []
     filled = first_filler(run, reference)
     # A run may have ended earlier than the other. Only steps that both have can be compared.
     for step, other in zip(run.steps, reference.steps, strict=False):
@@ -277,7 +277,7 @@ def differences(run: Run, reference: Run) -> list[Difference]:
             num_rows = sum(step.rows.values())
             num_other_rows = sum(other.rows.values())
             missing = sum((other.rows - step.rows).values())
-            result.append(Difference(number, "rows", "", num_rows, num_other_rows, missing))
+            result.append(ValueDifference(number, "rows", "", num_rows, num_other_rows, missing))
         for place, (rate, other_rate) in enumerate(zip(step.rates, other.rates, strict=False)):
             name = f"group {place}" if len(step.rates) > 1 else ""
             result += _of_numbers(number, "learning rate", name, rate, other_rate)
@@ -289,7 +289,7 @@ def differences(run: Run, reference: Run) -> list[Difference]:
     return result + _of_values(run, reference)
 
 
-def beside(run: Run, plain: Run) -> tuple[Run, Run] | str:
+def beside(run: RecordedRun, plain: RecordedRun) -> tuple[RecordedRun, RecordedRun] | str:
     """Returns two runs of one process such that `differences` compares what both scripts have.
 
     Args:
@@ -301,8 +301,8 @@ def beside(run: Run, plain: Run) -> tuple[Run, Run] | str:
     """
     # The order of several models may differ between the two: then only what the optimizers hold is compared.
     has_one_model = len(run.values("initial")) == len(plain.values("initial")) == 1
-    steps: list[Step] = []
-    plain_steps: list[Step] = []
+    steps: list[RecordedStep] = []
+    plain_steps: list[RecordedStep] = []
     for step, other in zip(run.steps, plain.steps, strict=False):
         if len(step.weights) != len(other.weights):
             return (
@@ -326,7 +326,7 @@ def beside(run: Run, plain: Run) -> tuple[Run, Run] | str:
     return replace(run, steps=steps), replace(plain, steps=plain_steps)
 
 
-def first_filler(run: Run, reference: Run) -> int:
+def first_filler(run: RecordedRun, reference: RecordedRun) -> int:
     """Returns the first step that trains on more or fewer filler rows than the reference, or 0.
 
     From this step on the runs cannot be compared.
@@ -337,9 +337,9 @@ def first_filler(run: Run, reference: Run) -> int:
     return 0
 
 
-def _of_values(run: Run, reference: Run) -> list[Difference]:
+def _of_values(run: RecordedRun, reference: RecordedRun) -> list[ValueDifference]:
     """Returns the differences between what both runs logged and gathered."""
-    result: list[Difference] = []
+    result: list[ValueDifference] = []
     last = len(reference.steps)
     for number, (event, other) in enumerate(zip(run.values("logged"), reference.values("logged"), strict=False), 1):
         # A script need not name the step of a logged value. Most scripts log once a step, so that the position stands for it.
@@ -355,11 +355,11 @@ def _of_values(run: Run, reference: Run) -> list[Difference]:
     for number, (event, other) in enumerate(pairs, 1):
         if event["how"] == other["how"] != "reduce" and event["num_rows"] != other["num_rows"]:
             name = f"call {number} of {event['how']}"
-            result.append(Difference(last, "gathered", name, event["num_rows"], other["num_rows"], 1.0))
+            result.append(ValueDifference(last, "gathered", name, event["num_rows"], other["num_rows"], 1.0))
     return result
 
 
-def _of_numbers(step: int, kind: str, name: str, value: float, reference: float) -> list[Difference]:
+def _of_numbers(step: int, kind: str, name: str, value: float, reference: float) -> list[ValueDifference]:
     # Two NaN are no difference: both runs have diverged alike.
     if value == reference or (math.isnan(value) and math.isnan(reference)):
         return []
@@ -367,13 +367,13 @@ def _of_numbers(step: int, kind: str, name: str, value: float, reference: float)
     relative = math.inf
     if math.isfinite(distance):
         relative = distance / max(abs(reference), _SMALL_PART)
-    return [Difference(step, kind, name, value, reference, relative)]
+    return [ValueDifference(step, kind, name, value, reference, relative)]
 
 
-def _of_tensors(step: int, kind: str, values: Named, references: Named) -> list[Difference]:
+def _of_tensors(step: int, kind: str, values: Named, references: Named) -> list[ValueDifference]:
     # The values are sketches (`sketch.py`). The norm of a sketch is about that of its tensor.
     total = math.sqrt(sum(_norm(reference) ** 2 for reference in references.values()))
-    result: list[Difference] = []
+    result: list[ValueDifference] = []
     for name, value in values.items():
         reference = references.get(name)
         if reference is None or list(value) == list(reference):
@@ -385,7 +385,7 @@ def _of_tensors(step: int, kind: str, values: Named, references: Named) -> list[
         relative = math.inf
         if math.isfinite(distance):
             relative = distance / scale
-        result.append(Difference(step, kind, name, _norm(value), size, relative))
+        result.append(ValueDifference(step, kind, name, _norm(value), size, relative))
     return result
 
 
@@ -396,7 +396,7 @@ def _norm(values: Sequence[float]) -> float:
 # -- rounding --------------------------------------------------------------------------------------------------------
 
 
-def judged_by_double(single: Sequence[Difference], double: Sequence[Difference]) -> list[Difference]:
+def judged_by_double(single: Sequence[ValueDifference], double: Sequence[ValueDifference]) -> list[ValueDifference]:
     """Returns the differences in float64, each with whether it is real.
 
     Args:
@@ -407,7 +407,9 @@ def judged_by_double(single: Sequence[Difference], double: Sequence[Difference])
     return _judged(double, lambda difference: DOUBLE_FLOOR + SHRINKS * largest(difference))
 
 
-def judged_by_growth(single: Sequence[Difference], nudged: Sequence[Difference], eps: float) -> list[Difference]:
+def judged_by_growth(
+    single: Sequence[ValueDifference], nudged: Sequence[ValueDifference], eps: float
+) -> list[ValueDifference]:
     """Returns the differences in the script's precision, each with whether it is real.
 
     Args:
@@ -419,16 +421,16 @@ def judged_by_growth(single: Sequence[Difference], nudged: Sequence[Difference],
     return _judged(single, lambda difference: GROWTH_MARGIN * max(eps, largest(difference)))
 
 
-def _judged(apart: Sequence[Difference], limit_of: Callable[[Difference], float]) -> list[Difference]:
+def _judged(apart: Sequence[ValueDifference], limit_of: Callable[[ValueDifference], float]) -> list[ValueDifference]:
     """Returns the differences, each with whether it is above its limit."""
-    result: list[Difference] = []
+    result: list[ValueDifference] = []
     for difference in apart:
         is_real = _is_exact(difference) or difference.relative > limit_of(difference)
         result.append(replace(difference, is_real=is_real))
     return result
 
 
-def judged_by_onset(repeated: Sequence[Difference], eps: float) -> list[Difference]:
+def judged_by_onset(repeated: Sequence[ValueDifference], eps: float) -> list[ValueDifference]:
     """Returns the differences between two runs of one script on one process, each with whether it is real.
 
     If the runs differ only in the order of additions, the first step that differs does so by rounding alone. Differences of
@@ -446,18 +448,18 @@ def judged_by_onset(repeated: Sequence[Difference], eps: float) -> list[Differen
     return [replace(difference, is_real=is_real) for difference in repeated]
 
 
-def is_plain(differences_of_run: Sequence[Difference]) -> bool:
+def is_plain(differences_of_run: Sequence[ValueDifference]) -> bool:
     """Returns whether rounding cannot have made the first difference, so that there is nothing to judge."""
     first = next(iter(differences_of_run), None)
     return first is not None and first.field in ("rows", "learning rate") and first.relative > _SMALL_PART
 
 
-def _is_exact(difference: Difference) -> bool:
+def _is_exact(difference: ValueDifference) -> bool:
     """Returns whether the difference is one of counts: rows are the same or not, and rounding has no part in that."""
     return difference.field in ("rows", "gathered")
 
 
-def _largest_so_far(differences: Sequence[Difference]) -> Callable[[Difference], float]:
+def _largest_so_far(differences: Sequence[ValueDifference]) -> Callable[[ValueDifference], float]:
     """Returns a function that finds the largest difference in the same field up to the same step."""
     # By field: the steps in ascending order, and the largest difference up to each of them. `largest` has one entry more, a 0
     # at its beginning for the steps before the first difference.
@@ -470,7 +472,7 @@ def _largest_so_far(differences: Sequence[Difference]) -> Callable[[Difference],
             sizes = largest.setdefault(difference.field, [0.0])
             sizes.append(max(sizes[-1], difference.relative))
 
-    def largest_until(difference: Difference) -> float:
+    def largest_until(difference: ValueDifference) -> float:
         place = bisect_right(steps.get(difference.field, []), difference.step)
         return largest.get(difference.field, [0.0])[place]
 

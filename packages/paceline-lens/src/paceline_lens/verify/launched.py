@@ -18,8 +18,9 @@ from paceline.base import env as environment
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
-from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
-from paceline_lens.verify.case import Case, RunFailed
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import LAUNCHERS, Outcome
+from paceline_lens.verify.case import RunFailed, VerifyCase
 from paceline_lens.verify.plain import PlainRecorder
 from paceline_lens.verify.recorder import Recorder
 from paceline_lens.verify.recording import Recording, read_all
@@ -52,7 +53,13 @@ class LaunchedRuns:
         gc.collect()
 
     def __call__(
-        self, case: Case, *, double: bool = False, nudge: float = 0.0, again: bool = False, as_written: bool = False
+        self,
+        case: VerifyCase,
+        *,
+        double: bool = False,
+        nudge: float = 0.0,
+        again: bool = False,
+        as_written: bool = False,
     ) -> Sequence[Recording]:
         """Runs the script, and returns the recordings of all ranks.
 
@@ -79,9 +86,11 @@ class LaunchedRuns:
         assert self.plain is not None
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         recorder = PlainRecorder(folder, self._steps, environment.snapshot())
-        return self._run(folder, recorder, self.plain, Case(1), again=False)
+        return self._run(folder, recorder, self.plain, VerifyCase(1), again=False)
 
-    def _run(self, folder: Path, recorder: Recorder, script: Target, case: Case, again: bool) -> Sequence[Recording]:
+    def _run(
+        self, folder: Path, recorder: Recorder, script: Target, case: VerifyCase, again: bool
+    ) -> Sequence[Recording]:
         log_dir = folder / "output"
         log_dir.mkdir()
         variables = {**self._job.env, HANDED: self._handed(case)}
@@ -105,7 +114,7 @@ class LaunchedRuns:
             raise KeyboardInterrupt
         return self._read(folder, job, outcome)
 
-    def _handed(self, case: Case) -> str:
+    def _handed(self, case: VerifyCase) -> str:
         """Settings for the processes: what was said, and in its place what the case says."""
         replaced = {*case.settings, *_NOT_HANDED}
         choices = [decision for decision in self._decisions if decision.field not in replaced]

@@ -21,7 +21,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError
 from paceline.config import RunSettings
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline_lens.verify.recorder import Recorder
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from paceline_lens.verify.compare import Difference, Run, Step, first_filler
+from paceline_lens.verify.compare import RecordedRun, RecordedStep, ValueDifference, first_filler
 from paceline_lens.verify.recording import Event
 
 GENERATORS = ("torch", "numpy", "python")
@@ -30,24 +30,24 @@ class Evidence:
         is_plain: whether `reference` is the script from before, on one process.
     """
 
-    run: Run
-    reference: Run
-    differences: Sequence[Difference] = field(default_factory=list)
+    run: RecordedRun
+    reference: RecordedRun
+    differences: Sequence[ValueDifference] = field(default_factory=list)
     is_repeat: bool = False
     is_plain: bool = False
 
     @property
-    def first(self) -> Difference | None:
+    def first(self) -> ValueDifference | None:
         """The first real difference."""
         return next((difference for difference in self.differences if difference.is_real), None)
 
     @property
-    def difference(self) -> Difference:
+    def difference(self) -> ValueDifference:
         """The first real difference, for predicates that are asked only if there is one."""
         assert self.first is not None
         return self.first
 
-    def first_of(self, kind: str) -> Difference | None:
+    def first_of(self, kind: str) -> ValueDifference | None:
         """Returns the first real difference of one field."""
         return next((d for d in self.differences if d.is_real and d.field == kind), None)
 
@@ -57,12 +57,12 @@ class Evidence:
         return self.run.width
 
     @property
-    def step(self) -> Step:
+    def step(self) -> RecordedStep:
         """The step of `run` with the first real difference."""
         return self.run.steps[min(self.difference.step, len(self.run.steps)) - 1]
 
     @property
-    def reference_step(self) -> Step:
+    def reference_step(self) -> RecordedStep:
         """The same step of `reference`."""
         return self.reference.steps[self.difference.step - 1]
 
@@ -112,7 +112,7 @@ def unseeded_draws(evidence: Evidence) -> str:
     return ""
 
 
-def _unequal_generators(step: Step, other: Step) -> list[str]:
+def _unequal_generators(step: RecordedStep, other: RecordedStep) -> list[str]:
     """Returns the generators whose states differ after a step."""
     own_states = step.by_rank[0]["random"]
     other_states = other.by_rank[0]["random"]
@@ -178,7 +178,7 @@ def plain_computation(evidence: Evidence) -> str:
 # -- what a plan or a width changes ----------------------------------------------------------------------------------
 
 
-def _all_alike(step: Step) -> bool:
+def _all_alike(step: RecordedStep) -> bool:
     rows = step.rows_of_rank
     return len(rows) > 1 and bool(rows[0]) and all(sorted(other) == sorted(rows[0]) for other in rows[1:])
 
@@ -193,7 +193,7 @@ def model_unprepared(evidence: Evidence) -> str:
     return f"the optimizer steps {len(names)} parameters of a model that `prepare` has never seen"
 
 
-def _unequal(step: Step, kind: str, names: Sequence[str] | None = None) -> str:
+def _unequal(step: RecordedStep, kind: str, names: Sequence[str] | None = None) -> str:
     """Returns the name of the first tensor that differs between ranks that have it; "" if there is none."""
     first: dict[str, Sequence[float]] = {}
     for event in step.by_rank:

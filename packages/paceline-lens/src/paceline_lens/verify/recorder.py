@@ -26,12 +26,12 @@ from paceline.base import env as environment
 from paceline.checkpoint.state.module_state import clean, unwrap
 from paceline.config import RunSettings
 from paceline.data.unprepared import iterated_loaders
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
 from paceline.plan.facts import model_facts
 from paceline.world import runtime
 from paceline.world.param_groups import parameters_of
-from paceline.world.runtime import PreparedRun, Runtime, Window
+from paceline.world.runtime import MicroBatches, PreparedRun, Runtime
 from paceline.world.tree import map_tensors, tensors
 from paceline_lens.verify.quiet import Quiet
 from paceline_lens.verify.recording import Event, Recording
@@ -230,7 +230,7 @@ class Recorder(Runtime):
         num_rows = len(with_rows[0]) if with_rows else 0
         self._add("gathered", how=how, num_rows=num_rows)
 
-    def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
         """Notes whether the loop declares its micro-batches."""
         # An engine divides losses by the micro-batches of its config.
         self.recording.declared = window.declared or self._engine_divides

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.base.text_table import text_table
-from paceline_lens.verify.compare import FIELDS, Difference
-from paceline_lens.verify.diagnose import Finding
+from paceline_lens.verify.compare import FIELDS, ValueDifference
+from paceline_lens.verify.diagnose import Diagnosis
 from paceline_lens.verify.verifier import Result, Verification
 
 _RULES = {
@@ -150,7 +150,7 @@ def _result_json(result: Result) -> dict[str, Any]:
     }
 
 
-def _difference_json(difference: Difference) -> dict[str, Any]:
+def _difference_json(difference: ValueDifference) -> dict[str, Any]:
     return {
         "step": difference.step,
         "field": difference.field,
@@ -161,7 +161,7 @@ def _difference_json(difference: Difference) -> dict[str, Any]:
     }
 
 
-def _finding_json(finding: Finding) -> dict[str, Any]:
+def _finding_json(finding: Diagnosis) -> dict[str, Any]:
     return {
         "cause": finding.cause.name,
         "is_error": finding.cause.is_error,

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from paceline_lens.verify.case import Case, RunFailed
+from paceline_lens.verify.case import RunFailed, VerifyCase
 from paceline_lens.verify.compare import (
     EPS,
-    Difference,
-    Run,
+    RecordedRun,
+    ValueDifference,
     beside,
     differences,
     is_plain,
@@ -29,7 +29,7 @@ from paceline_lens.verify.compare import (
     judged_by_growth,
     judged_by_onset,
 )
-from paceline_lens.verify.diagnose import Finding, diagnose
+from paceline_lens.verify.diagnose import Diagnosis, diagnose
 from paceline_lens.verify.launched import LaunchedRuns
 from paceline_lens.verify.predicates import Evidence
 
@@ -55,12 +55,12 @@ class Result:
         left_out: logged values that are not compared, since they differ in two runs on one process.
     """
 
-    case: Case
+    case: VerifyCase
     status: Status
     why: str = ""
     rule: Rule = "none"
-    first: Difference | None = None
-    findings: Sequence[Finding] = field(default_factory=list)
+    first: ValueDifference | None = None
+    findings: Sequence[Diagnosis] = field(default_factory=list)
     largest: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
     steps: int = 0
     left_out: Sequence[str] = ()
@@ -97,19 +97,19 @@ class Verifier:
     def __init__(self, runs: LaunchedRuns, tell: Callable[[str], object] = lambda line: None) -> None:
         self._runs = runs
         self._tell = tell
-        self._reference: Run
+        self._reference: RecordedRun
         self._unsteady: set[str] = set()  # logged values that differ in two runs on one process
         self._own: set[str] = set()  # names of causes that the reference shows by itself
-        self._double: Run | str | None = None  # the reference in float64, or why there is none
-        self._growth: Sequence[Difference] | None = None
+        self._double: RecordedRun | str | None = None  # the reference in float64, or why there is none
+        self._growth: Sequence[ValueDifference] | None = None
 
-    def verify(self, cases: Sequence[Case]) -> Verification:
+    def verify(self, cases: Sequence[VerifyCase]) -> Verification:
         """Runs and compares everything."""
         # Without a reference there is nothing to compare with, so that its failure ends the verification.
-        alone = Case(1)
+        alone = VerifyCase(1)
         self._tell("1 process, the reference")
         try:
-            self._reference = Run.of(alone.name, self._runs(alone))
+            self._reference = RecordedRun.of(alone.name, self._runs(alone))
         except RunFailed as error:
             return Verification([Result(alone, "failed", why=str(error))])
         repeat = self._repeated(alone)
@@ -121,12 +121,12 @@ class Verifier:
             results += [self._compared(case) for case in cases if case != alone]
         return Verification(results)
 
-    def _repeated(self, alone: Case) -> Result:
+    def _repeated(self, alone: VerifyCase) -> Result:
         """Runs the reference once more, and finds what it does by itself."""
         self._tell("1 process, once more")
         reference = self._reference
         try:
-            again = Run.of(alone.name, self._runs(alone, again=True))
+            again = RecordedRun.of(alone.name, self._runs(alone, again=True))
         except RunFailed as error:
             return Result(alone, "failed", why=str(error))
         own_findings = diagnose(Evidence(reference, reference))
@@ -156,12 +156,12 @@ class Verifier:
 
         Nothing is turned off: on one process a prepared loop draws and computes what the plain one does, to the last bit.
         """
-        case = Case(1, plain=name)
+        case = VerifyCase(1, plain=name)
         try:
             self._tell(f"{name}, as it is")
-            plain = Run.of(name, self._runs.run_plain())
+            plain = RecordedRun.of(name, self._runs.run_plain())
             self._tell("1 process, as it is")
-            run = Run.of("1 process", self._runs(Case(1), as_written=True))
+            run = RecordedRun.of("1 process", self._runs(VerifyCase(1), as_written=True))
         except RunFailed as error:
             return Result(case, "failed", why=str(error))
         pair = beside(run, plain)
@@ -183,12 +183,12 @@ class Verifier:
             why = f"it took {len(run.steps)} steps, and {name} {len(plain.steps)}"
         return Result(case, status, why, rule, first, diagnose(evidence), _largest(apart, None), len(pair[0].steps))
 
-    def _compared(self, case: Case) -> Result:
+    def _compared(self, case: VerifyCase) -> Result:
         """Runs one case, and compares it with the reference."""
         self._tell(case.name)
         reference = self._reference
         try:
-            run = Run.of(case.name, self._runs(case))
+            run = RecordedRun.of(case.name, self._runs(case))
         except RunFailed as error:
             return Result(case, "failed", why=str(error))
         # In this order: no difference; one that rounding cannot make; otherwise runs in float64 tell rounding from the rest;
@@ -196,7 +196,7 @@ class Verifier:
         single = self._steady(differences(run, reference))
         rule: Rule = "none"
         evidence = Evidence(run, reference, single)
-        double: Sequence[Difference] | None = None
+        double: Sequence[ValueDifference] | None = None
         if is_plain(single):
             rule = "plain"
         elif single:
@@ -232,24 +232,24 @@ class Verifier:
             status = "different"
         return Result(case, status, why, rule, first, findings, _largest(single, double), len(run.steps))
 
-    def _steady(self, apart: Sequence[Difference]) -> list[Difference]:
+    def _steady(self, apart: Sequence[ValueDifference]) -> list[ValueDifference]:
         """Returns the differences without those of logged values that differ in two runs on one process."""
         return [d for d in apart if d.field != "logged" or d.name not in self._unsteady]
 
-    def _in_double(self, case: Case) -> tuple[Run, Run] | None:
+    def _in_double(self, case: VerifyCase) -> tuple[RecordedRun, RecordedRun] | None:
         """Runs the case and the reference in float64; returns None if the script does not run in it."""
         # The reference in float64 is run once, and only if some case needs it.
         if self._double is None:
             self._tell("1 process, in float64")
             try:
-                self._double = Run.of("1 process, float64", self._runs(Case(1), double=True))
+                self._double = RecordedRun.of("1 process, float64", self._runs(VerifyCase(1), double=True))
             except RunFailed as error:
                 self._double = str(error)
         if isinstance(self._double, str):
             return None
         self._tell(f"{case.name}, in float64")
         try:
-            run = Run.of(case.name, self._runs(case, double=True))
+            run = RecordedRun.of(case.name, self._runs(case, double=True))
         except RunFailed:
             return None
         return run, self._double
@@ -259,13 +259,13 @@ class Verifier:
         """The machine epsilon of the precision in which the script computes."""
         return EPS.get(self._reference.recordings[0].dtype, EPS["float32"])
 
-    def _judged_by_growth(self, single: Sequence[Difference]) -> list[Difference]:
+    def _judged_by_growth(self, single: Sequence[ValueDifference]) -> list[ValueDifference]:
         """Judges differences by how far one rounding grows on one process, which is measured once."""
         eps = self._eps
         if self._growth is None:
             self._tell("1 process, weights changed by one rounding")
             try:
-                nudged = Run.of("1 process, nudged", self._runs(Case(1), nudge=eps))
+                nudged = RecordedRun.of("1 process, nudged", self._runs(VerifyCase(1), nudge=eps))
                 self._growth = differences(nudged, self._reference)
             except RunFailed:
                 # Without a measurement only differences of a few roundings count as rounding.
@@ -274,7 +274,7 @@ class Verifier:
 
 
 def _largest(
-    single: Sequence[Difference], double: Sequence[Difference] | None
+    single: Sequence[ValueDifference], double: Sequence[ValueDifference] | None
 ) -> dict[str, tuple[float, float | None]]:
     """Returns the largest difference of each field, in the script's precision and in float64 if that was run."""
     sizes: dict[str, tuple[float, float | None]] = {}

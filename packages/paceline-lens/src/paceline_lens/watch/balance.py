@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from paceline_lens.watch.finding import Finding, capital, median, milliseconds, named
+from paceline_lens.watch.finding import RunFinding, capital, median, milliseconds, named
 
 _FEWEST_STEPS = 5
 _SLOW_LOADER = 0.10  # shares of a step by which a rank must be above the others
@@ -64,7 +64,7 @@ class _Excess:
     stage: tuple[float, float] | None = None
 
 
-def balance(snapshot: Mapping[str, Any]) -> list[Finding]:
+def balance(snapshot: Mapping[str, Any]) -> list[RunFinding]:
     """Returns findings about what took the time of the recent steps."""
     heat = snapshot["heat"]
     table: dict[int, dict[str, float]] = {}  # rank -> phase -> milliseconds in a step
@@ -210,7 +210,7 @@ def _groups(causes: Sequence[_Excess]) -> list[list[_Excess]]:
     return list(groups.values())
 
 
-def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
+def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> RunFinding:
     rows = [excess.row for excess in group]
     who = capital(named(rows, snapshot))
     worst = max(group, key=lambda excess: excess.share)
@@ -235,18 +235,18 @@ def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
             f"{milliseconds(own_ms)} a step, those of the others {milliseconds(others_ms)}. {wait}"
         )
         evidence |= {"stage_ms": round(own_ms, 2), "others_stage_ms": round(others_ms, 2)}
-        return Finding("long-stage", "note", text, _STAGE_FIX, numbers, evidence)
+        return RunFinding("long-stage", "note", text, _STAGE_FIX, numbers, evidence)
     if worst.phase == "data":
         text = (
             f"{who} wait{s} {worst.share:.0%} of {its} time for {its} data, the others {worst.others_share:.0%}. {wait}"
         )
-        return Finding("slow-loader", "warning", text, _LOADER_FIX, numbers, evidence)
+        return RunFinding("slow-loader", "warning", text, _LOADER_FIX, numbers, evidence)
     if worst.phase == "rest":
         text = (
             f"{who} spend{s} {worst.share:.0%} of the time outside of the training step (logging, "
             f"evaluation, the script's own code), the others {worst.others_share:.0%}. {wait}"
         )
-        return Finding("slow-rank", "warning", text, "do it less often, or on all ranks", numbers, evidence)
+        return RunFinding("slow-rank", "warning", text, "do it less often, or on all ranks", numbers, evidence)
     phase = _PHASE_NAMES.get(worst.phase, worst.phase)
     factor = ""
     if worst.others_ms:
@@ -258,7 +258,7 @@ def _slow(group: Sequence[_Excess], snapshot: Mapping[str, Any]) -> Finding:
         f"{milliseconds(worst.others_ms)}{factor}. {wait}"
     )
     fix = "look for another program on its device or cores, a throttled device, or larger batches: `paceline doctor`"
-    return Finding("slow-rank", "warning", text, fix, numbers, evidence)
+    return RunFinding("slow-rank", "warning", text, fix, numbers, evidence)
 
 
 _STAGE_FIX = (
@@ -268,21 +268,23 @@ _STAGE_FIX = (
 _LOADER_FIX = "give its DataLoader more workers (`num_workers`), and look at the disk or network that it reads from"
 
 
-def _all_wait_for_data(shares: Sequence[float]) -> Finding:
+def _all_wait_for_data(shares: Sequence[float]) -> RunFinding:
     share = median(shares)
     who = "The rank waits" if len(shares) == 1 else f"All {len(shares)} ranks wait"
     text = f"{who} for data: {share:.0%} of the time."
     fix = "give the DataLoader more workers (`num_workers`), or do less work for each sample"
-    return Finding("data-bound", "warning", text, fix, [], {"share": round(share, 3), "least": round(min(shares), 3)})
+    return RunFinding(
+        "data-bound", "warning", text, fix, [], {"share": round(share, 3), "least": round(min(shares), 3)}
+    )
 
 
-def _communication(shares: Sequence[float]) -> Finding:
+def _communication(shares: Sequence[float]) -> RunFinding:
     share = median(shares)
     least = min(shares)
     text = f"Communication that no computing hides takes {share:.0%} of the time of a step, on every rank at least {least:.0%}."
     fix = "accumulate gradients over more micro-batches, use larger batches, or try another plan (`paceline plan`)"
     evidence = {"share": round(share, 3), "least": round(least, 3)}
-    return Finding("communication", "warning", text, fix, [], evidence)
+    return RunFinding("communication", "warning", text, fix, [], evidence)
 
 
 def _has_accelerator(row: Mapping[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""`Finding` is a sentence about a run with its evidence. The functions format ranks, times and sizes for such sentences."""
+"""`RunFinding` is a sentence about a run with its evidence. The functions format ranks, times and sizes for such sentences."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NAMED_RANKS = 6
 
 
 @dataclass(frozen=True)
-class Finding:
+class RunFinding:
     """What is wrong with a run, in words; the docstring of `findings.py` explains the fields."""
 
     kind: str

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from typing import Any
 
 from paceline_lens.watch.balance import balance
-from paceline_lens.watch.finding import LEVELS, Finding, duration, milliseconds, size
+from paceline_lens.watch.finding import LEVELS, RunFinding, duration, milliseconds, size
 from paceline_lens.watch.standing import standing
 
 _MEMORY_SHARE = 0.92  # of its memory, from which on a device is nearly full
@@ -53,7 +53,7 @@ def findings(snapshot: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [{**asdict(problem), "evidence": dict(problem.evidence)} for problem in problems]
 
 
-def _not_finite(snapshot: Mapping[str, Any]) -> list[Finding]:
+def _not_finite(snapshot: Mapping[str, Any]) -> list[RunFinding]:
     """Returns at most three findings about values that are not finite now, those of losses first."""
     problems = []
     for name, (value, since) in snapshot["not_finite"].items():
@@ -63,12 +63,12 @@ def _not_finite(snapshot: Mapping[str, Any]) -> list[Finding]:
             level = "error"
             fix = "a lower learning rate, a clipped gradient norm, or bfloat16 instead of float16"
         text = f"`{name}` has been {value} since step {since:.0f}."
-        problems.append(Finding("not-finite", level, text, fix, [], {"name": name, "since_step": since}))
+        problems.append(RunFinding("not-finite", level, text, fix, [], {"name": name, "since_step": since}))
     problems.sort(key=lambda problem: LEVELS.index(problem.level))
     return problems[:3]
 
 
-def _restarts(snapshot: Mapping[str, Any]) -> list[Finding]:
+def _restarts(snapshot: Mapping[str, Any]) -> list[RunFinding]:
     """Returns a finding if the last restarts came at the same step: another restart will not help."""
     steps = snapshot["restart_steps"]
     times = 0
@@ -81,10 +81,10 @@ def _restarts(snapshot: Mapping[str, Any]) -> list[Finding]:
     step = steps[-1]
     text = f"The run has failed {times} times at the same step, {step}: it will probably fail there again."
     fix = "the errors below, and the data of that step; `--max-restarts 0` ends the run at the first failure"
-    return [Finding("same-step", "error", text, fix, [], {"step": step, "times": times})]
+    return [RunFinding("same-step", "error", text, fix, [], {"step": step, "times": times})]
 
 
-def _checkpoints(snapshot: Mapping[str, Any]) -> list[Finding]:
+def _checkpoints(snapshot: Mapping[str, Any]) -> list[RunFinding]:
     """Returns findings about a checkpoint that failed, and about checkpoints that stop the training for long."""
     checkpoints = snapshot["checkpoints"]["last"]
     problems = []
@@ -92,7 +92,7 @@ def _checkpoints(snapshot: Mapping[str, Any]) -> list[Finding]:
         step = checkpoints[-1]["step"]
         reason = checkpoints[-1]["reason"] or "no reason is known"
         text = f"The last checkpoint, at step {step}, was not written: {reason}"
-        problems.append(Finding("checkpoint-failed", "error", text, "", [], {"step": step}))
+        problems.append(RunFinding("checkpoint-failed", "error", text, "", [], {"step": step}))
     recent = checkpoints[-10:]
     if len(recent) >= 3:
         # The time begins with the first checkpoint, so that its own stall is not part of it.
@@ -103,11 +103,11 @@ def _checkpoints(snapshot: Mapping[str, Any]) -> list[Finding]:
             text = f"Checkpoints stop the training for {duration(mean_s)} each, {share:.0%} of the time."
             fix = "`save_state(background=True)`, or save less often"
             evidence = {"share": round(share, 3), "stall_s": round(mean_s, 2)}
-            problems.append(Finding("checkpoint-stall", "warning", text, fix, [], evidence))
+            problems.append(RunFinding("checkpoint-stall", "warning", text, fix, [], evidence))
     return problems
 
 
-def _memory(snapshot: Mapping[str, Any]) -> list[Finding]:
+def _memory(snapshot: Mapping[str, Any]) -> list[RunFinding]:
     """Returns findings about memory that is nearly full, and about memory that grows all the time."""
     problems = []
     reporting = [row for row in snapshot["ranks"] if row["memory_peak"] and row["memory_bytes"]]
@@ -121,7 +121,7 @@ def _memory(snapshot: Mapping[str, Any]) -> list[Finding]:
         )
         fix = "smaller batches, `recompute`, or a plan that divides more (`--zero`, `--shard`)"
         numbers = [row["rank"] for row in full]
-        problems.append(Finding("memory-full", "warning", text, fix, numbers, {"share": round(share, 3)}))
+        problems.append(RunFinding("memory-full", "warning", text, fix, numbers, {"share": round(share, 3)}))
     grows = [row for row in snapshot["ranks"] if row["memory_growth"]]
     grows = [row for row in grows if row["memory_growth"]["bytes"] > _GROWTH_BYTES]
     if grows:
@@ -132,7 +132,7 @@ def _memory(snapshot: Mapping[str, Any]) -> list[Finding]:
             "has never become less."
         )
         fix = "something keeps tensors of every step, such as a list of losses: append `loss.item()` or `loss.detach()`"
-        problems.append(Finding("memory-grows", "warning", text, fix, [row["rank"] for row in grows], dict(growth)))
+        problems.append(RunFinding("memory-grows", "warning", text, fix, [row["rank"] for row in grows], dict(growth)))
     return problems
 
 
@@ -140,7 +140,7 @@ def _memory_share(row: Mapping[str, Any]) -> float:
     return float(row["memory_peak"] / row["memory_bytes"])
 
 
-def _below_forecast(snapshot: Mapping[str, Any], explained: bool) -> list[Finding]:
+def _below_forecast(snapshot: Mapping[str, Any], explained: bool) -> list[RunFinding]:
     """Returns a finding if the run is far slower than its plan forecast, and no other finding explains that."""
     recent = snapshot["speed"]["recent"]["step_ms"]
     forecast = snapshot["speed"]["forecast"]["step_ms"]
@@ -154,4 +154,4 @@ def _below_forecast(snapshot: Mapping[str, Any], explained: bool) -> list[Findin
         f"({milliseconds(forecast)})."
     )
     fix = "the table of phases shows where the time goes; another program may use the device or the cores"
-    return [Finding("below-forecast", "note", text, fix, [], {"step_ms": recent, "forecast_ms": forecast})]
+    return [RunFinding("below-forecast", "note", text, fix, [], {"step_ms": recent, "forecast_ms": forecast})]

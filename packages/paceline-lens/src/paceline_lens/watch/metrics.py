@@ -17,7 +17,7 @@ from typing import Literal
 
 from paceline.base.errors import LaunchError
 from paceline.watch import records
-from paceline.watch.journal import JournalReader, Line, RunHeader
+from paceline.watch.journal import JournalLine, JournalReader, RunHeader
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # A scrape of 10,000 names takes Prometheus a tenth of a second; a script that makes up names without end must not grow this.
@@ -90,12 +90,12 @@ class RunMetrics:
         self._set("paceline_processes", header.procs)
         self._set("paceline_nodes", header.nodes)
 
-    def add(self, line: Line) -> None:
+    def add(self, line: JournalLine) -> None:
         """Takes the next line of the journal."""
         record = line.record
         if isinstance(record, records.Tick):
             self._add_tick(line.number, record, line.t)
-        elif isinstance(record, records.Values):
+        elif isinstance(record, records.ValuesLogged):
             self._add_values(record)
         elif isinstance(record, records.Hello):
             self._add_hello(record, line.t)
@@ -105,17 +105,17 @@ class RunMetrics:
             self._set("paceline_planned_step_seconds", None if record.step_ms is None else record.step_ms / 1000)
         elif isinstance(record, records.CheckpointSaved):
             self._add_checkpoint(record, line.t)
-        elif isinstance(record, records.Round):
+        elif isinstance(record, records.RoundStarted):
             self._set("paceline_processes", record.procs)
             self._set("paceline_nodes", record.nodes)
             self._set("paceline_restarts_total", record.restarts)
-        elif isinstance(record, records.Anomaly):
+        elif isinstance(record, records.AnomalyFound):
             self._count("paceline_anomalies_total", 1, what=record.what, action=record.action)
         elif isinstance(record, records.Stuck):
             self._count("paceline_stuck_total", 1)
         elif isinstance(record, records.ErrorShown):
             self._count("paceline_errors_total", 1, code=record.code)
-        elif isinstance(record, records.End):
+        elif isinstance(record, records.LauncherEnded):
             self._set("paceline_exit_code", record.exit_code, node=str(line.number))
 
     def text(self) -> str:
@@ -172,7 +172,7 @@ class RunMetrics:
                 return
         self._set(name, t, rank=rank, host="")
 
-    def _add_values(self, record: records.Values) -> None:
+    def _add_values(self, record: records.ValuesLogged) -> None:
         shown = self._samples["paceline_value"]
         for name, value in record.values.items():
             labels = (("name", name),)

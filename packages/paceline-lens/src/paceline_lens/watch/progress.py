@@ -1,4 +1,4 @@
-"""`Progress` computes how far a run has come and how fast it is, from the ticks of one rank. `RunView` feeds it."""
+"""`RunProgress` computes how far a run has come and how fast it is, from the ticks of one rank. `RunView` feeds it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class _Count:
     tokens: int | None
 
 
-class Progress:
+class RunProgress:
     """Counts and rates of a run.
 
     Attributes:

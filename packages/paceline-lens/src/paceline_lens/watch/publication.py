@@ -27,7 +27,7 @@ MOST_NAMES = 64  # names whose series one page may choose
 
 
 @dataclass(frozen=True)
-class _Part:
+class _PagePart:
     """A part of the snapshot as JSON, and the version at which it last changed."""
 
     text: str
@@ -69,7 +69,7 @@ class Publication:
         self._snapshot = snapshot
         self._largest_share = largest_share
         self._lock = threading.Lock()
-        self._parts: dict[Path, _Part] = {}
+        self._parts: dict[Path, _PagePart] = {}
         self._newest = 0
         # The first word of each id. A page with the id of another process, or of a time before a part was removed, gets
         # everything again.
@@ -145,7 +145,7 @@ class Publication:
         for path, text in texts.items():
             part = self._parts.get(path)
             if part is None or part.text != text:
-                part = _Part(text, self._newest)
+                part = _PagePart(text, self._newest)
             parts[path] = part
         self._parts = parts
         ended = time.monotonic()

@@ -20,7 +20,7 @@ _SEEN = 0.5  # a rank that was in collectives for more than this share of its ti
 _WARM_UP = 3  # the first steps are not typical: the model is compiled, memory is first allocated, loaders start
 
 
-class _Entry(NamedTuple):
+class _RankEntry(NamedTuple):
     """The times of a part of a window: one step or more, or less than a step if it is the last entry."""
 
     seconds: float
@@ -28,7 +28,7 @@ class _Entry(NamedTuple):
     ms: list[float]
 
 
-class Window:
+class TickWindow:
     """Sums over the recent past: the last 30 seconds, or the last 30 steps if a step takes longer than a second.
 
     Attributes:
@@ -47,17 +47,17 @@ class Window:
         self.seconds = 0.0
         self.steps = 0
         self.ms = [0.0] * 2 * len(PHASES)
-        self._entries: deque[_Entry] = deque()
+        self._entries: deque[_RankEntry] = deque()
 
     def add(self, seconds: float, steps: int, ms: list[float]) -> None:
         """Adds the times between two ticks. Ticks without a step share an entry with the next tick that has one.
 
         After an interruption the window begins anew, since the time of the interruption says nothing about the steps.
         """
-        entry = _Entry(seconds, steps, ms)
+        entry = _RankEntry(seconds, steps, ms)
         if self._entries and self._entries[-1].steps == 0:
             last = self._entries.pop()
-            entry = _Entry(last.seconds + seconds, steps, _added(last.ms, ms))
+            entry = _RankEntry(last.seconds + seconds, steps, _added(last.ms, ms))
         complete_s = self.seconds + seconds - entry.seconds
         usual_s = complete_s / max(1, len(self._entries))
         interruption_s = max(_INTERRUPTION_S, _INTERRUPTION_STEPS * usual_s)
@@ -122,7 +122,7 @@ class RankState:
         self.tick = Tick()
         self.heard = t
         self.steps = 0
-        self.window = Window()
+        self.window = TickWindow()
         self.process = ""
         self.lows: list[tuple[int, int]] = []
         self._lows_every = 1  # ticks that share an entry of `lows`

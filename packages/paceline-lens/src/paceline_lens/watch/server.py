@@ -127,7 +127,7 @@ class PageServer:
         return True
 
 
-class _Listener(ThreadingHTTPServer):
+class _PageListener(ThreadingHTTPServer):
     """Gives each connection a thread, and refuses connections above a limit."""
 
     daemon_threads = True
@@ -139,7 +139,7 @@ class _Listener(ThreadingHTTPServer):
         self._connections = threading.BoundedSemaphore(_MOST_CONNECTIONS)
         if ":" in address[0]:
             self.address_family = socket.AF_INET6
-        super().__init__(address, _Request)
+        super().__init__(address, _PageRequest)
 
     def server_bind(self) -> None:
         # The method of `HTTPServer` looks up the host's name, which can take seconds.
@@ -163,10 +163,10 @@ class _Listener(ThreadingHTTPServer):
         logger("watch").exception("a request to the page failed")
 
 
-class _Request(BaseHTTPRequestHandler):
+class _PageRequest(BaseHTTPRequestHandler):
     """One request, of which the token is checked before anything else."""
 
-    server: _Listener
+    server: _PageListener
     timeout = _REQUEST_S
 
     def do_GET(self) -> None:
@@ -284,13 +284,13 @@ def _event(update: Update) -> bytes:
     return f"id: {update.id}\nevent: {name}\ndata: {update.data}\n\n".encode()
 
 
-def _listen(page: PageServer, host: str, port: int | None) -> _Listener:
+def _listen(page: PageServer, host: str, port: int | None) -> _PageListener:
     """Listens on the given port or, without one, on the first free port of a range; after that on any free port."""
     tried = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + _TRIED_PORTS), 0]
     problem: OSError | None = None
     for candidate in tried:
         try:
-            return _Listener((host, candidate), page)
+            return _PageListener((host, candidate), page)
         except (OSError, OverflowError) as error:
             problem = error if isinstance(error, OSError) else OSError(str(error))
     assert problem is not None

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from paceline_lens.watch.finding import Finding, capital, counted, duration, named
+from paceline_lens.watch.finding import RunFinding, capital, counted, duration, named
 
 # Ranks write every second. A call that holds Python's lock for a few seconds is usual, and no finding.
 _SILENT_S = 8.0
@@ -47,7 +47,7 @@ _OUTSIDE = "outside of the training step"
 _Row = Mapping[str, Any]
 
 
-def standing(snapshot: Mapping[str, Any]) -> list[Finding]:
+def standing(snapshot: Mapping[str, Any]) -> list[RunFinding]:
     """Returns findings about ranks that have not begun, that are silent, or that stand still."""
     if snapshot["state"] == "ended":
         return []
@@ -59,7 +59,7 @@ def standing(snapshot: Mapping[str, Any]) -> list[Finding]:
     return [*_missing(snapshot), *_standing(rows, snapshot)]
 
 
-def _missing(snapshot: Mapping[str, Any]) -> list[Finding]:
+def _missing(snapshot: Mapping[str, Any]) -> list[RunFinding]:
     """Returns a finding about ranks that have not begun, in the first round of a run."""
     elapsed = snapshot["elapsed_s"]
     heard = snapshot["world"]["heard"]
@@ -69,14 +69,14 @@ def _missing(snapshot: Mapping[str, Any]) -> list[Finding]:
     evidence = {"heard": heard, "procs": procs, "elapsed_s": elapsed}
     if heard == 0:
         text = f"No rank has written anything in {duration(elapsed)}: the script has not made its Accelerator yet."
-        return [Finding("not-begun", "note", text, "only scripts that use Paceline are watched", [], evidence)]
+        return [RunFinding("not-begun", "note", text, "only scripts that use Paceline are watched", [], evidence)]
     begun = {row["rank"] for row in snapshot["ranks"]}
     missing = [rank for rank in range(procs) if rank not in begun]
     text = f"{counted(len(missing))} of {procs} have not begun after {duration(elapsed)}."
-    return [Finding("not-begun", "warning", text, "look at their output (`--log-dir`)", missing, evidence)]
+    return [RunFinding("not-begun", "warning", text, "look at their output (`--log-dir`)", missing, evidence)]
 
 
-def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> Finding:
+def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> RunFinding:
     """Returns a finding about the ranks that have written nothing for some seconds."""
     seconds = max(row["silent_s"] for row in silent)
     others = [row for row in snapshot["ranks"] if row not in silent]
@@ -88,7 +88,7 @@ def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> Finding:
         text = (
             f"No rank has written anything for {duration(seconds)}: the processes are stopped, or their disk is full."
         )
-        return Finding("silent-rank", "error", text, "look at the launcher's terminal", [], evidence, stops)
+        return RunFinding("silent-rank", "error", text, "look at the launcher's terminal", [], evidence, stops)
     first = silent[0]
     stopped = [row for row in silent if row["process"] == "stopped"]
     has = "has"
@@ -109,10 +109,10 @@ def _silence(silent: Sequence[_Row], snapshot: Mapping[str, Any]) -> Finding:
         fix = (
             f"{where}`ps -o pid,stat,wchan -p {first['pid']}`; `kill -CONT {first['pid']}` lets a stopped one (T) go on"
         )
-    return Finding("silent-rank", "error", capital(text), fix, numbers, evidence, stops)
+    return RunFinding("silent-rank", "error", capital(text), fix, numbers, evidence, stops)
 
 
-def _standing(rows: Sequence[_Row], snapshot: Mapping[str, Any]) -> list[Finding]:
+def _standing(rows: Sequence[_Row], snapshot: Mapping[str, Any]) -> list[RunFinding]:
     """Returns a finding about the ranks that have been in one phase for much longer than a step."""
     usual_ms = snapshot["speed"]["recent"]["usual_step_ms"]
     # Before the first step ends, nobody knows how long a step takes.
@@ -147,13 +147,13 @@ def _standing(rows: Sequence[_Row], snapshot: Mapping[str, Any]) -> list[Finding
     numbers = [row["rank"] for row in causes]
     # One rank may evaluate or save alone, while the others wait for it in a barrier: that is no error.
     if is_outside and not moving:
-        return [Finding("outside-step", "note", text, "", numbers, evidence)]
-    return [Finding("standing-rank", "error", text, _FIX, numbers, evidence, stops=True)]
+        return [RunFinding("outside-step", "note", text, "", numbers, evidence)]
+    return [RunFinding("standing-rank", "error", text, _FIX, numbers, evidence, stops=True)]
 
 
 def _all_stand(
     rows: Sequence[_Row], what: str, is_outside: bool, snapshot: Mapping[str, Any], evidence: dict[str, float | str]
-) -> Finding:
+) -> RunFinding:
     """Returns a finding about ranks that all stand, and of which none waits more than another.
 
     Args:
@@ -166,14 +166,14 @@ def _all_stand(
     who = "The rank has" if len(rows) == 1 else f"All {counted(len(rows))} have"
     text = f"{who} {what}."
     if is_outside:
-        return Finding("outside-step", "note", text, "", [], evidence)
+        return RunFinding("outside-step", "note", text, "", [], evidence)
     furthest = max(row["step"] for row in rows)
     behind = [row for row in rows if row["step"] < furthest]
     if behind:
         verb = "is" if len(behind) == 1 else "are"
         text += f" {capital(named(behind, snapshot))} {verb} a step behind: not all ranks call the same collectives."
     numbers = [row["rank"] for row in behind]
-    return Finding("standing-rank", "error", text, _FIX, numbers, evidence, stops=True)
+    return RunFinding("standing-rank", "error", text, _FIX, numbers, evidence, stops=True)
 
 
 _FIX = "the report of the stacks says where each rank is: `paceline launch` prints it, and SIGUSR1 to it asks for one"
@@ -181,14 +181,14 @@ _FIX = "the report of the stacks says where each rank is: `paceline launch` prin
 
 def _elsewhere(
     moving: Sequence[_Row], stands: Sequence[_Row], snapshot: Mapping[str, Any], evidence: dict[str, float | str]
-) -> Finding:
+) -> RunFinding:
     """Returns a finding about the ranks that do something else while all others wait for them."""
     phase = moving[0]["phase"]
     verb = "does" if len(moving) == 1 else "do"
     text = f"{named(moving, snapshot)} {verb} something else ({_in(phase)}). {_waiters(stands)}"
     fix = "all ranks must do the same number of steps: a loader that is not prepared, or a loop under `is_main_process`"
     numbers = [row["rank"] for row in moving]
-    return Finding("standing-rank", "error", capital(text), fix, numbers, evidence, stops=True)
+    return RunFinding("standing-rank", "error", capital(text), fix, numbers, evidence, stops=True)
 
 
 def _waiting(row: _Row) -> tuple[int, int]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import ConfigError
-from paceline.watch.journal import Line, rank_file, read_header
+from paceline.watch.journal import JournalLine, rank_file, read_header
 from paceline.watch.records import record_of
 from paceline_lens.watch.view import RunView
 
@@ -31,7 +31,7 @@ def latest(folder: Path) -> dict[str, Any] | None:
     return view.snapshot(time.time())
 
 
-def _lines(path: Path, role: str, number: int) -> list[Line]:
+def _lines(path: Path, role: str, number: int) -> list[JournalLine]:
     try:
         with path.open("rb") as file:
             size = file.seek(0, 2)
@@ -50,5 +50,5 @@ def _lines(path: Path, role: str, number: int) -> list[Line]:
         except ValueError:
             continue  # a crash has cut it
         if record is not None:
-            lines.append(Line(role, number, t, record))
+            lines.append(JournalLine(role, number, t, record))
     return lines

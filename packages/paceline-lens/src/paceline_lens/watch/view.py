@@ -64,9 +64,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from paceline.watch import records
-from paceline.watch.journal import Line, RunHeader
+from paceline.watch.journal import JournalLine, RunHeader
 from paceline_lens.watch.findings import findings
-from paceline_lens.watch.progress import Progress
+from paceline_lens.watch.progress import RunProgress
 from paceline_lens.watch.ranks import PHASES, RankState
 from paceline_lens.watch.series import AllSeries, json_number
 
@@ -79,8 +79,8 @@ _NO_PLAN = records.PlanMade()
 # How many of the last events of each kind a snapshot has.
 _MOST_EVENTS = {
     records.CheckpointSaved: 100,
-    records.Round: 100,
-    records.Anomaly: 200,
+    records.RoundStarted: 100,
+    records.AnomalyFound: 200,
     records.Stuck: 20,
     records.ErrorShown: 100,
 }
@@ -105,11 +105,11 @@ class RunView:
     def __init__(self, header: RunHeader) -> None:
         self.header = header
         self._ranks: dict[int, RankState] = {}
-        self._progress = Progress()
+        self._progress = RunProgress()
         self._values = AllSeries()
         self._history = AllSeries()
         self._plan = _NO_PLAN
-        self._events: dict[type[records.Record], deque[dict[str, Any]]] = {}
+        self._events: dict[type[records.JournalRecord], deque[dict[str, Any]]] = {}
         for kind, most in _MOST_EVENTS.items():
             self._events[kind] = deque(maxlen=most)
         self._counts = {"checkpoints": 0, "failed": 0, "anomalies": 0}
@@ -124,7 +124,7 @@ class RunView:
 
     # -- taking lines ------------------------------------------------------------------------------------------------
 
-    def add(self, line: Line) -> None:
+    def add(self, line: JournalLine) -> None:
         """Takes the next line of the journal. Lines must come in the order of their times."""
         record = line.record
         t = line.t
@@ -132,16 +132,16 @@ class RunView:
         # Ticks come first, since nearly all lines are of this kind.
         if isinstance(record, records.Tick):
             self._add_tick(line.number, record, t)
-        elif isinstance(record, records.Values):
+        elif isinstance(record, records.ValuesLogged):
             self._values.add(record.step, record.values)
         elif isinstance(record, records.Hello):
             self._add_hello(record, t)
         elif isinstance(record, records.PlanMade):
             self._plan = record
-        elif isinstance(record, records.End):
+        elif isinstance(record, records.LauncherEnded):
             self._ends[line.number] = _Ended(t, record.exit_code, record.why)
         elif type(record) in self._events:
-            if isinstance(record, records.Round):
+            if isinstance(record, records.RoundStarted):
                 self._leader = line.number
             self._events[type(record)].append({"t": t, **_plain(record)})
             self._count(record)
@@ -208,10 +208,10 @@ class RunView:
             values["memory"] = float(memory)
         self._history.add(round(t - self.header.started, 1), values)
 
-    def _count(self, record: records.Record) -> None:
+    def _count(self, record: records.JournalRecord) -> None:
         if isinstance(record, records.CheckpointSaved):
             self._counts["checkpoints" if record.ok else "failed"] += 1
-        elif isinstance(record, records.Anomaly):
+        elif isinstance(record, records.AnomalyFound):
             self._counts["anomalies"] += 1
 
     # -- the snapshot ------------------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class RunView:
         if names is None:
             names = names_in_order[:FIRST_NAMES]
         ranks = self._current_ranks()
-        rounds = self._events[records.Round]
+        rounds = self._events[records.RoundStarted]
         has_ended = end is not None
         of_header = {name: getattr(self.header, name) for name in _HEADER}
         history = {name: series.points() for name, series in self._history.by_name.items()}
@@ -267,7 +267,7 @@ class RunView:
             "rounds": list(rounds),
             "restart_steps": list(self._restart_steps),
             "restarts": max(restarts),
-            "anomalies": {"count": self._counts["anomalies"], "last": list(self._events[records.Anomaly])},
+            "anomalies": {"count": self._counts["anomalies"], "last": list(self._events[records.AnomalyFound])},
             "stuck": list(self._events[records.Stuck]),
             "errors": list(self._events[records.ErrorShown]),
             "plan": None if self._plan is _NO_PLAN else _plain(self._plan),
@@ -297,7 +297,7 @@ class RunView:
     def _current_ranks(self) -> list[RankState]:
         """Returns the ranks of the latest round, in order; an earlier round may have had more ranks."""
         ranks = [self._ranks[rank] for rank in sorted(self._ranks)]
-        rounds = self._events[records.Round]
+        rounds = self._events[records.RoundStarted]
         procs = rounds[-1]["procs"] if rounds else 0
         if procs == 0:  # not known
             return ranks
@@ -376,7 +376,7 @@ class RunView:
     def _world(self, ranks: list[RankState]) -> dict[str, Any]:
         procs = self.header.procs
         nodes = self.header.nodes
-        rounds = self._events[records.Round]
+        rounds = self._events[records.RoundStarted]
         # An elastic run may have changed its size since the header was written.
         if rounds:
             procs = rounds[-1]["procs"]
@@ -423,7 +423,7 @@ def _phase_tables(ranks: list[RankState]) -> dict[str, Any]:
     return {"phases": list(PHASES), **tables}
 
 
-def _plain(record: records.Record) -> dict[str, Any]:
+def _plain(record: records.JournalRecord) -> dict[str, Any]:
     """Returns the fields of a record in types of JSON."""
     values = asdict(record)
     for name, value in values.items():

@@ -22,7 +22,7 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS}
 _NO_FOLDER = {errno.ENOTDIR, errno.EEXIST}
 
 
-class Peers(Protocol):
+class WriterPeers(Protocol):
     """The part of `world.collectives.Collectives` that checkpoints need."""
 
     rank: int
@@ -40,12 +40,12 @@ class Peers(Protocol):
     def any(self, flag: bool) -> bool:
         """Returns whether the flag is set on any rank."""
 
-    def apart(self) -> Peers:
+    def apart(self) -> WriterPeers:
         """Returns the same ranks with a process group of their own, for a background thread."""
 
 
 class Alone:
-    """The `Peers` of a single process: a script that reads a checkpoint, a command, a test."""
+    """The `WriterPeers` of a single process: a script that reads a checkpoint, a command, a test."""
 
     rank = 0
     size = 1
@@ -66,7 +66,7 @@ class Alone:
         return self
 
 
-def together(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
+def together(peers: WriterPeers, doing: str, work: Callable[[], T]) -> list[T]:
     """Runs `work` on each rank, and returns the results of all ranks, in rank order, on every rank.
 
     Args:
@@ -85,7 +85,7 @@ def together(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
     return [value_of_rank for value_of_rank, _ in outcomes]
 
 
-def agreed(peers: Peers, doing: str, work: Callable[[], T]) -> T:
+def agreed(peers: WriterPeers, doing: str, work: Callable[[], T]) -> T:
     """As `together`, but returns the result of this rank only, which is not sent. Ranks: all; one `any`."""
     value, failure, problems = _attempt(doing, work, peers.rank)
     # Problems are only gathered if there are some: with thousands of ranks, that many empty messages take time.
@@ -94,12 +94,12 @@ def agreed(peers: Peers, doing: str, work: Callable[[], T]) -> T:
     return cast(T, value)
 
 
-def collected(peers: Peers, doing: str, work: Callable[[], T]) -> list[T]:
+def collected(peers: WriterPeers, doing: str, work: Callable[[], T]) -> list[T]:
     """As `together`, but only rank 0 gets the results; the other ranks get an empty list. Ranks: all."""
     return cast("list[T]", peers.collect_object(agreed(peers, doing, work)))
 
 
-def raise_alike(peers: Peers, doing: str, failure: Exception | None) -> None:
+def raise_alike(peers: WriterPeers, doing: str, failure: Exception | None) -> None:
     """Raises on every rank an error that any rank has caught before. Ranks: all must call; one `gather_object`."""
     problems = () if failure is None else _problems(failure, doing, peers.rank)
     _raise_all(peers.gather_object(problems), failure)
@@ -123,7 +123,7 @@ def _raise_all(ranks: list[tuple[Problem, ...]], failure: Exception | None) -> N
         raise CheckpointError.of(distinct_problems) from cause
 
 
-def distinct(peers: Peers, tree: object) -> list[Any]:
+def distinct(peers: WriterPeers, tree: object) -> list[Any]:
     """Returns the distinct values of `tree` among the ranks, lowest rank first; equal values are sent once.
 
     Ranks: all must call; two `gather_object`s.
@@ -133,7 +133,7 @@ def distinct(peers: Peers, tree: object) -> list[Any]:
     return list(by_id.values())
 
 
-def shared_among(peers: Peers, tree: object) -> list[Any]:
+def shared_among(peers: WriterPeers, tree: object) -> list[Any]:
     """Returns the JSON value of each rank, in rank order; equal values are sent once.
 
     Ranks: all must call; two `gather_object`s.

@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 from paceline.base import env
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
-from paceline.checkpoint.agree import Alone, Peers, agreed, collected, distinct, raise_alike, together
+from paceline.checkpoint.agree import Alone, WriterPeers, agreed, collected, distinct, raise_alike, together
 from paceline.checkpoint.background import Background
 from paceline.checkpoint.format.checkpoint_format import CHECKPOINT_FORMATS, NATIVE, CheckpointFormat, format_of
 from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFact, Manifest, measure
 from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
 from paceline.checkpoint.format.shards import INDEX, SavePlanner, write_index, write_shard
-from paceline.checkpoint.format.share import Share
+from paceline.checkpoint.format.share import FileShare
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.save_report import SaveReport
 from paceline.checkpoint.search import CheckpointSearch
@@ -61,7 +61,7 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class _Division:
+class _WriterAssignment:
     """Which rank writes which tensors. It is valid as long as the tensors have the same names, shapes and layouts.
 
     Attributes:
@@ -72,9 +72,9 @@ class _Division:
     """
 
     key: list[Any]
-    share: Share
+    share: FileShare
     index: Metadata | None
-    shares: list[Share]
+    shares: list[FileShare]
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class _Save:
     home: str
     staged: str
     shared: dict[str, Any]
-    division: _Division
+    division: _WriterAssignment
     manifest: Manifest
     pieces: Callable[[], Iterable[Any]]
 
@@ -113,7 +113,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        collectives: Peers | None = None,
+        collectives: WriterPeers | None = None,
         *,
         keep: Keep | None = None,
         tell: Callable[[SavedCheckpoint], object] | None = None,
@@ -121,10 +121,10 @@ class Checkpointer:
         self._peers = collectives or Alone()
         self._tell = tell
         self._keep = keep or Keep()
-        self._division: _Division | None = None
+        self._division: _WriterAssignment | None = None
         self._background = Background()
         self._staging = Staging()
-        self._background_peers: Peers | None = None
+        self._background_peers: WriterPeers | None = None
         self._locks = FolderLocks()
         self._search = CheckpointSearch(self._peers)
 
@@ -271,7 +271,7 @@ class Checkpointer:
         shared["rng"] = merge(peers.collect_object(encoded.own))
         return _Save(store, home, staged, shared, division, manifest, pieces)
 
-    def _divide(self, encoded: Encoded) -> _Division:
+    def _divide(self, encoded: Encoded) -> _WriterAssignment:
         """Plans which rank writes which tensors, or returns the plan of the last save.
 
         Planning takes time for each tensor of each rank, so it is only done again if names, shapes or layouts have changed on
@@ -288,19 +288,19 @@ class Checkpointer:
         planner = SavePlanner(encoded.tensors, encoded.pinned)
         plans = collected(peers, "planning the shards", planner.create_local_plan)
 
-        def divide() -> tuple[Metadata | None, list[Share]]:
+        def divide() -> tuple[Metadata | None, list[FileShare]]:
             # Only rank 0 plans. When every rank got the plans of all ranks, each of 2,048 ranks planned the same checkpoint
             # for 3 to 5 seconds, and was sent 8.8 MB for 12 parameters.
             if peers.rank:
                 return None, []
             global_plans, index = planner.create_global_plan(plans)
-            return index, [Share.of(plan.items) for plan in global_plans]
+            return index, [FileShare.of(plan.items) for plan in global_plans]
 
         index, shares = agreed(peers, "planning the shards", divide)
-        self._division = _Division(key, peers.scatter_object(shares), index, shares)
+        self._division = _WriterAssignment(key, peers.scatter_object(shares), index, shares)
         return self._division
 
-    def _finish(self, save: _Save, peers: Peers, report: SaveReport) -> None:
+    def _finish(self, save: _Save, peers: WriterPeers, report: SaveReport) -> None:
         """Writes and publishes a save. Ranks: all; in the background over a process group of its own."""
         store = save.store
         staged = save.staged

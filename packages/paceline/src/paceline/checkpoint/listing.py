@@ -16,7 +16,7 @@ _UNFINISHED = (".partial-", ".aside-")
 
 
 @dataclass(frozen=True)
-class Entry:
+class CheckpointEntry:
     """One checkpoint, or the rest of a save that did not end.
 
     Attributes:
@@ -101,7 +101,7 @@ def the_checkpoint(path: str) -> tuple[Store, str, CheckpointFormat]:
     return store, home, checkpoint_format
 
 
-def listed(path: str) -> tuple[Store, str, list[Entry]]:
+def listed(path: str) -> tuple[Store, str, list[CheckpointEntry]]:
     """Lists the checkpoints at a path: one checkpoint, a folder of them, or the folder of a run.
 
     Returns:
@@ -117,7 +117,7 @@ def listed(path: str) -> tuple[Store, str, list[Entry]]:
     return the_folder(path)
 
 
-def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
+def the_folder(path: str) -> tuple[Store, str, list[CheckpointEntry]]:
     """Lists the checkpoints of a folder, or of the folder `checkpoints` in the folder of a run.
 
     Returns:
@@ -139,18 +139,18 @@ def the_folder(path: str) -> tuple[Store, str, list[Entry]]:
     )
 
 
-def entries(store: Store, folder: str) -> list[Entry]:
+def entries(store: Store, folder: str) -> list[CheckpointEntry]:
     """Lists the checkpoints directly in a folder, the oldest first, and then the rests of unfinished saves."""
     everything = [entry(store, store.join(folder, name), name) for name in store.list(folder)]
 
-    def age(checkpoint: Entry) -> tuple[bool, int, float, str]:
+    def age(checkpoint: CheckpointEntry) -> tuple[bool, int, float, str]:
         created = checkpoint.summary.created or 0.0
         return checkpoint.unfinished, retention.order(store, checkpoint.path), created, checkpoint.name
 
     return sorted(filter(None, everything), key=age)
 
 
-def entry(store: Store, path: str, name: str) -> Entry | None:
+def entry(store: Store, path: str, name: str) -> CheckpointEntry | None:
     """Returns the entry of a path; None if it has nothing to do with checkpoints."""
     if not store.folder(path):
         return None
@@ -158,19 +158,19 @@ def entry(store: Store, path: str, name: str) -> Entry | None:
     checkpoint_format = None if left_over else format_of(store, path)
     if checkpoint_format is None:
         if left_over or retention.number(store, path) is not None:
-            return Entry(name, path, _size(store, path), unfinished=True)
+            return CheckpointEntry(name, path, _size(store, path), unfinished=True)
         return None
     size = _size(store, path)
     if not checkpoint_format.has_manifest:
-        return Entry(name, path, size, checkpoint_format.name, checkpoint_format.summary(store, path))
+        return CheckpointEntry(name, path, size, checkpoint_format.name, checkpoint_format.summary(store, path))
     try:
         manifest = Manifest.read(store, path)
     except CheckpointError as error:
-        return Entry(name, path, size, problems=error.problems)
+        return CheckpointEntry(name, path, size, problems=error.problems)
     summary = Summary(manifest.step, manifest.created, manifest.world_size)
     # Only the lengths are compared: reading all files would take minutes for large checkpoints.
     problems = verify(path, store, names=(), manifest=manifest)
-    return Entry(name, path, size, summary=summary, manifest=manifest, problems=tuple(problems))
+    return CheckpointEntry(name, path, size, summary=summary, manifest=manifest, problems=tuple(problems))
 
 
 def _size(store: Store, path: str) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
-from paceline.checkpoint.agree import Peers, agreed, together
+from paceline.checkpoint.agree import WriterPeers, agreed, together
 from paceline.checkpoint.format.manifest import NAME, Manifest, verify
 from paceline.checkpoint.store import Store
 from paceline.plan.fqn import listed
@@ -28,7 +28,7 @@ class CheckpointSearch:
     Ranks: all must call each method, with equal arguments.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: WriterPeers) -> None:
         self._peers = peers
         self.damaged: set[str] = set()
         # What `newest` has verified: the load that follows need not read all files a second time.

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.format.share import Share
+from paceline.checkpoint.format.share import FileShare
 from paceline.torch_internals.checkpoint import copy_all
 
 _PIECE_BYTES = 16 << 20
@@ -25,10 +25,10 @@ class Staging:
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
-        self._share: Share | None = None
+        self._share: FileShare | None = None
         self._views: list[Tensor] = []
 
-    def copy(self, share: Share, tensors: Sequence[Tensor]) -> None:
+    def copy(self, share: FileShare, tensors: Sequence[Tensor]) -> None:
         """Copies the tensors of a share; they may change as soon as this returns."""
         with torch.inference_mode(False), torch.no_grad():
             if share is not self._share:
@@ -53,7 +53,7 @@ class Staging:
         for start in range(0, self._share.bytes, _PIECE_BYTES):
             yield data[start : min(start + _PIECE_BYTES, self._share.bytes)]
 
-    def _lay_out(self, share: Share, on_accelerator: bool) -> None:
+    def _lay_out(self, share: FileShare, on_accelerator: bool) -> None:
         self._share = None
         self._views = []
         if self._memory.numel() < share.bytes:

@@ -18,7 +18,7 @@ from paceline.base.parts import absent_names
 from paceline.config.libraries import LIBRARIES
 
 if TYPE_CHECKING:
-    from paceline.compat.doors import Status
+    from paceline.compat.doors import DoorStatus
     from paceline.compat.environments import Environment
 
 
@@ -101,7 +101,7 @@ def _show(libraries: Sequence[str], environment: Environment, *, as_json: bool) 
     return 0
 
 
-def _described(row: Status, library: str) -> str:
+def _described(row: DoorStatus, library: str) -> str:
     if row.interrupted and row.set_aside and not row.real:
         return f"not installed; {row.set_aside} is set aside: `paceline doors remove {library}` brings it back"
     if row.interrupted:

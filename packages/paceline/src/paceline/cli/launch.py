@@ -18,7 +18,8 @@ from paceline.config import schema
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, launch_classes, settings_of
 from paceline.config.sources import Launch, resolve_launch
-from paceline.launch.launcher import ALLOCATIONS, JOBS_ELSEWHERE, LAUNCHERS, Handle, Job, Launcher, Outcome
+from paceline.launch.job import Job
+from paceline.launch.launcher import ALLOCATIONS, JOBS_ELSEWHERE, LAUNCHERS, Handle, Launcher, Outcome
 from paceline.world.layout import AXES
 
 
@@ -31,7 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.launch.host import check_target
-    from paceline.launch.job import job_of, starts_elsewhere, target_of, without_hostfile
+    from paceline.launch.make_job import job_of, starts_elsewhere, target_of, without_hostfile
 
     resolved = resolve_launch(schema.given(args))
     need_script(args, "paceline launch", "--procs 2")
@@ -77,7 +78,7 @@ def check_plan(resolved: Launch, job: Job) -> None:
     world_size = job.procs * job.nodes
     if job.assignment is not None:
         world_size = sum(len(host.ids) for host in job.assignment.hosts)
-    draft(resolved.run.by_name(), [Decision(**vars(row)) for row in resolved.decisions], world_size)
+    draft(resolved.run, [Decision(**vars(row)) for row in resolved.decisions], world_size)
 
 
 def _asks_for_help(words: Sequence[str]) -> bool:
@@ -146,9 +147,9 @@ def carry_out(job: Job, resolved: Launch) -> int:
 
 def wait_recorded(handle: Handle, job: Job) -> Outcome:
     """Waits for a job on other hosts, and records it on this host, so that `paceline ps` shows it."""
-    from paceline.launch.recording import Recording
+    from paceline.launch.recording import LaunchRecording
 
-    recording = Recording(replace(job, watch=""))
+    recording = LaunchRecording(replace(job, watch=""))
     recording.begin()
     # This code is recorded if the wait raises an error.
     exit_code = 1

@@ -21,21 +21,21 @@ from typing import TYPE_CHECKING
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, PacelineError
 from paceline.base.terminal import say
-from paceline.cli.script import Progress, add_script, misplaced_options, need_script, script_words
+from paceline.cli.script import ScriptProgress, add_script, misplaced_options, need_script, script_words
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.kinds import least_and_most
 from paceline.config.settings import launch_classes, searched_settings, settings_of
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.host import check_target
-from paceline.launch.job import target_of
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
+from paceline.launch.make_job import target_of
 from paceline.planner.device import Device, device_of
 from paceline.world.layout import AXES
 
 if TYPE_CHECKING:
     from paceline.planner.calibration import Lookup
-    from paceline.planner.report import Report
+    from paceline.planner.report import PlanReport
 
 _OWN = ("--device", "--auto", "--measure", "--draw", "--json")
 _USED = ("procs", "nodes", "module", "compat", "config")  # of the launcher's own settings
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace) -> int:
             why="auto takes the cheapest plan that fits, and nobody said how much memory there is",
             fix="say what it will run on, such as `--device h200-141GB`; for this machine, `--measure`",
         )
-    progress = Progress("paceline plan")
+    progress = ScriptProgress("paceline plan")
     try:
         report = _predict(target, launch, opened, device, here, lookup, progress)
     finally:
@@ -183,7 +183,7 @@ def _with_procs(launch: Launch) -> Launch:
     return replace(launch, launch=replace(launch.launch, procs=procs))
 
 
-def _remember(target: Target, report: Report) -> None:
+def _remember(target: Target, report: PlanReport) -> None:
     """Saves the forecast, so that a watched run of the same script can show it in its journal."""
     from paceline.planner.known_forecasts import KnownForecast, key_of, remember
 
@@ -205,8 +205,8 @@ def _predict(
     device: Device | None,
     here: Device | None,
     lookup: Lookup | None,
-    progress: Progress,
-) -> Report:
+    progress: ScriptProgress,
+) -> PlanReport:
     """Predicts the memory and the time of a run.
 
     Args:
@@ -247,7 +247,7 @@ def _predict(
     )
 
 
-def _drawing(report: Report) -> str:
+def _drawing(report: PlanReport) -> str:
     """Returns a drawing of the pipeline's schedule, with the largest number of micro-batches of a batch."""
     plan = report.plan
     if plan.layout.pp == 1:

@@ -56,7 +56,7 @@ def misplaced_options(args: argparse.Namespace, command: str, flags: Collection[
     # Imported here, because `--help` needs none of these.
     from paceline.cli._other_words import meaning
     from paceline.cli.script_text import reads, reads_arguments
-    from paceline.launch.job import WIDTH_FLAGS
+    from paceline.launch.make_job import WIDTH_FLAGS
 
     given = schema.words(getattr(args, "given", ()))
     stray: list[str] = []
@@ -91,7 +91,7 @@ def misplaced_options(args: argparse.Namespace, command: str, flags: Collection[
     return notices
 
 
-class Progress:
+class ScriptProgress:
     """Shows progress on standard error: in a terminal one line that changes, otherwise one line for each step."""
 
     def __init__(self, command: str) -> None:

@@ -43,7 +43,7 @@ class Journal:
 
 
 @dataclass(frozen=True)
-class Status:
+class DoorStatus:
     """Describes which door and which real library an environment has under one name.
 
     Attributes:
@@ -61,7 +61,7 @@ class Status:
     interrupted: bool
 
 
-def status(library: str, environment: Environment) -> Status:
+def status(library: str, environment: Environment) -> DoorStatus:
     """Returns the status of one library in an environment."""
     door = environment.installed_door(library)
     real = environment.real(library)
@@ -81,7 +81,7 @@ def status(library: str, environment: Environment) -> Status:
     version_aside = ""
     if journal is not None:
         version_aside = journal.version
-    return Status(door_version, real_place, comes_first, version_aside, interrupted)
+    return DoorStatus(door_version, real_place, comes_first, version_aside, interrupted)
 
 
 def check_names(libraries: Iterable[str]) -> None:

@@ -5,7 +5,7 @@ from accelerate.utils import X      ServedModule.__getattr__("X")
                                       carried            our object, loaded now
                                       the library has it a stand-in whose use raises
                                       never existed      ImportError with the nearest name
-patch("accelerate.utils.other.X")   ServedModule.__setattr__: our own modules call the replacement too
+patch("accelerate.utils.other.X")   ServedModule.__setattr__: those of our modules call the replacement too that a table names
 importlib.metadata.version(...)     from `folder_for_children`, which stands in the path
 """
 
@@ -23,7 +23,6 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from paceline.base.ours import is_our_module
 from paceline.base.parts import ADDED, missing
 from paceline.compat.absent import absent
 from paceline.compat.names import Names, folder_for_children
@@ -100,7 +99,7 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         if name not in self.modules[module]:
             return self._imported(module, name)
         # Most names mean the same object in every module. Where two modules differ, the table has their full names.
-        target = self.carried.get(f"{module}.{name}", self.carried.get(name))
+        target = self._target(module, name)
         if target is not None:
             our_module, _, attribute = target.partition(":")
             value = getattr(_imported(our_module, f"{module}.{name}"), attribute)
@@ -108,6 +107,10 @@ class Server(importlib.metadata.DistributionFinder, Loader):
                 self._name_after(module, name, value)
             return value
         return absent(f"{module}.{name}", *self._names.native_way(f"{module}.{name}"))
+
+    def _target(self, module: str, name: str) -> str | None:
+        """Returns the "module:attribute" of ours that stands for a name; None if it is not carried."""
+        return self.carried.get(f"{module}.{name}", self.carried.get(name))
 
     def _name_after(self, module: str, name: str, value: type) -> None:
         """Lets a class of ours that stands for one of the library's say that it is that: a file into which it is pickled, such
@@ -131,12 +134,16 @@ class Server(importlib.metadata.DistributionFinder, Loader):
             return logging.getLogger(module)
         return importlib.import_module(imported)
 
-    def is_replaceable(self, module: str, name: str) -> bool:
-        """Whether a function that a script puts in place of this name is called in place of ours.
+    def callers_of(self, module: str, name: str) -> list[str]:
+        """Returns the modules of ours that call what a script puts in the place of this name: its own, and those of the table.
 
-        Under the library's packages (`accelerate.utils`) it only changes what the script itself looks up there.
+        Under the library's packages (`accelerate.utils`) an assignment only changes what the script itself looks up there.
         """
-        return name in self.modules[module] and not self.is_package(module)
+        target = self._target(module, name) if name in self.modules[module] else None
+        if target is None or self.is_package(module):
+            return []
+        own_module = target.partition(":")[0]
+        return [own_module, *self._names.replaceable().get(target, [])]
 
     def names_of(self, module: str) -> list[str]:
         """Lists the names of a module, and the modules that are imported with it."""
@@ -189,29 +196,32 @@ class ServedModule(ModuleType):
         # `import accelerate.utils.tqdm` would put that module in place of the function of the same name.
         if isinstance(value, ServedModule) and name in self._server.modules[self.__name__]:
             return
-        if self._server.is_replaceable(self.__name__, name):
+        callers = self._server.callers_of(self.__name__, name)
+        if callers:
             current = getattr(self, name)
             self._replaced.setdefault(name, current)
-            _put_in_place(name, current, value)
+            _put_in_place(name, current, value, callers)
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
         # `unittest.mock.patch` ends with this, and expects that the name is there again.
         if name in self._replaced:
-            _put_in_place(name, self.__dict__[name], self._replaced.pop(name))
+            callers = self._server.callers_of(self.__name__, name)
+            _put_in_place(name, self.__dict__[name], self._replaced.pop(name), callers)
         super().__delattr__(name)
 
     def __dir__(self) -> Iterator[str]:
         return iter(self._server.names_of(self.__name__))
 
 
-def _put_in_place(name: str, current: object, value: object) -> None:
-    """Puts a value in place of a function in each module of ours that calls it by this name."""
+def _put_in_place(name: str, current: object, value: object, callers: Iterable[str]) -> None:
+    """Puts a value in place of a function in those modules of ours that call it by this name."""
     # Classes stay: our modules ask `isinstance` of them.
     if isinstance(current, type) or not callable(current):
         return
-    for module_name, module in list(sys.modules.items()):
-        if is_our_module(module_name) and vars(module).get(name) is current:
+    for module_name in callers:
+        module = sys.modules.get(module_name)
+        if module is not None and vars(module).get(name) is current:
             setattr(module, name, value)
 
 

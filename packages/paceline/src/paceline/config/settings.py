@@ -7,10 +7,10 @@ libraries use for it are defined in their dialects (`config/dialects.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import MISSING, dataclass, field, fields
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 from paceline.base.registry import Registry
 from paceline.config.clusters import CLUSTERS
@@ -35,6 +35,9 @@ from paceline.world.layout import AXES, DATA_AXES, Axis, listed_axes, model_axes
 # Each precision is a file in `paceline/precision/`. This package must work without torch, so it uses only the names of
 # these files and never imports them.
 PRECISIONS = Registry("paceline.precisions", "precision")
+
+Offload = Literal["no", "optimizer", "all"]
+OnHang = Literal["report", "restart", "leave"]
 
 # Other launchers count the processes of all nodes together under this name; `procs` counts those of each node.
 TOTAL = "num_processes"
@@ -182,7 +185,7 @@ class RunSettings:
     )  # fmt: skip
     # This field stands for several settings: one for each entry of `AXES`, with the name of the axis.
     axes: Mapping[str, int | str] = field(default_factory=lambda: {axis.name: axis.default for axis in listed_axes()})
-    zero: int | str = setting(
+    zero: int | Literal["auto"] = setting(
         "auto", whole(0, auto=True, maximum=3),
         "What the ranks along shard divide: 1 optimizer states, 2 also gradients, 3 also parameters; auto: 3 if shard is "
         "above 1.", _LAYOUT,
@@ -192,7 +195,7 @@ class RunSettings:
         "Computes activations again in the backward pass: those of each repeated block, of selected operations, or of every "
         "K-th block.", _MEMORY,
     )  # fmt: skip
-    offload: str = setting(
+    offload: Literal["no", "optimizer", "all"] = setting(
         "no", one_of("no", "optimizer", "all"),
         "Keeps states in the host's memory while they are not needed: optimizer states, or also parameters and gradients.",
         _MEMORY,
@@ -244,6 +247,11 @@ class RunSettings:
         axes = {name: value for name, value in values.items() if name in AXES}
         others = {name: value for name, value in values.items() if name not in AXES}
         return cls(axes=axes, **others)
+
+    @classmethod
+    def names(cls) -> Set[str]:
+        """Returns the names of the settings of a run, axes included. Others are those of a launcher."""
+        return settings_of(cls).keys()
 
     def by_name(self) -> dict[str, Any]:
         """Returns the values by the names of the settings; it is the inverse of `of`."""
@@ -342,7 +350,7 @@ class LaunchSettings:
     max_restarts: int = setting(
         0, whole(0), "How many times all processes are started again after one has failed.", _SUPERVISION
     )
-    on_hang: str = setting(
+    on_hang: Literal["report", "restart", "leave"] = setting(
         "report", one_of("report", "restart", "leave"),
         "What happens to a stuck run after the report: nothing, a restart (see --max-restarts), or its end with exit code 76.",
         _SUPERVISION,

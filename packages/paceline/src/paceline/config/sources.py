@@ -24,12 +24,11 @@ from paceline.config import options as strategy_options
 from paceline.config.clusters import CLUSTERS
 from paceline.config.dialects import Translation, dialects, judged, known_by_a_dialect, notice_of
 from paceline.config.given import SOURCES, Choice, Given, nearest
+from paceline.config.overrides import Overrides
 from paceline.config.settings import TOTAL, LaunchSettings, RunSettings, launch_classes, own_name, settings_of
 
 T = TypeVar("T")
 HANDED = "PACELINE_SETTINGS"
-# Arguments of `Accelerator` that are not called as their setting is; messages must name what stands in the script.
-IN_CODE = {"accumulate": "gradient_accumulation_steps"}
 
 
 @dataclass(frozen=True)
@@ -96,31 +95,24 @@ class Launch:
         return {**variables, **self.variables}
 
 
-def resolve_run(
-    code: Mapping[str, Any],
-    env: Mapping[str, str] | None = None,
-    *,
-    plan: Mapping[str, Any] | Sequence[Given] | str | Path | None = None,
-    options: Mapping[str, Mapping[str, Any]] | None = None,
-) -> Resolved[RunSettings]:
+def resolve_run(script: Overrides | None = None, env: Mapping[str, str] | None = None) -> Resolved[RunSettings]:
     """Resolves the settings of this run in a worker process.
 
     Values from the script override those that the launcher passed on, the environment and a config file. Under another
     launcher than `paceline launch`, the file is the one that PACELINE_CONFIG names, if it is set.
 
     Args:
-        code: arguments of the constructor, by setting; None means that an argument was not given.
+        script: what the script gives; None if it gives nothing.
         env: the environment; None stands for the environment of this process.
-        plan: further settings from the script, by name; or the name of a config file, which flags and variables override;
-            or values of another library that `compat` has read.
-        options: options of strategies.
 
     Raises:
         ConfigError: `config-value`, `config-key`, `settings-handed`, and those of `files.read`; all problems at once.
     """
     env = environment.snapshot() if env is None else env
     problems: list[Problem] = []
-    given = _from_code(code, plan, options, problems)
+    said = script or Overrides()
+    plan = said.plan
+    given = _from_code(said, problems)
     handed = _handed(env[HANDED]) if HANDED in env else []
     # The launcher may repeat a value from a file in a variable of another library, for that library's objects. Without
     # this filter the variable would be reported as the source, where the user wrote the value into a file.
@@ -145,9 +137,10 @@ def resolve_run(
     return Resolved(RunSettings.of(values), decisions, tuple(notices))
 
 
-def _from_code(code: Mapping[str, Any], plan: Any, options: object, problems: list[Problem]) -> list[Given]:
+def _from_code(script: Overrides, problems: list[Problem]) -> list[Given]:
     """Returns the values from the script, the weakest first, because the last value of a source wins."""
     given: list[Given] = []
+    plan: object = script.plan  # a script may pass anything
     is_text = isinstance(plan, str | Path)
     if isinstance(plan, Mapping):
         for name, value in plan.items():
@@ -164,11 +157,9 @@ def _from_code(code: Mapping[str, Any], plan: Any, options: object, problems: li
                 fix='write it as a mapping, such as plan={"shard": 2, "zero": 1}',
             )
         )
-    if options is not None:
-        given.append(Given(strategy_options.NAME, options, "code", "Accelerator(options=...)"))
-    for name, value in code.items():
-        if value is not None:
-            given.append(Given(name, value, "code", f"Accelerator({IN_CODE.get(name, name)}=...)"))
+    if script.options is not None:
+        given.append(Given(strategy_options.NAME, script.options, "code", "Accelerator(options=...)"))
+    given += script.given()
     for value in given:
         if not _of_run(value.name) and not known_by_a_dialect(value):
             problems.append(_unknown(value))

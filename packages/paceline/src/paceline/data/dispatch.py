@@ -21,7 +21,7 @@ from torch import Tensor
 
 from paceline.base.errors import DataError
 from paceline.data.feed import NOTHING, BatchSource, GlobalBatch, Mark, Steps, resized
-from paceline.data.schedule import Schedule
+from paceline.data.schedule import BatchSchedule
 from paceline.data.stream import StreamFeed, indivisible
 from paceline.plan.data import DataPlan, Position
 from paceline.world.collectives import Collectives
@@ -100,14 +100,14 @@ def _unpacked(head: Tensor, body: Tensor) -> Tree:
 
 
 @dataclass(frozen=True)
-class _Failure:
+class _ReadingFailure:
     """An error that reading raised on rank 0."""
 
     error: Exception
     trace: str
 
 
-def _failure(error: Exception) -> _Failure:
+def _failure(error: Exception) -> _ReadingFailure:
     trace = "".join(traceback.format_exception(error))
     try:
         pickle.loads(pickle.dumps(error))
@@ -118,13 +118,13 @@ def _failure(error: Exception) -> _Failure:
             why="the error itself cannot be sent to another process",
             fix="look at the traceback of rank 0",
         )
-    return _Failure(error, trace)
+    return _ReadingFailure(error, trace)
 
 
 class Reader(BatchSource, Protocol):
     """A source that can read the batches of all ranks. Rank 0 does so; on the other ranks it only counts."""
 
-    def schedule(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Schedule | None:
+    def schedule(self, start: Position, note: Mapping[str, Any] = NOTHING) -> BatchSchedule | None:
         """Returns what is known of the rest of an epoch. Ranks: all."""
         ...
 
@@ -158,7 +158,7 @@ class DispatchFeed:
             return self._lead(start, schedule, self._reader.global_batches(start, note))
         return self._follow(start, schedule)
 
-    def _lead(self, start: Position, schedule: Schedule | None, global_batches: Iterator[GlobalBatch]) -> Steps:
+    def _lead(self, start: Position, schedule: BatchSchedule | None, global_batches: Iterator[GlobalBatch]) -> Steps:
         for step in count():
             try:
                 global_batch = next(global_batches, None)
@@ -179,12 +179,12 @@ class DispatchFeed:
             if info.last:
                 return
 
-    def _follow(self, start: Position, schedule: Schedule | None) -> Steps:
+    def _follow(self, start: Position, schedule: BatchSchedule | None) -> Steps:
         for step in count():
             received = self._channel.receive()
             if received is None:
                 return
-            if isinstance(received, _Failure):
+            if isinstance(received, _ReadingFailure):
                 received.error.add_note(f"It was raised on rank 0, which reads for all ranks:\n{received.trace}")
                 raise received.error
             info, consumed, batch = received

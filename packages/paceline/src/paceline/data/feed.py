@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader
 from paceline.data.augment import Augmented, draws_nothing, has_own_streams
 from paceline.data.loader_worker import FirstCall
 from paceline.data.order import Order, Shuffled, mix
-from paceline.data.schedule import Even, RankBatches, Schedule, Whole
+from paceline.data.schedule import BatchSchedule, Even, RankBatches, WholeBatches
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.torch_internals.loaders import copy_with, has_iterator, naming_dead_workers
 
@@ -40,7 +40,7 @@ class Mark(NamedTuple):
     info: BatchInfo
     consumed: int
     step: int
-    schedule: Schedule | None
+    schedule: BatchSchedule | None
     note: Mapping[str, Any]
 
 
@@ -201,7 +201,7 @@ class MapFeed:
             fields["dataset"] = Augmented(loader.dataset, self._scalar)
         self._inner = rewired(loader, **fields)
 
-    def schedule(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Schedule | None:
+    def schedule(self, start: Position, note: Mapping[str, Any] = NOTHING) -> BatchSchedule | None:
         """Returns what is known of the rest of an epoch before it is read, for ranks for which rank 0 reads.
 
         A rank that does not read draws from its own streams what rank 0 draws, as far as that is known.
@@ -215,12 +215,12 @@ class MapFeed:
                 torch.empty((), dtype=torch.int64).random_()
         return None if schedule.steps is None or self.group else schedule
 
-    def _rest(self, start: Position, note: Mapping[str, Any]) -> Schedule:
+    def _rest(self, start: Position, note: Mapping[str, Any]) -> BatchSchedule:
         """Returns the schedule of the rest of an epoch, from `start` on."""
         order = note.get("order") or NOTHING
         if self.group:
             entries = self.order.open(self.plan, start.epoch, self.plan.width, order)
-            return Whole(self.plan, entries, start.samples, self.group, first=note.get("skipped"))
+            return WholeBatches(self.plan, entries, start.samples, self.group, first=note.get("skipped"))
         entries = self.order.open(self.plan, start.epoch, self.plan.global_batch, order)
         return Even(self.plan, entries, start.samples)
 
@@ -229,7 +229,7 @@ class MapFeed:
         schedule = self._rest(start, note)
         return self._steps(start, schedule, self.read(start, schedule, note))
 
-    def _steps(self, start: Position, schedule: Schedule, batches: Iterator[Any]) -> Steps:
+    def _steps(self, start: Position, schedule: BatchSchedule, batches: Iterator[Any]) -> Steps:
         for step, batch in enumerate(batches):
             schedule.settle(step)
             yield batch, Mark(start.epoch, schedule.info(step), schedule.consumed(step + 1), step, schedule, NOTHING)
@@ -239,7 +239,7 @@ class MapFeed:
         schedule = self._rest(start, note)
         return self._global_batches(schedule, self.read(start, schedule, note))
 
-    def _global_batches(self, schedule: Schedule, batches: Iterator[Any]) -> Iterator[GlobalBatch]:
+    def _global_batches(self, schedule: BatchSchedule, batches: Iterator[Any]) -> Iterator[GlobalBatch]:
         for step in count():
             # The inner loader yields the batches of all data indices of a step, one after the other.
             batches_of_step = list(islice(batches, self.plan.width))
@@ -253,7 +253,7 @@ class MapFeed:
             resume = {"order": schedule.entries.note()} if self.plan.drawn else NOTHING
             yield GlobalBatch(batches_of_step, loaded, info.real, info.weights, info.last, consumed, resume)
 
-    def read(self, start: Position, schedule: Schedule, note: Mapping[str, Any] = NOTHING) -> Iterator[Any]:
+    def read(self, start: Position, schedule: BatchSchedule, note: Mapping[str, Any] = NOTHING) -> Iterator[Any]:
         """Returns the inner DataLoader's iterator over the batches of a schedule."""
         set_epoch = getattr(self.dataset, "set_epoch", None)
         if callable(set_epoch):

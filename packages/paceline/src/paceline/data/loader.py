@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
 from paceline.data.active import ActiveLoaders, CreatedIterator
+from paceline.data.cursor import Cursor
 from paceline.data.feed import NOTHING, Feed, Mark, Steps
 from paceline.data.prefetch import on_device
 from paceline.plan.data import BatchInfo, DataPlan, Position
@@ -24,9 +26,6 @@ class EpochRows(NamedTuple):
 
     loaded: int
     real: int
-
-
-Place = tuple[Mark | None, Position, Mapping[str, Any]]  # the mark of the last batch, and the start of the next epoch
 
 
 class PreparedLoader:
@@ -68,16 +67,10 @@ class PreparedLoader:
         self._feed = feed
         self._active = active
         self._non_blocking = non_blocking
-        # The start of the next epoch, if none has been begun.
-        self._position = Position()
-        self._note = NOTHING
-        self._mark: Mark | None = None  # of the last batch, in an epoch that was begun and not finished
-        self._chosen: Position | None = None  # the epoch that `set_epoch` has chosen during another one
+        self._cursor = Cursor()
         self._previous: Mark | None = None  # of the batch before the last one, in the same iteration
-        self._began: tuple[Position, Mapping[str, Any]] = (self._position, self._note)  # where the last iteration began
+        self._began = self._cursor.next_iteration()  # where the last iteration began
         self._open = 0  # the number of running iterations
-        self._is_loaded = False  # whether the next iteration continues what `load_state_dict` has loaded
-        self._rest: weakref.ref[CreatedIterator] | None = None  # an iterator over that, which has not given a batch yet
         self.arguments = arguments
         self.asked = asked
 
@@ -87,14 +80,13 @@ class PreparedLoader:
         # Opened now and not at the first `next`: torch draws the seed of an epoch when the iterator is created, so that for
         # `zip(first, second)` both seeds are drawn before the first batch.
         start, note = self._begin()
-        self._chosen = None
+        self._move(chosen=None)
         steps = self._feed.open(start, note)
         iterator = self._active.created()
-        if self._is_loaded:
+        if self._cursor.is_loaded:
             # The rest of an epoch that was loaded from a checkpoint comes once, also if nobody asks this iterator for a batch:
             # `zip` does not ask its second loader if the first one is at its end.
-            self._is_loaded = False
-            self._rest = weakref.ref(iterator)
+            self._move(is_loaded=False, rest=weakref.ref(iterator))
             steps = self._rest_of_epoch(start, steps)
         return self._batches(iterator, start, note, steps)
 
@@ -102,14 +94,14 @@ class PreparedLoader:
         """Returns the same steps. If there are none, the position is the next epoch from now on."""
         first = next(steps, None)
         if first is None:
-            self._start_at(Position(start.epoch + 1), NOTHING)
+            self._cursor = Cursor(Position(start.epoch + 1))
         return _chained([] if first is None else [first], steps)
 
     def _batches(
         self, iterator: CreatedIterator, start: Position, note: Mapping[str, Any], opened: Steps
     ) -> Iterator[Any]:
-        self._rest = None
-        mark_before = self._mark
+        self._move(rest=None)
+        mark_before = self._cursor.mark
         seen_before = self._seen_rows
         previous: Mark | None = None
         loaded = 0
@@ -126,7 +118,7 @@ class PreparedLoader:
             for batch, mark in steps:
                 # The mark is set before the script sees the batch, so that `state_dict` in the loop counts it as used.
                 self._previous = previous
-                self._mark = mark
+                self._move(mark=mark)
                 previous = mark
                 loaded += mark.info.loaded
                 real += mark.info.real[mark.info.index]
@@ -141,14 +133,12 @@ class PreparedLoader:
             # After a `break` or an error the mark stays: `state_dict` then still describes the interrupted epoch.
             self._open -= 1
             if finished or self._active.ended_beside(self):
-                self._mark = None
-                self._position = Position(start.epoch + 1)
-                self._note = NOTHING
+                self._move(mark=None, start=Position(start.epoch + 1), note=NOTHING)
             if finished:
                 self.epoch_rows = EpochRows(loaded, real)
             if self._open:
                 # This loop was inside of another one over the same loader, which continues.
-                self._mark = mark_before
+                self._move(mark=mark_before)
                 self._seen_rows = seen_before
             self._active.remove(self, finished)
             steps.close()  # type: ignore[attr-defined]
@@ -160,22 +150,17 @@ class PreparedLoader:
     def start_after(self, count: int) -> None:
         """Makes the next `for` begin after the first `count` batches of its epoch."""
         start, note = self._begin()
-        self._chosen = None
         position, skipped = self._feed.after(start.epoch, count)
         # The order of an epoch that was begun stays what it is.
         kept = {name: note[name] for name in ("order",) if name in note}
-        self._start_at(position, {**skipped, **kept})
+        self._cursor = Cursor(position, {**skipped, **kept})
 
     def _begin(self) -> tuple[Position, Mapping[str, Any]]:
         """Returns where the next iteration begins, and the note for it."""
-        if self._chosen is not None:
-            return self._chosen, NOTHING
-        if self._rest is not None:  # an iterator over the rest of this epoch was created
-            return Position(self._position.epoch + 1), NOTHING
-        # An epoch that was begun and interrupted is not continued by another `for`.
-        if self._mark is not None:
-            return Position(self._mark.epoch + 1), NOTHING
-        return self._position, self._note
+        return self._cursor.next_iteration()
+
+    def _move(self, **changes: Any) -> None:
+        self._cursor = replace(self._cursor, **changes)
 
     def __len__(self) -> int:
         """Returns the number of this rank's batches in a whole epoch. Raises TypeError if the dataset has no length."""
@@ -184,9 +169,9 @@ class PreparedLoader:
     @property
     def current(self) -> BatchInfo | None:
         """The counts of the current batch; None outside of a loop."""
-        if not self._open or self._mark is None:
+        if not self._open or self._cursor.mark is None:
             return None
-        return self._mark.info
+        return self._cursor.mark.info
 
     @property
     def seen_rows(self) -> int | None:
@@ -205,9 +190,9 @@ class PreparedLoader:
 
         None outside of a loop, and for an iterable dataset, of which only the current batch is known.
         """
-        if not self._open or self._mark is None:
+        mark = self._cursor.mark
+        if not self._open or mark is None:
             return None
-        mark = self._mark
         if mark.schedule is not None:
             return mark.schedule.weight(mark.step, count)
         if count == 1 or mark.info.last:
@@ -219,16 +204,14 @@ class PreparedLoader:
     @property
     def position(self) -> Position:
         """The epoch, and the number of its samples that were yielded over all ranks, without those that are read ahead."""
-        if self._mark is None:
-            return self._position
-        return Position(self._mark.epoch, self._mark.consumed)
+        return self._cursor.position
 
     def set_epoch(self, epoch: int) -> None:
         """Makes `epoch` the next epoch. If the rest of this epoch was just loaded from a checkpoint, it still comes next."""
         if self._open:
-            self._chosen = Position(epoch)
-        elif self._mark is not None or self._position.epoch != epoch:
-            self._start_at(Position(epoch), NOTHING)
+            self._move(chosen=Position(epoch))
+        elif self._cursor.mark is not None or self._cursor.start.epoch != epoch:
+            self._cursor = Cursor(Position(epoch))
 
     def state_dict(self) -> dict[str, Any]:
         """Returns position, seed, and the sizes of batches and dataset. The same on all ranks, for any number of them.
@@ -236,16 +219,17 @@ class PreparedLoader:
         If an iterable dataset has a state of its own, it includes that of rank 0's copy of the stream. A loader that only
         evaluates, beside one that trains, does not continue an interrupted epoch: its loop is not entered again.
         """
-        note = self._note
-        position = self.position
-        if self._rest is not None and self._rest() is None:  # it was thrown away: its epoch is over
+        cursor = self._cursor
+        note = cursor.note
+        position = cursor.position
+        if cursor.rest is not None and cursor.rest() is None:  # it was thrown away: its epoch is over
             position = Position(position.epoch + 1)
             note = NOTHING
-        if self._mark is not None:
-            note = self._noted(self._mark)
+        if cursor.mark is not None:
+            note = self._noted(cursor.mark)
             only_evaluates = not self.trains and self._active.trained
             if only_evaluates and not self._open:
-                position = Position(self._mark.epoch + 1)
+                position = Position(cursor.mark.epoch + 1)
                 note = NOTHING
         return {
             **note,
@@ -292,8 +276,7 @@ class PreparedLoader:
                 f"the position was saved {samples} samples into an epoch of {length}, which now has "
                 f"{self._feed.samples(epoch)}: the rest of it is not what it was; `set_epoch({epoch + 1})` leaves it out.",
             )
-        self._start_at(Position(epoch, samples), note)
-        self._is_loaded = samples > 0 or "order" in note
+        self._cursor = Cursor(Position(epoch, samples), note, is_loaded=samples > 0 or "order" in note)
 
     def _noted(self, mark: Mark) -> Mapping[str, Any]:
         """Returns the note of a batch, with what is needed to read the same order again."""
@@ -335,37 +318,30 @@ class PreparedLoader:
         """Whether a loop over it is running."""
         return self._open > 0
 
-    def place(self) -> Place:
-        """Returns the current place, for `put_back`."""
-        return self._mark, self._position, self._note
+    @property
+    def cursor(self) -> Cursor:
+        """Where it is, for `put_back`."""
+        return self._cursor
 
-    def put_back(self, place: Place) -> None:
-        """Restores a place, so that `state_dict` returns what it would have returned then."""
-        self._mark, self._position, self._note = place
+    def put_back(self, cursor: Cursor) -> None:
+        """Goes back, so that `state_dict` returns what it would have returned then."""
+        self._cursor = cursor
 
     def take_back_batch(self) -> None:
         """Makes `state_dict` count the current batch as not yielded yet."""
         if self._previous is None:
             self.take_back_epoch()
         else:
-            self._mark = self._previous
+            self._move(mark=self._previous)
 
     def take_back_epoch(self) -> None:
         """Makes `state_dict` count no batch of the running loop as yielded."""
         start, note = self._began
-        if self._mark is not None:
-            noted = self._noted(self._mark)
+        if self._cursor.mark is not None:
+            noted = self._noted(self._cursor.mark)
             # The order was drawn already, and is not drawn again.
             note = {**note, **{name: noted[name] for name in ("order",) if name in noted}}
-        self._start_at(start, note)
-
-    def _start_at(self, position: Position, note: Mapping[str, Any]) -> None:
-        self._mark = None
-        self._chosen = None
-        self._rest = None
-        self._is_loaded = False
-        self._position = position
-        self._note = note
+        self._cursor = Cursor(start, note)
 
     # -- attributes ------------------------------------------------------------------------------------------------
 

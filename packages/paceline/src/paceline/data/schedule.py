@@ -12,7 +12,7 @@ from paceline.data.entries import Entries
 from paceline.plan.data import BatchInfo, DataPlan
 
 
-class Schedule(Protocol):
+class BatchSchedule(Protocol):
     """The rest of one epoch, from the sample at which it was asked for.
 
     Attributes:
@@ -149,7 +149,7 @@ class Even:
         return indices
 
 
-class Whole:
+class WholeBatches:
     """Batches that a sampler of the user's has made; a few consecutive ones make a global batch.
 
     As many as there are ranks stay whole, one for each rank. Any other number (a sampler's batches that are global ones, a
@@ -302,7 +302,7 @@ class RankBatches:
         self.scalar = scalar
         self.with_places = with_places
         self.key = 0
-        self.schedule: Schedule | None = None
+        self.schedule: BatchSchedule | None = None
 
     def __iter__(self) -> Iterator[Any]:
         # torch creates the iterators of all samplers here, before it draws the seed of the workers.
@@ -311,7 +311,7 @@ class RankBatches:
         # Bound now, not at the first `next`: a loader with workers may keep drawing from it while a new epoch starts.
         return self._draw(self.schedule, self.key)
 
-    def _draw(self, schedule: Schedule | None, key: int) -> Iterator[Any]:
+    def _draw(self, schedule: BatchSchedule | None, key: int) -> Iterator[Any]:
         if schedule is None:
             return
         for step in count():

@@ -25,7 +25,7 @@ from paceline.checkpoint.state.match import Mismatch
 from paceline.checkpoint.state.module_state import ModuleState
 from paceline.checkpoint.weights.model import match
 from paceline.checkpoint.weights.opening import open_weights, weights_in_files
-from paceline.checkpoint.weights.sources import Box, Entry, SafeWeights, Weights, read_whole
+from paceline.checkpoint.weights.sources import Box, SafeWeights, WeightEntry, Weights, read_whole
 from paceline.inference.blocks import Dtypes, placement_facts
 from paceline.inference.choose import choose_placement, placement_from_map
 from paceline.inference.execution import PlacedModel
@@ -236,10 +236,10 @@ class _Renamed:
             # A name that the model does not have stays as it is, so that an error names it as the files do.
             name = next((spelling for spelling in spellings if spelling in own), saved)
             self._saved_names[name] = saved
-        entries: dict[str, Entry] = {}
+        entries: dict[str, WeightEntry] = {}
         for name, saved in self._saved_names.items():
             entries[name] = replace(weights.entries[saved], name=name)
-        self.entries: Mapping[str, Entry] = entries
+        self.entries: Mapping[str, WeightEntry] = entries
 
     def read(self, name: str, box: Box) -> Tensor:
         """Reads a box of one tensor."""

@@ -11,7 +11,8 @@ from paceline.base.connections import closed
 from paceline.base.errors import Problem
 from paceline.config.libraries import LIBRARIES
 from paceline.config.schema import launch_flags
-from paceline.launch.launcher import Job, Outcome, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import Outcome
 from paceline.launch.processes.core_files import BACKTRACE
 from paceline.launch.rounds import Round
 from paceline.launch.script_libraries import ScriptLibrary, script_libraries

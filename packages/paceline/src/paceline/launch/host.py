@@ -18,7 +18,7 @@ from pathlib import Path
 from paceline.base.errors import LaunchError, Problem
 from paceline.base.lazy import fast_imports
 from paceline.config.given import nearest
-from paceline.launch.launcher import Job, Target
+from paceline.launch.job import Job, Target
 from paceline.world import torch_version
 
 

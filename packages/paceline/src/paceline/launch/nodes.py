@@ -19,7 +19,7 @@ from paceline.base.exits import PREEMPTED
 from paceline.base.parts import missing
 from paceline.base.registry import Registry
 from paceline.launch import host
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline.launch.rounds import End, Member, Report, Round, StopMode
 from paceline.world.stacks.groups import ProcessStacks
 

@@ -29,7 +29,8 @@ from paceline.config.settings import settings_of
 from paceline.config.sources import hand_over
 from paceline.launch import host
 from paceline.launch.failure_report import problem_of
-from paceline.launch.launcher import LAUNCHERS, Job, Outcome, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import LAUNCHERS, Outcome
 from paceline.launch.notebook_cells import who_touched
 
 _USUAL_PORT = "29500"

@@ -1,4 +1,4 @@
-"""`Recording`: what a launcher records about its run.
+"""`LaunchRecording`: what a launcher records about its run.
 
     begin -> [round -> failed] ... -> end
 
@@ -30,7 +30,8 @@ from paceline.base.registry import Registry
 from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.failure_report import describe, problem_of
-from paceline.launch.launcher import Job, Outcome, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import Outcome
 from paceline.launch.rounds import Round
 from paceline.watch import records
 from paceline.watch.journal import (
@@ -49,7 +50,7 @@ NEW_FOLDER = "new"  # the value of `Job.watch` for a run that gets a new folder 
 _RUNS = "runs"
 
 
-class Shown(Protocol):
+class ShowingProcess(Protocol):
     """A process that shows a run."""
 
     def end(self) -> None:
@@ -57,7 +58,7 @@ class Shown(Protocol):
         ...
 
 
-class Progress(Protocol):
+class ProgressLine(Protocol):
     """Lines about the progress of a run."""
 
     def poll(self) -> None:
@@ -65,7 +66,7 @@ class Progress(Protocol):
         ...
 
 
-class Recording:
+class LaunchRecording:
     """Records one run of this launcher. In a forked process its methods do nothing.
 
     Args:
@@ -84,12 +85,12 @@ class Recording:
         self._pid = os.getpid()
         self._writer: JournalWriter | None = None
         self._entry: Path | None = None
-        self._page: Shown | None = None
+        self._page: ShowingProcess | None = None
         self._members: dict[str, str] | None = None  # the host of each member of the last round, by member id
         self._failing = False
-        self._status: Progress | None = None
+        self._status: ProgressLine | None = None
         self.folder: Path | None = None
-        self._metrics: Shown | None = None
+        self._metrics: ShowingProcess | None = None
         if job.metrics_port is not None:
             check_metrics_port(job.metrics_port)
         if job.watch:
@@ -140,7 +141,9 @@ class Recording:
             number = decided.number - 1  # the journal counts rounds from 0
             joined = _hosts_besides(before, members)
             lost = _hosts_besides(members, before)
-            self._write(records.Round(number, procs, len(members), decided.restarts, decided.reason, joined, lost))
+            self._write(
+                records.RoundStarted(number, procs, len(members), decided.restarts, decided.reason, joined, lost)
+            )
 
     def poll(self) -> None:
         """Prints the progress of a watched run to a terminal now and then, if its script prints nothing."""
@@ -178,7 +181,7 @@ class Recording:
         """Records the end of the launcher and ends its helper processes. A second call does nothing."""
         if os.getpid() != self._pid:
             return
-        self._write(records.End(exit_code, why))
+        self._write(records.LauncherEnded(exit_code, why))
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -232,7 +235,7 @@ class Recording:
             shown = _shown(folder.parent if folder.name == "watch" else folder)
             say(f"recorded in {shown}; `paceline watch {shown}` shows it")
 
-    def _write(self, record: records.Record) -> None:
+    def _write(self, record: records.JournalRecord) -> None:
         """Adds a record to the journal. A full disk does not end the run: one line is printed."""
         if self._writer is None:
             return

@@ -37,7 +37,7 @@ Key = tuple[str, int, int]  # an operation, its bytes, and how many ranks take p
 
 
 @dataclass(frozen=True)
-class Traffic:
+class CommsTraffic:
     """The calls of one operation with one size.
 
     Attributes:
@@ -98,7 +98,7 @@ class Comms:
     def start(self) -> None:
         """Starts recording. It ends with `stop`, or when this object is garbage-collected."""
         if self._stop_listening is None:
-            listener = _Listener(self)
+            listener = _CommsListener(self)
             tap.listen(listener)
             self._stop_listening = weakref.finalize(self, tap.ignore, listener)
 
@@ -159,7 +159,7 @@ class Comms:
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def traffic(self) -> list[Traffic]:
+    def traffic(self) -> list[CommsTraffic]:
         """Returns what this rank has recorded so far, by operation and size."""
         self._drain(wait=True)
         return [_traffic(key, latencies) for key, latencies in sorted(self._calls.items())]
@@ -178,7 +178,7 @@ class Comms:
         self._drain(wait=True)
         return {phase or "other": sum(latencies) for phase, latencies in sorted(self._phases.items())}
 
-    def summary(self, straggler: bool = False, collectives: Collectives | None = None) -> list[Traffic]:
+    def summary(self, straggler: bool = False, collectives: Collectives | None = None) -> list[CommsTraffic]:
         """Returns what this rank has recorded so far, by operation and size.
 
         Args:
@@ -195,7 +195,7 @@ class Comms:
         calls_by_rank = [own_calls] if collectives is None else collectives.gather_object(own_calls)
         return [self._compared(row, calls_by_rank) for row in traffic]
 
-    def _compared(self, own: Traffic, calls_by_rank: list[dict[Key, list[float]]]) -> Traffic:
+    def _compared(self, own: CommsTraffic, calls_by_rank: list[dict[Key, list[float]]]) -> CommsTraffic:
         """Returns a row with the time in which this rank waited for slower ones."""
         key = (own.op, own.size_bytes, own.ranks)
         # A rank that made another number of calls, as in another group of the same size, cannot be compared call by call.
@@ -213,7 +213,7 @@ class Comms:
     def to_dict(
         self, straggler: bool = False, collectives: Collectives | None = None
     ) -> dict[str, dict[int, dict[str, float | None]]]:
-        """Returns the fields of `Traffic` by operation and bytes. Ranks: as `summary`.
+        """Returns the fields of `CommsTraffic` by operation and bytes. Ranks: as `summary`.
 
         If an operation was called with the same bytes in groups of several sizes, the largest groups are listed.
         """
@@ -253,7 +253,7 @@ class Comms:
         return "\n".join(["communication of this rank", *text_table(rows, numbers=True), issued])
 
 
-class _Listener:
+class _CommsListener:
     """Passes calls of the tap on to a `Comms` without keeping it alive: the tap holds its listeners."""
 
     def __init__(self, owner: Comms) -> None:
@@ -268,13 +268,13 @@ def _nothing() -> None:
     """Stands for the completion of a call that is not recorded."""
 
 
-def _traffic(key: Key, latencies: Collection[float]) -> Traffic:
+def _traffic(key: Key, latencies: Collection[float]) -> CommsTraffic:
     """Returns the row of all calls with one key."""
     op, size_bytes, ranks = key
     completed = [ms for ms in latencies if not math.isnan(ms)]
     mean = trimmed_mean(completed)
     rates = bandwidth(op, size_bytes, mean, ranks)
-    return Traffic(op, size_bytes, ranks, len(latencies), sum(completed), mean, *rates)
+    return CommsTraffic(op, size_bytes, ranks, len(latencies), sum(completed), mean, *rates)
 
 
 def trimmed_mean(values: Collection[float]) -> float:

@@ -23,15 +23,15 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.observe.clock import Clock, HostClock, Moment
 from paceline.observe.flops_text import text
-from paceline.observe.operations import Part, Profile
-from paceline.observe.phases import Listener
+from paceline.observe.operations import ModulePart, Profile
+from paceline.observe.phases import PhaseListener
 from paceline.plan.fqn import joined
 from paceline.torch_internals import dispatch
 from paceline.torch_internals.dispatch import Operation
 from paceline.world.tree import map_tensors
 
 
-class Flops(Listener):
+class Flops(PhaseListener):
     """Counts and times one step of a run.
 
     Args:
@@ -198,9 +198,9 @@ class Counter(dispatch.TorchDispatchMode):
         self.forward = 0
         self.backward = 0
         self.recomputed = 0
-        self._parts: list[Part] = []  # those that are being called, the outermost first
+        self._parts: list[ModulePart] = []  # those that are being called, the outermost first
 
-    def enter_part(self, part: Part) -> None:
+    def enter_part(self, part: ModulePart) -> None:
         """Makes all operations from here on count for `part`, too."""
         part.calls += 1
         self._parts.append(part)
@@ -291,14 +291,14 @@ class Tree:
         self.open = False
         self._clock = clock
         self._counter = counter
-        self._calls: list[Part] = []
-        self._taken: list[tuple[Part, Moment, Moment]] = []
+        self._calls: list[ModulePart] = []
+        self._taken: list[tuple[ModulePart, Moment, Moment]] = []
         self._begun: list[Moment] = []
         self._hooks: list[RemovableHandle] = []
         self._roots = [self._part(model, "") for model in models]
 
-    def _part(self, module: nn.Module, name: str) -> Part:
-        part = Part(name, type(module).__name__, count_parameters(module))
+    def _part(self, module: nn.Module, name: str) -> ModulePart:
+        part = ModulePart(name, type(module).__name__, count_parameters(module))
         for child_name, child in module.named_children():
             part.children.append(self._part(child, joined(name, child_name)))
 
@@ -320,7 +320,7 @@ class Tree:
         self._hooks.append(module.register_forward_hook(after, always_call=True))
         return part
 
-    def _leave_one(self) -> Part:
+    def _leave_one(self) -> ModulePart:
         part = self._calls.pop()
         self._taken.append((part, self._begun.pop(), self._clock.now()))
         if self._counter is not None:
@@ -334,7 +334,7 @@ class Tree:
         for root in self._roots:
             root.clear_times()
 
-    def take(self) -> Part:
+    def take(self) -> ModulePart:
         """Returns the tree with its times, for which it waits for the device. Several models become children of one part."""
         for part, begin, end in self._taken:
             self._clock.wait(end)
@@ -342,7 +342,7 @@ class Tree:
         self._taken.clear()
         if len(self._roots) == 1:
             return self._roots[0]
-        together = Part("", "models", children=self._roots)
+        together = ModulePart("", "models", children=self._roots)
         for root in self._roots:
             together.add(root)
         together.calls = 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.base.text_table import text_table
-from paceline.observe.operations import Part, Profile
+from paceline.observe.operations import ModulePart, Profile
 
 
 def text(profile: Profile, depth: int = -1, top: int = 1, detailed: bool = True) -> str:
@@ -53,23 +53,23 @@ def _whole(profile: Profile) -> list[list[str]]:
     return rows
 
 
-_BY: tuple[tuple[str, Callable[[Part], float]], ...] = (
+_BY: tuple[tuple[str, Callable[[ModulePart], float]], ...] = (
     ("parameters", lambda part: part.parameters),
     ("MACs", lambda part: part.macs),
     ("latency ms", lambda part: part.latency_ms),
 )
 
 
-def by_depth(model: Part) -> dict[int, dict[str, Part]]:
+def by_depth(model: ModulePart) -> dict[int, dict[str, ModulePart]]:
     """For each depth the classes of modules there, each as the sum of its modules."""
-    sums: dict[int, dict[str, Part]] = {}
+    sums: dict[int, dict[str, ModulePart]] = {}
     for depth, part in model.walk():
         kinds = sums.setdefault(depth, {})
-        kinds.setdefault(part.kind, Part(part.kind, part.kind)).add(part)
+        kinds.setdefault(part.kind, ModulePart(part.kind, part.kind)).add(part)
     return sums
 
 
-def _heaviest(model: Part, depth: int, top: int) -> list[list[str]]:
+def _heaviest(model: ModulePart, depth: int, top: int) -> list[list[str]]:
     rows = [["depth", *(name for name, _ in _BY)]]
     for level, kinds in by_depth(model).items():
         if depth >= 0 and level > depth:
@@ -83,7 +83,7 @@ def _heaviest(model: Part, depth: int, top: int) -> list[list[str]]:
     return rows
 
 
-def _tree(model: Part, depth: int) -> list[list[str]]:
+def _tree(model: ModulePart, depth: int) -> list[list[str]]:
     rows = [["module", "parameters", "share", "MACs", "share", "forward ms", "share", "FLOPS"]]
     for level, part in model.walk():
         if depth >= 0 and level > depth:

@@ -17,7 +17,7 @@ import torch
 
 from paceline.base.text_table import text_table
 from paceline.observe.comms import size
-from paceline.observe.phases import NAMES, Listener
+from paceline.observe.phases import NAMES, PhaseListener
 
 
 @dataclass
@@ -113,7 +113,7 @@ def _largest() -> int:
 
 
 @dataclass
-class Device:
+class MemoryDevice:
     """The allocator of an accelerator; a CPU has none."""
 
     device: torch.device
@@ -132,7 +132,7 @@ class Device:
         return now, peak
 
 
-class Memory(Listener):
+class Memory(PhaseListener):
     """Follows what is held, phase by phase.
 
     Args:
@@ -146,7 +146,7 @@ class Memory(Listener):
     """
 
     def __init__(self, device: torch.device, predicted: Callable[[], Mapping[str, int]] = dict) -> None:
-        self._device = Device(device)
+        self._device = MemoryDevice(device)
         self._resident = Resident()
         self._predicted = predicted
         self.phases: dict[str, PhaseMemory] = {}

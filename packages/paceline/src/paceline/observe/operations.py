@@ -1,4 +1,4 @@
-"""`Profile` and `Part`: what a step, and each module in it, computes."""
+"""`Profile` and `ModulePart`: what a step, and each module in it, computes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 @dataclass
-class Part:
+class ModulePart:
     """A module, with all that is inside it, in one step on this rank.
 
     Attributes:
@@ -27,7 +27,7 @@ class Part:
     flops: int = 0
     latency_ms: float = 0.0
     calls: int = 0
-    children: list[Part] = field(default_factory=list)
+    children: list[ModulePart] = field(default_factory=list)
 
     @property
     def macs(self) -> int:
@@ -39,14 +39,14 @@ class Part:
         for _, part in self.walk():
             part.latency_ms = 0.0
 
-    def add(self, part: Part) -> None:
+    def add(self, part: ModulePart) -> None:
         """Adds another part to this one, which is a sum over several."""
         self.parameters += part.parameters
         self.flops += part.flops
         self.latency_ms += part.latency_ms
         self.calls += part.calls
 
-    def walk(self, depth: int = 0) -> Iterator[tuple[int, Part]]:
+    def walk(self, depth: int = 0) -> Iterator[tuple[int, ModulePart]]:
         """This part and those inside it, each with its depth."""
         yield depth, self
         for child in self.children:
@@ -68,7 +68,7 @@ class Profile:
             backward passes with their communication, waiting for other stages, clipping and the optimizer, all of it.
     """
 
-    model: Part
+    model: ModulePart
     parameters: int = 0
     step: int = 0
     micro_batches: int = 0
@@ -93,7 +93,7 @@ class Profile:
         """All operations of this rank in the step."""
         return self.forward + self.backward + self.recomputed
 
-    def take_times(self, model: Part, ms_by_phase: Mapping[str, float]) -> None:
+    def take_times(self, model: ModulePart, ms_by_phase: Mapping[str, float]) -> None:
         """Takes the times of another step, which was not counted.
 
         Args:
@@ -113,5 +113,5 @@ class Profile:
         return {**values, "macs": self.macs, "total": self.total, "model": _plain(self.model)}
 
 
-def _plain(part: Part) -> dict[str, Any]:
+def _plain(part: ModulePart) -> dict[str, Any]:
     return {**vars(part), "macs": part.macs, "children": [_plain(child) for child in part.children]}

@@ -25,7 +25,7 @@ _MOST_READINGS = 100
 _BEGIN = ("data", "forward", "backward", "pipeline")  # with one of these a step begins, after an optimizer has stepped
 
 
-class Listener:
+class PhaseListener:
     """The base class of what measures a run; subclasses override some of the methods.
 
     They are called on the training thread, and `to` also on a thread that runs backward passes.
@@ -53,7 +53,7 @@ class Phases:
     """
 
     def __init__(self) -> None:
-        self.listeners: list[Listener] = []
+        self.listeners: list[PhaseListener] = []
         self.steps = 0
         self._stack: list[str] = []
         self._stepped = False  # an optimizer has stepped in this step

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 from paceline.observe.flops import COUNTED, Counter
-from paceline.observe.phases import Listener
+from paceline.observe.phases import PhaseListener
 
 _COUNTED_STEP = 2  # from 1; the first step may build what later ones use
 
 
-class StepFlops(Listener):
+class StepFlops(PhaseListener):
     """Counts the operations of one step of forward and backward passes, without those that are only done again there.
 
     Counting slows this one step; the others are left alone.

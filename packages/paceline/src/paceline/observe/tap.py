@@ -45,7 +45,7 @@ _NAMES = {
 _SECOND = ("allgather", "_allgather", "gather_", "alltoall")
 
 
-class Listener(Protocol):
+class CollectiveListener(Protocol):
     """Whoever is told of collectives."""
 
     def issued(self, op: str, size_bytes: int, ranks: int, device: str) -> Callable[[], None]:
@@ -60,11 +60,11 @@ class Listener(Protocol):
         ...
 
 
-_listeners: list[Listener] = []
+_listeners: list[CollectiveListener] = []
 _stations: list[Station] = []
 
 
-def listen(listener: Listener) -> None:
+def listen(listener: CollectiveListener) -> None:
     """Begins to tell `listener`; what is in flight already is not told."""
     _listeners.append(listener)
     if not _stations:
@@ -74,7 +74,7 @@ def listen(listener: Listener) -> None:
         _stations.append(station)
 
 
-def ignore(listener: Listener) -> None:
+def ignore(listener: CollectiveListener) -> None:
     """Ends telling `listener`; after the last one the operators are as they were."""
     if listener in _listeners:
         _listeners.remove(listener)

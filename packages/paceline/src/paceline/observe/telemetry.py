@@ -27,7 +27,7 @@ from paceline.base.log import warn_once
 from paceline.base.ours import our_folders
 from paceline.observe.phases import NAMES, Phases
 from paceline.watch.journal import JournalWriter
-from paceline.watch.records import Record, Tick, Values
+from paceline.watch.records import JournalRecord, Tick, ValuesLogged
 from paceline.world.places import frame_of_thread, line_of, waits_for_ranks
 
 _log = logging.getLogger("paceline.observe")
@@ -43,7 +43,7 @@ Value = float | torch.Tensor
 
 
 @dataclass(frozen=True)
-class Progress:
+class StepProgress:
     """How far a run has come; None for what is not known.
 
     Attributes:
@@ -78,7 +78,7 @@ class Telemetry:
         self,
         writer: JournalWriter,
         phases: Phases,
-        progress: Callable[[], Progress],
+        progress: Callable[[], StepProgress],
         memory: Callable[[], tuple[int, int]],
         *,
         main: bool,
@@ -111,7 +111,7 @@ class Telemetry:
         self._thread = threading.Thread(target=self._run, name="paceline-telemetry", daemon=True)
         self._thread.start()
 
-    def record(self, record: Record) -> None:
+    def record(self, record: JournalRecord) -> None:
         """Writes a record at once."""
         self._write([(record, None)])
 
@@ -200,7 +200,7 @@ class Telemetry:
             lines.append((self._tick_of(progress), None))
             self._write(lines)
 
-    def _write(self, lines: list[tuple[Record, float | None]]) -> None:
+    def _write(self, lines: list[tuple[JournalRecord, float | None]]) -> None:
         """Writes lines. A full disk must not end the training: it is logged once, and later lines are tried again."""
         try:
             self._writer.write(lines)
@@ -210,7 +210,7 @@ class Telemetry:
                 _log.warning("could not write %s: %s; lines of the journal are lost", self._writer.path, error)
             self._failing = True
 
-    def _tick_of(self, progress: Progress) -> Tick:
+    def _tick_of(self, progress: StepProgress) -> Tick:
         """Returns what has happened since the last tick, and begins the next one."""
         ns, phase, phase_ns = self._phases.times()
         ms: dict[str, float] = {}
@@ -244,16 +244,16 @@ class Telemetry:
             waits=waits,
         )
 
-    def _values(self, progress: Progress) -> list[tuple[Record, float | None]]:
+    def _values(self, progress: StepProgress) -> list[tuple[JournalRecord, float | None]]:
         """Returns what was logged since the last tick, and the state of gradients, each with its time (None for now)."""
         if not self._main:
             return []
         with self._lock:
             pending, self._pending = self._pending, []
-        lines: list[tuple[Record, float | None]] = []
+        lines: list[tuple[JournalRecord, float | None]] = []
         for t, step, values in pending:
             as_floats = {name: float(value) for name, value in values.items()}
-            lines.append((Values(step, as_floats), t))
+            lines.append((ValuesLogged(step, as_floats), t))
         numbers: dict[str, float] = {}
         norm, self._norm = self._norm, None
         if norm is not None:
@@ -265,7 +265,7 @@ class Telemetry:
         elif progress.loss_scale is not None and self._phases.steps > self._written_steps:
             numbers = {"loss_scale": progress.loss_scale, "skipped_steps": float(progress.skipped_steps or 0)}
         if numbers:
-            lines.append((Values(progress.step, numbers), None))
+            lines.append((ValuesLogged(progress.step, numbers), None))
         return lines
 
     def _line(self) -> str:

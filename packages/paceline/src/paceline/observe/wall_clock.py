@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from paceline.base.text_table import text_table
 from paceline.observe.clock import Clock, HostClock, Moment
-from paceline.observe.phases import NAMES, Listener
+from paceline.observe.phases import NAMES, PhaseListener
 
 _KEPT = 64  # steps whose times can be read one by one
 
@@ -46,7 +46,7 @@ class _Taken:
     micro: list[int] = field(default_factory=list)
 
 
-class WallClock(Listener):
+class WallClock(PhaseListener):
     """Times the phases of steps.
 
     Args:

@@ -41,6 +41,7 @@ from paceline.optim.changes import Gradients
 from paceline.optim.mean import ITEMS, MICRO_BATCHES, SAMPLES, Mean, checked_count, mixed, power_of_two
 from paceline.optim.window import Window, Windows
 from paceline.plan.data import BatchInfo
+from paceline.plan.semantics import NATIVE, Semantics
 from paceline.torch_internals.tensors import multiply_in_place
 from paceline.world.collectives import Collectives
 from paceline.world.sharded import local
@@ -120,6 +121,7 @@ class Accumulation:
             `.grad`, and those that strategies hold.
         took_part: of the parameters whose gradients have changed, returns those that took part in the last backward pass.
         finish_reduction: reduces gradients that were held back. Ranks: all.
+        semantics: says which weight a loss has, and whether the end of an epoch ends a window.
 
     Attributes:
         steps: the number of micro-batches in a window.
@@ -144,11 +146,12 @@ class Accumulation:
         held: _Held = _nothing_held,
         took_part: Callable[[set[Tensor]], set[Tensor]] = lambda changed: changed,
         finish_reduction: Callable[[], None] = lambda: None,
+        semantics: Semantics = NATIVE,
     ) -> None:
         self.steps = steps
         self.width = width
-        self.weighs_by_samples = True
-        self.sync_at_end = True
+        self.weighs_by_samples = semantics.loss_weights == "samples"
+        self.sync_at_end = semantics.epoch_ends_window
         self.began = False
         self.passes = 0
         self.last_pass = Pass(0)
@@ -188,11 +191,6 @@ class Accumulation:
                 fix="set gradient_accumulation_steps to 1 or more",
             )
         self.steps = steps
-
-    def follow_script(self, sync_at_end: bool = True) -> None:
-        """Lets the script control its windows, and gives each micro-batch and rank the same weight."""
-        self.weighs_by_samples = False
-        self.sync_at_end = sync_at_end
 
     def mark_replicas(self, *, equal: bool) -> None:
         """Records that ranks take separate steps from now on, or that their parameters are equal again."""

@@ -2,22 +2,20 @@
 
 torch changes nothing there, and says nothing: a DTensor keeps its values in another tensor. So SAM would not go back to where
 it came from, and an optimizer that steps by `p.data = p.data - lr * p.grad` would not train. Where the loop itself writes so,
-the next step says it.
+the next forward pass or step says it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from paceline.base.errors import TrainError
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.torch_internals.tensors import memory_of
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 
@@ -29,26 +27,43 @@ def copy_assigned_data(adapter: OptimizerAdapter) -> None:
 
     Its step refuses a parameter to which something else has assigned: TrainError `data-assigned`.
     """
-    if any(map(is_sharded, parameters_of(adapter.optimizer))):
+    refuse = _RefuseAssignedData(parameters_of(adapter.optimizer))
+    if refuse:
         adapter.surround(lambda _: _CopyAssignedData())
-        adapter.refuse(_RefuseAssignedData())
+        adapter.refuse(lambda optimizer: refuse(parameters_of(optimizer)))
+
+
+def refuse_assigned_data(model: nn.Module) -> None:
+    """Makes forward passes of the model refuse parameters to which `parameter.data = value` was written.
+
+    So parameters that are in no optimizer, as those of an average, are looked at, too. Call it when they are divided. The
+    hook raises TrainError: `data-assigned`.
+    """
+    parameters = list(filter(is_sharded, model.parameters()))
+    refuse = _RefuseAssignedData(parameters)
+    if refuse:
+        model.register_forward_pre_hook(lambda *_: refuse(parameters), prepend=True)
 
 
 class _RefuseAssignedData:
-    """Raises an error if `parameter.data = value` was written, outside of the optimizer's methods, since the last step.
+    """Raises an error if `parameter.data = value` was written, outside of the optimizer's methods, since it looked last.
 
     The value is lost then, but the DTensor, which has no memory of its own, has got the storage object of the value.
     """
 
-    def __init__(self) -> None:
-        self._storages: dict[Tensor, int] = {}
+    def __init__(self, parameters: Iterable[Tensor]) -> None:
+        # torch gives the same object for as long as somebody has it.
+        self._storages = {parameter: parameter.untyped_storage() for parameter in parameters if is_sharded(parameter)}
 
-    def __call__(self, optimizer: Optimizer) -> None:
-        for parameter in parameters_of(optimizer):
+    def __bool__(self) -> bool:
+        return bool(self._storages)
+
+    def __call__(self, parameters: Iterable[Tensor]) -> None:
+        for parameter in parameters:
             if not is_sharded(parameter):
                 continue
-            storage = memory_of(parameter)
-            if self._storages.setdefault(parameter, storage) == storage:
+            storage = parameter.untyped_storage()
+            if self._storages.setdefault(parameter, storage) is storage:
                 continue
             self._storages[parameter] = storage
             raise TrainError(

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from paceline.parallel.assigned_data import refuse_assigned_data
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, Runner, Strategy
 from paceline.plan.plan import Decision, Plan
@@ -70,6 +71,7 @@ class Chain:
             # Strategies that follow must know it: under a pipeline they work on stages, and not on the whole model.
             if isinstance(outcome, Runner):
                 context = replace(context, runner=outcome)
+        refuse_assigned_data(model)
         return cls(context.plan, model, applied)
 
     def __iter__(self) -> Iterator[AppliedStrategy]:

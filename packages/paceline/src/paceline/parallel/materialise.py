@@ -49,7 +49,7 @@ class _Written(TorchDispatchMode):
 
 
 @dataclass
-class _Part:
+class _RecipePart:
     """Tensors that are initialized together, because one initializer writes several of them."""
 
     slots: list[Slot] = field(default_factory=list)
@@ -77,7 +77,7 @@ class Recipe:
         self._twin = _Twin(model)
         self._parts = self._observe([name for name, _ in model.named_modules()])
 
-    def _observe(self, names: list[str]) -> list[_Part]:
+    def _observe(self, names: list[str]) -> list[_RecipePart]:
         """Runs each initializer once on meta tensors, and records the tensors that it writes or replaces."""
         twin = self._twin
         written: dict[str, list[Slot]] = {}
@@ -160,7 +160,7 @@ class Recipe:
                     holders.append((present[name], key))
         return holders
 
-    def _drawn(self, part: _Part, seed: int) -> dict[Slot, torch.Tensor]:
+    def _drawn(self, part: _RecipePart, seed: int) -> dict[Slot, torch.Tensor]:
         """Computes the unsharded values of a part on the host."""
         twin = self._twin
         for slot in part.slots:
@@ -282,11 +282,11 @@ def _own(module: nn.Module) -> Iterable[tuple[str, torch.Tensor]]:
                 yield key, tensor
 
 
-def _joined(written: dict[str, list[Slot]]) -> list[_Part]:
+def _joined(written: dict[str, list[Slot]]) -> list[_RecipePart]:
     """Returns parts that have no tensor in common, each with its initializers in the order in which they run."""
-    owner: dict[Slot, _Part] = {}
+    owner: dict[Slot, _RecipePart] = {}
     for name, slots in written.items():
-        part = _Part()
+        part = _RecipePart()
         for slot in dict.fromkeys(slots):
             other = owner.get(slot)
             if other is None:
@@ -298,7 +298,7 @@ def _joined(written: dict[str, list[Slot]]) -> list[_Part]:
             for own_slot in part.slots:
                 owner[own_slot] = part
         part.modules.append(name)
-    parts: dict[int, _Part] = {id(part): part for part in owner.values()}
+    parts: dict[int, _RecipePart] = {id(part): part for part in owner.values()}
     return list(parts.values())
 
 

@@ -17,7 +17,7 @@ class Microbatches(tuple[Any, ...]):
         return super().__new__(cls, batches)
 
 
-class Part(NamedTuple):
+class BatchPart(NamedTuple):
     """One batch: what the model and the loss are called with."""
 
     inputs: tuple[Any, ...]
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     target: Any
 
     @classmethod
-    def of(cls, batch: Any) -> Part:
+    def of(cls, batch: Any) -> BatchPart:
         """Reads `(*inputs, target)`, or a mapping, which is both."""
         if isinstance(batch, Mapping):
             return cls((), dict(batch), batch)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from paceline.parallel.context.block_calls import CACHES
+from paceline.parallel.key_value_caches import CACHES
 from paceline.parallel.recompute import chosen, overloads
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.options import names_of

@@ -35,7 +35,7 @@ from torch.distributed.algorithms.join import Joinable
 
 from paceline.base.errors import Problem
 from paceline.base.registry import Registry
-from paceline.parallel.microbatches import Part
+from paceline.parallel.microbatches import BatchPart
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -160,7 +160,7 @@ class Runner(AppliedStrategy, ABC):
     first_blocks: tuple[str, ...]
 
     @abstractmethod
-    def forward_backward(self, batch: Part, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
+    def forward_backward(self, batch: BatchPart, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
         """Runs one batch forward and backward; gradients stay on the ranks that hold the parameters.
 
         Args:
@@ -180,7 +180,7 @@ class Runner(AppliedStrategy, ABC):
 
     @abstractmethod
     def forward_backward_each(
-        self, parts: Sequence[Part], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool
+        self, parts: Sequence[BatchPart], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool
     ) -> Tensor:
         """Runs micro-batches that the caller has made. Each counts the same, and their shapes may differ.
 

@@ -24,7 +24,7 @@ LENGTHS = {"F": 1, "B": 2, "I": 1, "W": 1}
 
 
 @dataclass(frozen=True)
-class Schedule:
+class PipelineSchedule:
     """One way of ordering the forward and backward passes of micro-batches.
 
     Attributes:
@@ -67,13 +67,13 @@ class Schedule:
 
 
 _TABLE = (
-    Schedule("gpipe", 1, 1, 1),
-    Schedule("1f1b", 1, 1, 1, otherwise="gpipe"),
-    Schedule("breadth-first", 2, 1, 64),
-    Schedule("interleaved", 2, 2, 64, otherwise="breadth-first"),
-    Schedule("zero-bubble", 1, 1, 64, otherwise="breadth-first"),
-    Schedule("zbv", 2, 2, 2, "v"),
-    Schedule("dualpipev", 2, 2, 2, "v", otherwise="zbv"),
+    PipelineSchedule("gpipe", 1, 1, 1),
+    PipelineSchedule("1f1b", 1, 1, 1, otherwise="gpipe"),
+    PipelineSchedule("breadth-first", 2, 1, 64),
+    PipelineSchedule("interleaved", 2, 2, 64, otherwise="breadth-first"),
+    PipelineSchedule("zero-bubble", 1, 1, 64, otherwise="breadth-first"),
+    PipelineSchedule("zbv", 2, 2, 2, "v"),
+    PipelineSchedule("dualpipev", 2, 2, 2, "v", otherwise="zbv"),
 )
 SCHEDULES = {schedule.name: schedule for schedule in _TABLE}
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from paceline.config.settings import Offload
+from paceline.plan.semantics import NATIVE, Semantics
 from paceline.world.layout import Layout
 
 
@@ -50,6 +52,7 @@ class Plan:
         open: settings that were asked to be chosen when the models are known; () once they are.
         strategies: names of the model passes, in the order in which they are applied.
         options: options of each strategy, by its name.
+        semantics: how the loop is meant: as Paceline's own, or as another library's.
         decisions: where each value came from.
     """
 
@@ -59,10 +62,11 @@ class Plan:
     zero: int = 0
     recompute: str = "no"
     compile: bool = False
-    offload: str = "no"
+    offload: Offload = "no"
     open: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    semantics: Semantics = NATIVE
     decisions: tuple[Decision, ...] = ()
 
     @property
@@ -71,10 +75,21 @@ class Plan:
         tensor or pipeline ranks hold parts of the model too, which our own stages 1 and 2 do not divide again."""
         return self.layout.shard > 1 and (self.zero == 3 or self.layout.parameter_parts > 1)
 
+    def in_float32(self, reason: str) -> Plan:
+        """Returns the plan in float32, whatever precision was asked for."""
+        decision = Decision("precision", "no", "derived", reason=reason)
+        return replace(self, precision="no", decisions=(*self.decisions, decision))
+
     def explain(self) -> str:
-        """Returns the whole plan as text: a heading, one line for each decision, and one for all that nobody chose."""
+        """Returns the whole plan as text: a heading, one line for each decision, and one for all that nobody chose.
+
+        Where the loop is not meant as Paceline's own, a line below the heading says what differs.
+        """
         chain = " -> ".join(self.strategies) or "none"
         lines = [f"plan: {self.layout}, precision {self.precision}, accumulate {self.accumulate}, strategies {chain}"]
+        meaning = self.semantics.explain()
+        if meaning:
+            lines.append(f"  {meaning}")
         defaults = []
         for decision in self.decisions:
             if decision.source == "default":

@@ -12,15 +12,17 @@ from typing import Any, Protocol
 
 from paceline.base.errors import PlanError, Problem
 from paceline.config.given import nearest
+from paceline.config.settings import RunSettings
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import read
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.randomness import random_layers
 from paceline.plan.rules import model_problems, origin, run_problems
+from paceline.plan.semantics import NATIVE, Semantics
 from paceline.world.layout import AXES, DATA_AXES, Layout, model_axes
 
 
-class Pass(Protocol):
+class PlannedStrategy(Protocol):
     """The part of a strategy that planning uses, which is pure; `paceline.parallel.strategy` has the whole interface."""
 
     name: str
@@ -41,36 +43,38 @@ OTHER_OPTIONS = ("profile", "anomalies")  # blocks of options that belong to no 
 
 
 def draft(
-    settings: Mapping[str, Any],
+    settings: RunSettings,
     decisions: Iterable[Decision],
     world_size: int,
-    options: Mapping[str, Mapping[str, Any]] | None = None,
+    semantics: Semantics = NATIVE,
 ) -> Plan:
     """Makes the part of a plan that needs no model: layout, precision, accumulation.
 
     Args:
-        settings: `mixed_precision`, `accumulate` and one entry for each axis, a number or "auto".
+        settings: of the run; an axis that they leave out is "auto". Of the options, those that belong to no strategy
+            (`OTHER_OPTIONS`) are left out.
         decisions: where each setting came from.
         world_size: the number of processes.
-        options: options of strategies, by the strategy's name; entries of `OTHER_OPTIONS` are left out.
+        semantics: how the loop is meant, where no setting says otherwise.
 
     Raises:
         PlanError: `plan-size`, `plan-precision`, `plan-accumulate`; all that apply, at once.
     """
     decisions = list(decisions)
-    of_strategies = dict(options or {})
+    of_strategies = dict(settings.options)
     for name in OTHER_OPTIONS:
         of_strategies.pop(name, None)
     sizes, derived = _sizes(settings, world_size)
     by_field = {decision.field: decision for decision in decisions} | derived
     plan = Plan(
         layout=Layout(**sizes),
-        precision=str(settings.get("mixed_precision", "no")),
-        accumulate=settings.get("accumulate", 1),
-        recompute=str(settings.get("recompute", "no")),
-        compile=bool(settings.get("compile", False)),
-        offload=str(settings.get("offload", "no")),
+        precision=settings.mixed_precision,
+        accumulate=settings.accumulate,
+        recompute=settings.recompute,
+        compile=settings.compile,
+        offload=settings.offload,
         options=of_strategies,
+        semantics=replace(semantics, tail="pad") if settings.even_batches else semantics,
     )
     zero, reason = _stage(settings, plan.layout)
     if reason:
@@ -94,9 +98,14 @@ def draft_beside(own: Plan, settings: Mapping[str, Any], world_size: int) -> Pla
     Raises:
         PlanError: `plan-width`, if batches would be divided over other ranks than in the run; and those of `draft`.
     """
-    shared = {"mixed_precision": own.precision, "accumulate": own.accumulate, "recompute": own.recompute}
+    shared = {
+        "mixed_precision": own.precision,
+        "accumulate": own.accumulate,
+        "recompute": own.recompute,
+        "options": own.options,
+    }
     decisions = [Decision(name, value, "code", "prepare_model(plan=...)") for name, value in settings.items()]
-    other = draft({**shared, **settings}, decisions, world_size, own.options)
+    other = draft(RunSettings.of({**shared, **settings}), decisions, world_size, own.semantics)
     axes_of_model = [(axis,) for axis in model_axes()]
     for axes in (DATA_AXES, *axes_of_model):
         if other.layout.size(*axes) != own.layout.size(*axes):
@@ -110,15 +119,16 @@ def draft_beside(own: Plan, settings: Mapping[str, Any], world_size: int) -> Pla
     return other
 
 
-def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int], dict[str, Decision]]:
+def _sizes(settings: RunSettings, world_size: int) -> tuple[dict[str, int], dict[str, Decision]]:
     """Returns the number of ranks along each axis, and the decisions about those that nobody gave.
 
     The ranks that the given axes leave go to `replicate`, or to `shard` if a ZeRO stage is asked for.
     """
     given: dict[str, int] = {}
     for axis in AXES:
-        if settings.get(axis, "auto") != "auto":
-            given[axis] = int(settings[axis])
+        size = settings.axes.get(axis, "auto")
+        if size != "auto":
+            given[axis] = int(size)
     # A size below 1, or a product that does not divide the world size, is an error that `run_problems` reports later.
     others = prod(given.values())
     rest = 1
@@ -126,7 +136,7 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
         rest = max(1, world_size // others)
     # A user who asks for a ZeRO stage or for offload wants the ranks to share one copy of the model. Otherwise each rank has
     # its own.
-    divides = settings.get("zero", "auto") not in ("auto", 0) or settings.get("offload", "no") == "all"
+    divides = settings.zero not in ("auto", 0) or settings.offload == "all"
     takes_rest = "replicate"
     if "replicate" in given or (divides and "shard" not in given):
         takes_rest = "shard"
@@ -146,7 +156,7 @@ def _sizes(settings: Mapping[str, Any], world_size: int) -> tuple[dict[str, int]
     return sizes, derived
 
 
-def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[str, ...]:
+def _open(settings: RunSettings, decisions: Iterable[Decision]) -> tuple[str, ...]:
     """Returns the settings that the planner may choose: those that were set to "auto", and those that follow from them."""
     may_be_open = {"shard", "zero"}
     may_be_open.update(axis.name for axis in AXES.values() if axis.searched)
@@ -162,18 +172,19 @@ def _open(settings: Mapping[str, Any], decisions: Iterable[Decision]) -> tuple[s
     if left_open:
         follows.append("replicate")
     for name in follows:
-        if settings.get(name, "auto") == "auto":
+        value = settings.zero if name == "zero" else settings.axes.get(name, "auto")
+        if value == "auto":
             left_open.add(name)
     return tuple(sorted(left_open))
 
 
-def _stage(settings: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
+def _stage(settings: RunSettings, layout: Layout) -> tuple[int, str]:
     """Returns the ZeRO stage, and the reason for it if nobody gave it."""
-    asked = settings.get("zero", "auto")
+    asked = settings.zero
     # A stage that is asked for explicitly, with an explicit shard of 1 on several ranks, is left for `run_problems` to refuse.
     if layout.shard == 1 and asked in ("auto", 0):
         return 0, "shard is 1"
-    if layout.shard == 1 and (layout.size() == 1 or settings.get("shard", "auto") == "auto"):
+    if layout.shard == 1 and (layout.size() == 1 or settings.axes.get("shard", "auto") == "auto"):
         return 0, f"zero={asked} divides nothing, since shard is 1"
     if asked == "auto":
         return 3, f"shard={layout.shard}: parameters, gradients and optimizer states are divided"
@@ -181,7 +192,10 @@ def _stage(settings: Mapping[str, Any], layout: Layout) -> tuple[int, str]:
 
 
 def resolve(
-    plan: Plan, models: Iterable[ModelFacts], strategies: Iterable[Pass], problems_before: Iterable[Problem] = ()
+    plan: Plan,
+    models: Iterable[ModelFacts],
+    strategies: Iterable[PlannedStrategy],
+    problems_before: Iterable[Problem] = (),
 ) -> Plan:
     """Chooses the chain of strategies for these models, and checks everything before any model is changed.
 
@@ -221,7 +235,9 @@ def resolve(
     return replace(plan, strategies=names, decisions=(*_with_idle_options(plan, names), *decisions, chain))
 
 
-def _unserved_axes(plan: Plan, chosen: Iterable[Pass], strategies: Iterable[Pass]) -> list[Problem]:
+def _unserved_axes(
+    plan: Plan, chosen: Iterable[PlannedStrategy], strategies: Iterable[PlannedStrategy]
+) -> list[Problem]:
     """Returns a problem for each axis that is asked for and that no chosen strategy serves."""
     served: set[str] = set()
     for strategy in chosen:
@@ -237,7 +253,7 @@ def _unserved_axes(plan: Plan, chosen: Iterable[Pass], strategies: Iterable[Pass
 
 
 def option_problems(
-    options: Mapping[str, Mapping[str, Any]], decisions: Iterable[Decision], strategies: Iterable[Pass]
+    options: Mapping[str, Mapping[str, Any]], decisions: Iterable[Decision], strategies: Iterable[PlannedStrategy]
 ) -> list[Problem]:
     """Returns what is wrong with the options of strategies, also of those that a plan does not use.
 

@@ -16,8 +16,9 @@ from typing import Any
 from paceline.base.errors import LaunchError, PlanError
 from paceline.config.sources import Launch
 from paceline.launch.failure_report import problem_of
-from paceline.launch.job import job_of
-from paceline.launch.launcher import LAUNCHERS, Job, Target
+from paceline.launch.job import Job, Target
+from paceline.launch.launcher import LAUNCHERS
+from paceline.launch.make_job import job_of
 from paceline.planner.calibration import Calibration, Machine
 from paceline.planner.device import Device
 from paceline.planner.fit import of_this_host

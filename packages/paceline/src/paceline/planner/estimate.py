@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 from paceline.base.errors import PlanError
-from paceline.config.settings import searched_settings
+from paceline.config.settings import RunSettings, searched_settings
 from paceline.parallel.strategy import STRATEGIES, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -116,7 +116,8 @@ def choose(
             continue
         decisions = [Decision(name, value, "derived", "planner") for name, value in settings.items()]
         try:
-            plan = resolve(draft({**closed, **settings}, decisions, world_size), need.models, STRATEGIES)
+            plan = draft(RunSettings.of({**closed, **settings}), decisions, world_size)
+            plan = resolve(plan, need.models, STRATEGIES)
         except PlanError as error:
             rejected.append(Rejected(settings, error.problems[0].what))
             continue

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from paceline.base.errors import PlanError
+from paceline.config.settings import RunSettings
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
@@ -77,4 +78,5 @@ def fit(plan: Plan, models: Iterable[ModelFacts], world: World, memory: int) -> 
     for name, value in chosen.settings.items():
         where = decisions[name].where if name in decisions else ""
         decisions[name] = Decision(name, value, "derived", where, reason)
-    return draft({**fixed, **chosen.settings}, decisions.values(), world.size, plan.options)
+    settings = RunSettings.of({**fixed, **chosen.settings, "options": plan.options})
+    return draft(settings, decisions.values(), world.size, plan.semantics)

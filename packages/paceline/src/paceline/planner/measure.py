@@ -50,7 +50,7 @@ Rounds = Sequence[dict[str, float]]  # for each round, the seconds of each probe
 
 
 @dataclass(frozen=True)
-class Probe:
+class WorkProbe:
     """A piece of work whose time is measured.
 
     Attributes:
@@ -113,7 +113,7 @@ class Probes:
             seconds[probe.name] = self._slowest(self._run(probe, self._times[probe.name]))
         return seconds
 
-    def _run(self, probe: Probe, times: int) -> float:
+    def _run(self, probe: WorkProbe, times: int) -> float:
         """Runs a probe several times and returns the mean seconds; 0 on a rank that waits for the first rank."""
         if probe.first_alone and dist.get_rank(self._group) > 0:
             return 0.0
@@ -141,8 +141,8 @@ class Probes:
     def _new(self, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         return torch.rand(*shape, device=self._device).to(dtype)
 
-    def _matrices(self) -> list[Probe]:
-        probes: list[Probe] = []
+    def _matrices(self) -> list[WorkProbe]:
+        probes: list[WorkProbe] = []
         for dtype in _DTYPES:
             name = str(dtype).removeprefix("torch.")
             weights = [self._new(4 * _WIDTH, _WIDTH, dtype=dtype) for _ in range(_LAYERS)]
@@ -152,26 +152,26 @@ class Probes:
                 flops = 3 * 2.0 * rows * 4 * _WIDTH**2
                 moved = 3 * dtype.itemsize * (inputs.numel() + weights[0].numel() + gradients.numel())
                 work = partial(_linear_layer, inputs, gradients, cycle(weights))
-                probes.append(Probe(f"matrix {name} {rows}", flops, work, moved))
+                probes.append(WorkProbe(f"matrix {name} {rows}", flops, work, moved))
         return probes
 
-    def _memory(self) -> list[Probe]:
-        probes: list[Probe] = []
+    def _memory(self) -> list[WorkProbe]:
+        probes: list[WorkProbe] = []
         for elements in _ELEMENTS:
             count = max(2, _UNCACHED_ELEMENTS // elements)
             operands = cycle(self._new(count, elements).unbind())
-            probes.append(Probe(f"memory {elements}", 12.0 * elements, partial(_sum_of_next, operands)))
+            probes.append(WorkProbe(f"memory {elements}", 12.0 * elements, partial(_sum_of_next, operands)))
         return probes
 
-    def _optimizer(self) -> Probe:
+    def _optimizer(self) -> WorkProbe:
         parameter = torch.nn.Parameter(self._new(_OPTIMIZED))
         parameter.grad = self._new(_OPTIMIZED)
         step = torch.optim.AdamW([parameter], fused=True).step
         # The kernel is declared to read and write parameters, gradients and two states: 4 tensors, 4 bytes an element, in
         # both directions. `OperationTrace` counts it in the same way, so that both agree.
-        return Probe("optimizer", 8.0 * 4 * _OPTIMIZED, step)
+        return WorkProbe("optimizer", 8.0 * 4 * _OPTIMIZED, step)
 
-    def _overhead(self) -> Probe:
+    def _overhead(self) -> WorkProbe:
         layers: list[nn.Module] = []
         for _ in range(4):
             layers += [nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU()]
@@ -184,10 +184,10 @@ class Probes:
 
         with _OperationCount() as operations:
             passes()
-        return Probe("overhead", operations.count, passes)
+        return WorkProbe("overhead", operations.count, passes)
 
-    def _links(self, group: dist.ProcessGroup) -> list[Probe]:
-        probes: list[Probe] = []
+    def _links(self, group: dist.ProcessGroup) -> list[WorkProbe]:
+        probes: list[WorkProbe] = []
         transport = transport_of(group, self._device)
         for size, elements in (("small", _SMALL_ELEMENTS), ("large", _LARGE_ELEMENTS)):
             whole = self._new(elements // self.size * self.size)
@@ -197,20 +197,22 @@ class Probes:
             # What a rank sends in a ring, which leaves out its own part; an all-reduce goes around twice.
             ring_bytes = num_bytes * (self.size - 1) / self.size
             probes += [
-                Probe(f"link allreduce {size}", 2 * ring_bytes, partial(dist.all_reduce, whole, group=group)),
-                Probe(f"link allgather {size}", ring_bytes, partial(all_gather_single, whole, part, group=group)),
-                Probe(
+                WorkProbe(f"link allreduce {size}", 2 * ring_bytes, partial(dist.all_reduce, whole, group=group)),
+                WorkProbe(f"link allgather {size}", ring_bytes, partial(all_gather_single, whole, part, group=group)),
+                WorkProbe(
                     f"link reducescatter {size}", ring_bytes, partial(reduce_scatter_single, part, whole, group=group)
                 ),
-                Probe(f"link broadcast {size}", num_bytes, partial(dist.broadcast, whole, group=group, group_src=0)),
-                Probe(
+                WorkProbe(
+                    f"link broadcast {size}", num_bytes, partial(dist.broadcast, whole, group=group, group_src=0)
+                ),
+                WorkProbe(
                     f"link alltoall {size}", ring_bytes, partial(dist.all_to_all_single, received, whole, group=group)
                 ),
-                Probe(f"link send {size}", ring_bytes, partial(_exchange, transport, whole, part)),
+                WorkProbe(f"link send {size}", ring_bytes, partial(_exchange, transport, whole, part)),
             ]
         return probes
 
-    def _beside_computing(self, group: dist.ProcessGroup) -> list[Probe]:
+    def _beside_computing(self, group: dist.ProcessGroup) -> list[WorkProbe]:
         """Returns probes of computing alone, during a message, and in turns with messages for which it waits."""
         left = self._new(512, 512)
         right = self._new(512, 512)
@@ -232,7 +234,11 @@ class Probes:
                 computing()
                 dist.all_reduce(small, group=group)
 
-        return [Probe("computing", 1.0, computing), Probe("overlap", 1.0, both), Probe("waiting", _TURNS, in_turns)]
+        return [
+            WorkProbe("computing", 1.0, computing),
+            WorkProbe("overlap", 1.0, both),
+            WorkProbe("waiting", _TURNS, in_turns),
+        ]
 
 
 class _OperationCount(dispatch.TorchDispatchMode):
@@ -273,7 +279,7 @@ def _wait_for(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def calibration_of(probes: Sequence[Probe], rounds: Rounds, machine: Machine, now: float) -> Calibration:
+def calibration_of(probes: Sequence[WorkProbe], rounds: Rounds, machine: Machine, now: float) -> Calibration:
     """Computes rates from the seconds of probes. Pure.
 
     Args:

@@ -9,13 +9,13 @@ from typing import Any
 
 from paceline.base.errors import PlanError
 from paceline.config.given import Choice
-from paceline.config.settings import searched_settings
+from paceline.config.settings import RunSettings, searched_settings
 from paceline.config.sources import HANDED, hand_over
 from paceline.planner.calibration import Lookup
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Need, Rejected, choose, estimate, gib, settings_of, shown
 from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, rehearse
-from paceline.planner.report import Report
+from paceline.planner.report import PlanReport
 from paceline.world.layout import model_axes
 
 _TRIES = 4  # rehearsals of one search
@@ -30,7 +30,7 @@ def predict(
     opened: Sequence[str] = (),
     lookup: Lookup | None = None,
     progress: Callable[[str], None] = lambda step: None,
-) -> Report:
+) -> PlanReport:
     """What a run will take.
 
     Args:
@@ -46,7 +46,7 @@ def predict(
     Raises:
         PlanError: those of `rehearse`.
     """
-    search = _Search(work, simulated, decisions, lookup, progress)
+    search = _PredictedSearch(work, simulated, decisions, lookup, progress)
     if opened and device is not None:
         return search.run(device, opened)
     rehearsal = search.rehearse({}, "the plan")
@@ -70,7 +70,7 @@ def predict(
 
 
 @dataclass
-class _Search:
+class _PredictedSearch:
     """Looks for the cheapest plan that fits: formulas sort most plans out, and what they let through is rehearsed.
 
     Attributes:
@@ -90,7 +90,7 @@ class _Search:
         self.progress(f"rehearsing {name} on rank 0 of {self.simulated.world_size}")
         return rehearse(self.work, _with_settings(self.simulated, self.decisions, settings))
 
-    def run(self, device: Device, opened: Sequence[str], known: Sequence[Rejected] = ()) -> Report:
+    def run(self, device: Device, opened: Sequence[str], known: Sequence[Rejected] = ()) -> PlanReport:
         """Returns the report of the plan that is chosen, or of the last one that was rehearsed if none fits.
 
         Args:
@@ -104,7 +104,8 @@ class _Search:
         simulated, lookup = self.simulated, self.lookup
         fixed = dict(self.fixed)
         for decision in self.decisions:
-            if decision.field not in opened and decision.value != "auto":
+            is_of_run = decision.field in RunSettings.names()
+            if is_of_run and decision.field not in opened and decision.value != "auto":
                 fixed.setdefault(decision.field, decision.value)
         undivided = _undivided(simulated.world_size, fixed, opened)
         first = self.rehearse(undivided, "the model undivided")
@@ -142,13 +143,13 @@ class _Search:
         return _fastest(reports)
 
 
-def _fastest(reports: Sequence[Report]) -> Report:
+def _fastest(reports: Sequence[PlanReport]) -> PlanReport:
     """The report of the plan that takes the least time for a sample; of equal ones, and where no time is known, the first.
 
     The others become plans that were rejected.
     """
 
-    def seconds_per_sample(report: Report) -> float:
+    def seconds_per_sample(report: PlanReport) -> float:
         # Every rank reads batches of the same size, but ranks that divide the model read the same ones.
         return report.time.total_s / report.plan.layout.width if report.time is not None else inf
 
@@ -197,9 +198,9 @@ def _report(
     chosen: Chosen | None,
     rejected: Sequence[Rejected],
     lookup: Lookup | None,
-) -> Report:
+) -> PlanReport:
     need = _need(rehearsal)
     by_formula = estimate(rehearsal.plan, need) if rehearsal.memory is None else None
-    return Report(
+    return PlanReport(
         rehearsal.plan, simulated.world_size, rehearsal, by_formula, device, chosen, tuple(rejected), lookup=lookup
     )

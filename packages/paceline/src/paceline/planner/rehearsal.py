@@ -38,7 +38,7 @@ from paceline.planner.operation_trace import OperationTrace, Traffic
 from paceline.torch_internals import fake, imaginary
 from paceline.torch_internals.forks import renew_threads
 from paceline.world import runtime
-from paceline.world.runtime import PreparedRun, Runtime, Window
+from paceline.world.runtime import MicroBatches, PreparedRun, Runtime
 from paceline.world.tree import tensors
 from paceline.world.world import World
 
@@ -317,7 +317,7 @@ class RehearsalRuntime(Runtime):
         """Passes the micro-batch on to the observer."""
         self._observer.micro_batch(inputs, samples)
 
-    def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
         """Passes the step on to the observer."""
         self._observer.stepped(optimizer, window)
 

@@ -24,7 +24,7 @@ _NOTHING = "nothing that was tried fits: use more processes, a smaller batch, or
 
 
 @dataclass(frozen=True)
-class Report:
+class PlanReport:
     """All that is known of a run before it.
 
     Attributes:
@@ -47,7 +47,7 @@ class Report:
     device: Device | None = None
     chosen: Chosen | None = None
     rejected: tuple[Rejected, ...] = ()
-    instead: Report | None = None
+    instead: PlanReport | None = None
     lookup: Lookup | None = None
 
     @property
@@ -109,7 +109,7 @@ class Report:
         if not self.fits and self.instead is not None:
             yield from self._proposal(self.instead)
 
-    def _proposal(self, other: Report) -> Iterator[str]:
+    def _proposal(self, other: PlanReport) -> Iterator[str]:
         settings = other.chosen.settings if other.chosen is not None else None
         if settings is not None:
             how = "rehearsed" if other.rehearsal.memory is not None else "by formulas alone"

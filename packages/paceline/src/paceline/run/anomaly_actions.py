@@ -41,7 +41,6 @@ from paceline.plan.data import Position
 from paceline.plan.options import read
 from paceline.run.run import Run
 from paceline.run.states import States
-from paceline.world import runtime
 from paceline.world.events import StepAnomaly
 from paceline.world.param_groups import parameters_of
 
@@ -91,9 +90,21 @@ def anomalies_of(run: Run, states: States) -> Anomalies | None:
                 "stop",
             )
         )
+    elif "rollback" in options.action_of.values() and run.plan.semantics.checkpoint == "library":
+        problems.append(
+            Problem(
+                "anomaly-rollback",
+                "this run cannot go back to a checkpoint after an anomaly.",
+                why=[
+                    f"anomalies: {_actions_in_words(options)}",
+                    f"a folder of {run.plan.semantics.library}'s holds no positions of loaders and no statistics",
+                ],
+                fix="choose skip or stop",
+            )
+        )
     if problems:
         raise ConfigError.of(problems)
-    if not options.action_of or not runtime.current().keeps_files:
+    if not options.action_of or not run.runtime.keeps_files:
         return None
     return Anomalies(run, states, options)
 
@@ -130,20 +141,6 @@ class Anomalies:
         run.events.clipped.subscribe(self._follow_norm)
         run.events.uneven_steps.subscribe(self._refuse_uneven_steps)
         run.admit_by(self.admits)
-
-    def refuse_rollback(self, why: str) -> None:
-        """Refuses the action "rollback", for scripts that do not save checkpoints with `save_state`.
-
-        Raises:
-            ConfigError: `anomaly-rollback`.
-        """
-        if "rollback" in self._options.action_of.values():
-            raise ConfigError(
-                "anomaly-rollback",
-                "this run cannot go back to a checkpoint after an anomaly.",
-                why=[f"anomalies: {_actions_in_words(self._options)}", why],
-                fix="choose skip or stop",
-            )
 
     def _refuse_uneven_steps(self) -> None:
         """Refuses `join_uneven_inputs`: all ranks judge each step together, so they must take the same number of steps.

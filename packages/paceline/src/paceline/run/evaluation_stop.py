@@ -145,7 +145,7 @@ class StepEnd:
             steps: the number of optimizer steps so far.
         """
         self._steps = steps
-        self._places = [(loader, loader.place()) for loader in self._prepared.loaders]
+        self._places = [(loader, loader.cursor) for loader in self._prepared.loaders]
         self._schedules = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._prepared.schedulers]
         self._groups = [_settings_of(optimizer.param_groups) for optimizer in self._prepared.optimizers]
         self._streams = rng.capture(self._run.device)

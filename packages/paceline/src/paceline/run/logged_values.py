@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.run.run import Run
-from paceline.world import runtime
 
 if TYPE_CHECKING:
     from paceline.observe.profiles import Profiles
@@ -24,14 +23,14 @@ class LoggedValues:
         self._run = run
         self._system: SystemValues | None = None
         # Without the setting nothing is measured, and no store is joined.
-        if run.settings.log_system and runtime.current().keeps_files:
+        if run.settings.log_system and run.runtime.keeps_files:
             from paceline.run.system_values import SystemValues  # few runs ask for them
 
             self._system = SystemValues(run, profiles)
 
     def record(self, values: Mapping[str, Any], step: int | None) -> Mapping[str, Any]:
         """Passes values to the journal of a watched run, and returns what the trackers get."""
-        runtime.current().logged(values, step)
+        self._run.runtime.logged(values, step)
         if self._system is not None:
             values = {**values, **self._system.read()}
         self._run.events.logged(values, step)

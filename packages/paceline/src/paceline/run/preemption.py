@@ -49,7 +49,7 @@ Handler = Callable[[int, FrameType | None], object] | int | None  # what `signal
 _leaving: list[Preemption] = []
 
 
-class Agreement:
+class EndAgreement:
     """Finds the step after which all ranks stop.
 
     Args:
@@ -153,11 +153,11 @@ class Preemption:
         self.over = False
         self.ended = False
         number = next(_numbers)
-        self._agreement: Agreement | None = None
+        self._agreement: EndAgreement | None = None
         self._evaluation_agreement: EvaluationAgreement | None = None
         if self._world.size > 1:
             store = rendezvous.part(f"preemption/{number}")
-            self._agreement = Agreement(store, self._world.rank, run.device)
+            self._agreement = EndAgreement(store, self._world.rank, run.device)
             self._evaluation_agreement = EvaluationAgreement(
                 rendezvous.part(f"preemption/{number}/evaluation"), self._world.rank, self._world.size
             )

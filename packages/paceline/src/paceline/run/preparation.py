@@ -3,18 +3,18 @@
 facts(model) -> resolve (rules + every strategy.check; ONE error with all problems)
   -> names of parameters -> device, precision, chain -> rebind optimizers -> loaders -> schedulers
 
-`compat/` prepares objects with other libraries' semantics: it subclasses `Preparation`, overrides `kind_of`, `loader`,
-`optimizer` and `scheduler`, and sets its class as `Accelerator._preparation_class`.
+What libraries mean by it differs, and is read from `run.plan.semantics`. A door whose prepared objects have classes of their
+own subclasses `Preparation`.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,6 @@ from paceline.run.prepared import EntryOfModel, PreparedModel
 from paceline.run.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
-from paceline.world import runtime
 from paceline.world.layout import model_axes
 from paceline.world.mesh import Mesh
 from paceline.world.param_groups import inner_optimizers
@@ -75,12 +74,14 @@ class _NewModel:
         facts: what planning needs to know of it.
         is_moved: whether it is moved to this rank's device.
         recipe: how it is initialized, if it was built on the meta device.
+        is_trained_here: whether this run trains it.
     """
 
     module: nn.Module
     facts: ModelFacts
     is_moved: bool
     recipe: Recipe | None
+    is_trained_here: bool
 
 
 class Preparation:
@@ -89,13 +90,7 @@ class Preparation:
     Args:
         run: the run that records them; it adopts the plan that is resolved for the models.
         profiles: the profiles that measure the run, or None.
-
-    Attributes:
-        is_strict: whether an optimizer that holds prepared parameters, but was not prepared itself, is refused when it steps,
-            and a model that torch wraps already when it is prepared (under a plan that divides gradients always).
     """
-
-    is_strict: ClassVar[bool] = True
 
     def __init__(self, run: Run, profiles: Profiles | None = None) -> None:
         self.run = run
@@ -104,9 +99,10 @@ class Preparation:
         self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
         run.events.loops_overlap.subscribe(self._trace_origins)
         self._traces_origins = False
-        if self.is_strict:
+        self._semantics = run.plan.semantics
+        if self._semantics.unprepared_optimizers == "refused":
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
-        if run.world.size > 1 and runtime.current().others_answer:
+        if run.world.size > 1 and run.runtime.others_answer:
             from paceline.optim.unprepared import UnpreparedModels  # what only several ranks can do wrong
 
             run.events.before_step.subscribe(UnpreparedModels(run.world, steps_prepared_model).look)
@@ -116,6 +112,8 @@ class Preparation:
         objects: Sequence[Any],
         placement: Sequence[bool] | None = None,
         plan: Mapping[str, Any] | None = None,
+        *,
+        trains: bool = True,
     ) -> list[Any]:
         """Prepares objects of any kind in any order; see `Accelerator.prepare`.
 
@@ -123,6 +121,7 @@ class Preparation:
             objects: the user's objects.
             placement: for each object, whether it is moved to the device; None moves all.
             plan: settings of another plan than the run's, for these models.
+            trains: False if another run trains these models: this one reduces no gradients of them.
         """
         # Every object is looked at before any is changed, so that a wrong one is refused while all are as they were.
         kinds = [self.kind_of(value) for value in objects]
@@ -137,7 +136,8 @@ class Preparation:
         other_plan: Plan | None = None
         if plan is not None:
             other_plan = draft_beside(self.run.plan, plan, self.run.world.size)
-        names = self._prepare_models(models, optimizers, other_plan)
+        with nullcontext() if trains else _frozen([model for model, _ in models]):
+            names = self._prepare_models(models, optimizers, other_plan, trains)
 
         # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
         # loaders' and needs its prepared optimizer. The results go back in the user's order.
@@ -172,8 +172,10 @@ class Preparation:
         if isinstance(value, nn.Module):
             if self.run.prepared.find(value, wrapped_only=True):
                 return "done"
-            if isinstance(value, (DataParallel, DistributedDataParallel)) and (self.is_strict or self.run.is_divided()):
-                raise wrapped_already(value)
+            if isinstance(value, (DataParallel, DistributedDataParallel)):
+                is_refused = self._semantics.unprepared_optimizers == "refused" or self.run.is_divided()
+                if is_refused:
+                    raise wrapped_already(value)
             return "model"
         if isinstance(value, Optimizer):
             return "optimizer"
@@ -181,12 +183,18 @@ class Preparation:
             return "scheduler"
         if may_be_loader(value):
             return "loader"
+        if self._semantics.unknown_objects == "returned":
+            return "done"
         raise not_preparable(value)
 
     # -- models --------------------------------------------------------------------------------------------------
 
     def _prepare_models(
-        self, models: Sequence[tuple[nn.Module, bool]], optimizers: Sequence[Optimizer], other: Plan | None
+        self,
+        models: Sequence[tuple[nn.Module, bool]],
+        optimizers: Sequence[Optimizer],
+        other: Plan | None,
+        trains: bool,
     ) -> Names:
         """Prepares the models of one call.
 
@@ -194,18 +202,19 @@ class Preparation:
             models: each with whether it is moved to the device.
             optimizers: the optimizers of the same call, which are only checked here.
             other: another plan than the run's, for these models.
+            trains: whether this run trains them.
 
         Returns:
             The names of all parameters, by the ids that these had before strategies replaced them.
         """
         run = self.run
-        surroundings = runtime.current()
+        surroundings = run.runtime
         surroundings.preparing(run, [module for module, _ in models])
         new: list[_NewModel] = []
         for module, is_moved in models:
             if run.prepared.find(module) is None and not self._take_up_again(module):
                 facts = model_facts(module)
-                new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts)))
+                new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts), trains))
         # Names are recorded before anything changes, since a strategy may replace every parameter. `rebind` then finds the
         # new parameter of each old one by its name.
         prepared_modules = [entry.module for entry in run.prepared.models]
@@ -334,7 +343,7 @@ class Preparation:
             siblings=run.prepared.applied_strategies,
         )
         chain = Chain.apply(module, context)
-        entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given))
+        entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given), model.is_trained_here)
         if model.recipe is not None and replaces_parameters:
             device = run.device
             if chain.parameters_on_host:
@@ -497,8 +506,7 @@ class Preparation:
                 seed = torch.initial_seed()
             self._seed = int(run.collectives.broadcast_object(seed))
         # "pad" repeats rows so that all ranks get equally many; "divide" gives each its part of what is there.
-        tail = "pad" if run.settings.even_batches else "divide"
-        options = {"tail": tail, "dispatch": run.settings.dispatch_batches, **chosen}
+        options = {"tail": run.plan.semantics.tail, "dispatch": run.settings.dispatch_batches, **chosen}
         device = run.device if place else torch.device("cpu")
         prepared = prepare_loader(
             loader,
@@ -591,6 +599,24 @@ def _move(module: nn.Module, device: torch.device, tied: Sequence[Sequence[str]]
         for name in others:
             owner, _, attribute = name.rpartition(".")
             setattr(module.get_submodule(owner), attribute, parameter)
+
+
+@contextmanager
+def _frozen(models: Sequence[nn.Module]) -> Iterator[None]:
+    """Inside, no parameter of the models needs a gradient; afterwards those that did need it again."""
+    trained: list[tuple[nn.Module, set[str]]] = []
+    for model in models:
+        names = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+        trained.append((model, names))
+        model.requires_grad_(False)
+    try:
+        yield
+    finally:
+        # By name: strategies may have replaced the parameters.
+        for model, names in trained:
+            for name, parameter in model.named_parameters():
+                if name in names:
+                    parameter.requires_grad_(True)
 
 
 def _replaces_parameters(plan: Plan) -> bool:

@@ -39,6 +39,7 @@ class PreparedModel:
         names: the keys of the whole model's `state_dict`, in order; a rank of a pipeline holds only some of them.
         given: the parameters that it had before `prepare`, with their names; an optimizer that is prepared later may hold
             them. The references are weak: where no optimizer does, their memory is free.
+        is_trained_here: False if another run trains the model, so that optimizers of that run may step it.
     """
 
     wrapped: nn.Module
@@ -46,6 +47,7 @@ class PreparedModel:
     facts: ModelFacts
     names: tuple[str, ...]
     given: tuple[tuple[weakref.ref[Tensor], str], ...] = ()
+    is_trained_here: bool = True
 
     @property
     def module(self) -> nn.Module:
@@ -90,11 +92,7 @@ class EntryOfModel:
 
 
 class Prepared:
-    """The objects that one run prepared, in the order in which they were prepared.
-
-    Attributes:
-        trained_elsewhere: whether another run trains the models, so that its optimizers may step them.
-    """
+    """The objects that one run prepared, in the order in which they were prepared."""
 
     def __init__(self) -> None:
         self.models: list[PreparedModel] = []
@@ -104,7 +102,6 @@ class Prepared:
         # Optimizers that may step. The references are weak: an optimizer of other parameters than the prepared ones is put
         # here too, and it should live no longer than the script keeps it.
         self._steppable: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self.trained_elsewhere = False
 
     # -- look up -------------------------------------------------------------------------------------------------
 
@@ -309,13 +306,13 @@ class Prepared:
             PrepareError: `optimizer-unprepared`.
             TrainError: `optimizer-inner`.
         """
-        if self.trained_elsewhere or optimizer in self._steppable:
+        if optimizer in self._steppable:
             return
         for entry in self.optimizers:
             if optimizer in entry.stepped_through:
                 entry.step_through(optimizer)
                 return
-        if not self.is_stepped_by(optimizer):
+        if not any(model.is_trained_here and model.is_stepped_by(optimizer) for model in self.models):
             self._steppable.add(optimizer)
             return
         raise PrepareError(

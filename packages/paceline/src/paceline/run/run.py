@@ -1,6 +1,7 @@
 """`Run`: the state of one run. Every part of the facade is constructed with this one object.
 
 world, device, collectives, settings    this process, its device, its communication, and the user's settings
+runtime                                 what a run takes from its surroundings
 plan, mesh, data_ranks                  the plan and its process groups; a draft until `prepare` has seen a model
 events                                  typed hooks: parts of the facade subscribe to what happens in the run
 gradients, scaler, active_loaders       the owners of gradient scale, of loss scale, and of the loops that are running
@@ -33,6 +34,7 @@ from paceline.plan.plan import Decision, Plan
 from paceline.planner.exhausted import ExplainExhaustion
 from paceline.precision.policy import Precision
 from paceline.run.prepared import Prepared
+from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
 from paceline.world.mesh import Mesh
@@ -54,6 +56,7 @@ class Run:
         project_dir: the folder in which the run writes, or None.
 
     Attributes:
+        runtime: what the run takes from its surroundings; another one in a rehearsal or a trial.
         data_ranks: collectives of the ranks that read different samples.
         scaler: the loss scaler; None if the precision needs none.
         admits: decides at the end of a window whether an optimizer may step; None if every optimizer may.
@@ -79,6 +82,7 @@ class Run:
         self.settings = settings
         self.decisions = decisions
         self.project_dir = project_dir
+        self.runtime = runtime.current()
         self.events = Events()
         self.prepared = Prepared()
         self.active_loaders = ActiveLoaders(self.events)
@@ -90,6 +94,7 @@ class Run:
             self.prepared.held_gradients,
             self.prepared.took_part,
             self.prepared.finish_reduction,
+            plan.semantics,
         )
         self.precision: Precision = PRECISIONS.get(plan.precision)
         loss_scaler: LossScaler | None = None

@@ -7,37 +7,44 @@ arguments -> settings merged -> draft of the plan      what is wrong is reported
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from paceline.base.log import warn_once
-from paceline.config import resolve_run
-from paceline.config.given import Given
+from paceline.config import Overrides, resolve_run
+from paceline.config.settings import PRECISIONS
 from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft
+from paceline.plan.semantics import NATIVE, Semantics
 from paceline.run.run import Run
 from paceline.world import runtime, torch_version
 from paceline.world.joining import join
 from paceline.world.world import World
 
 
-def start_run(
-    arguments: Mapping[str, Any],
-    *,
-    plan: Mapping[str, Any] | Sequence[Given] | str | Path | None,
-    options: Mapping[str, Mapping[str, Any]] | None,
-    profile: str | Sequence[str] | Mapping[str, Any] | None,
-    anomalies: Mapping[str, Any] | None,
-    scaler: Mapping[str, Any] | None,
-    project_dir: str | Path | None,
-) -> Run:
-    """Starts a run.
+@dataclass(frozen=True, kw_only=True)
+class RunArguments:
+    """What an `Accelerator`, or a door in its place, says about a run that begins.
 
-    Args:
-        arguments: settings by name; None takes the value from the command line, the environment, a file, or the default.
-        plan, options, profile, anomalies, scaler, project_dir: see `Accelerator`.
+    Attributes:
+        overrides: the settings that the script gives.
+        profile, anomalies, scaler, project_dir: see `Accelerator`.
+        semantics: how the loop is meant.
+    """
+
+    overrides: Overrides = field(default_factory=Overrides)
+    profile: str | Sequence[str] | Mapping[str, Any] | None = None
+    anomalies: Mapping[str, Any] | None = None
+    scaler: Mapping[str, Any] | None = None
+    project_dir: str | Path | None = None
+    semantics: Semantics = NATIVE
+
+
+def start_run(arguments: RunArguments) -> Run:
+    """Starts a run.
 
     Ranks: all.
 
@@ -47,21 +54,23 @@ def start_run(
     torch_version.check(torch.__version__)
     # Settings and a draft of the plan come first: what is wrong with them is reported before any rank joins the process
     # group, where one that failed alone would leave the others waiting.
-    profile_names: str | None = None
-    if profile is not None:
+    overrides = arguments.overrides
+    if arguments.profile is not None:
         from paceline.observe.profiles import chosen as chosen_profiles  # most runs measure nothing
 
-        profile_names, options = chosen_profiles(profile, options)
-    if anomalies is not None:
+        profile, options = chosen_profiles(arguments.profile, overrides.options)
+        overrides = replace(overrides, profile=profile, options=options)
+    if arguments.anomalies is not None:
         from paceline.run.anomaly_actions import chosen as chosen_anomalies  # most runs look for none
 
-        options = chosen_anomalies(anomalies, options)
-    resolved = resolve_run({**arguments, "profile": profile_names}, plan=plan, options=options)
+        overrides = replace(overrides, options=chosen_anomalies(arguments.anomalies, overrides.options))
+    resolved = resolve_run(overrides)
     surroundings = runtime.current()
     settings = surroundings.settings(resolved.settings)
     decisions = [Decision(**vars(choice)) for choice in resolved.decisions]
     detected = World.detect()
-    draft_plan = draft(settings.by_name(), decisions, detected.size, settings.options)
+    semantics = arguments.semantics
+    plan = draft(settings, decisions, detected.size, semantics)
     for notice in resolved.notices:
         warn_once("config", notice)
 
@@ -69,8 +78,12 @@ def start_run(
     collectives = join(detected, settings)
     world = collectives.world
     device = collectives.device
-    folder = None if project_dir is None else str(project_dir)
-    run = Run(world, device, collectives, settings, decisions, draft_plan, scaler, folder)
+    if semantics.fp16_on_cpu == "ignored" and device.type == "cpu" and PRECISIONS.get(plan.precision).scales:
+        reason = f"{plan.precision} has no effect on the CPU, as under {semantics.library}"
+        warn_once("compat", f"{reason}: use bf16 for fewer bytes.")
+        plan = plan.in_float32(reason)
+    folder = None if arguments.project_dir is None else str(arguments.project_dir)
+    run = Run(world, device, collectives, settings, decisions, plan, arguments.scaler, folder)
     # Nobody reads the progress of a process that no launcher has started.
     if world.source != "single":
         from paceline.world.hangs.progress_thread import watch

@@ -31,7 +31,6 @@ from paceline.optim.optimizer import PreparedOptimizer
 from paceline.plan.data import Position
 from paceline.run.prepared import PreparedModel
 from paceline.run.run import Run
-from paceline.world import runtime
 from paceline.world.param_groups import parameters_of
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ if TYPE_CHECKING:
 
     from paceline.checkpoint.checkpointer import Checkpointer
     from paceline.checkpoint.state.train_state import TrainState
-    from paceline.checkpoint.state.window import Window
+    from paceline.checkpoint.state.window import WindowState
     from paceline.run.preemption import Preemption
 
 T = TypeVar("T")
@@ -119,7 +118,7 @@ class States:
     @classmethod
     def of(cls, run: Run, keep: Keep) -> States:
         """Returns the states of a run; they write nothing in a rehearsal or a trial."""
-        return States(run, keep) if runtime.current().keeps_files else UnkeptStates(run, keep)
+        return States(run, keep) if run.runtime.keeps_files else UnkeptStates(run, keep)
 
     @cached_property
     def _checkpointer(self) -> Checkpointer:
@@ -474,9 +473,9 @@ class States:
             extra[name] = part.state_dict()
         self.counters = replace(self.counters, step=step, micro_step=self._run.gradients.done, extra=extra)
 
-    def _window(self) -> Window:
+    def _window(self) -> WindowState:
         """Returns the gradients that were not stepped yet, and the state of their window."""
-        from paceline.checkpoint.state.window import Gradients, Window
+        from paceline.checkpoint.state.window import WindowGradients, WindowState
 
         run = self._run
         optimizer_of: dict[Tensor, PreparedOptimizer] = {}
@@ -487,14 +486,14 @@ class States:
             # A window may have several optimizers. Gradients that one of them has stepped already are not pending.
             return parameter in optimizer_of and optimizer_of[parameter].stale
 
-        def gradients(entry: PreparedModel) -> Gradients:
+        def gradients(entry: PreparedModel) -> WindowGradients:
             plan = entry.chain.plan
             # Ranks along `pp` hold different parameters, so their gradients are not parts of the same one.
             ranks = run.world.size
             if entry.chain.owners is not None:
                 ranks //= entry.chain.owners.size
             # Pending gradients can be restored only under the layout that they were saved under, which `layout` names.
-            return Gradients(
+            return WindowGradients(
                 parameters=lambda: own_names(entry.module, entry.tied),
                 pending=entry.chain.pending_gradients,
                 restore_pending=entry.chain.restore_pending,
@@ -505,7 +504,7 @@ class States:
 
         layout = run.plan.layout
         models = _numbered("model", [gradients(entry) for entry in self._prepared.models])
-        return Window(
+        return WindowState(
             models,
             run.gradients,
             layout.data_index(run.world.rank),

@@ -15,13 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
-from paceline.parallel.microbatches import Microbatches, Part
+from paceline.parallel.microbatches import BatchPart, Microbatches
 from paceline.run.run import Run
-from paceline.world import runtime
 
 if TYPE_CHECKING:
     from paceline.data.unprepared import UnpreparedLoaders
-    from paceline.data.unreduced import UnreducedMetrics
 
 
 class Steps:
@@ -35,27 +33,19 @@ class Steps:
         self._run = run
         self._prepared = run.prepared
         self._gradients = run.gradients
-        self._runtime = runtime.current()
+        self._runtime = run.runtime
         self._unprepared: UnpreparedLoaders | None = None
-        self._unreduced: UnreducedMetrics | None = None
+        semantics = run.plan.semantics
         # Both look for what only several ranks can do wrong.
-        if run.world.size > 1:
+        if run.world.size > 1 and semantics.unprepared_loaders == "warned":
             from paceline.data.unprepared import UnpreparedLoaders
-            from paceline.data.unreduced import UnreducedMetrics
 
             self._unprepared = UnpreparedLoaders(run.world)
+        if run.world.size > 1 and semantics.ungathered_metrics == "warned":
+            from paceline.data.unreduced import UnreducedMetrics
+
             self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
         self._norm = torch.zeros((), device=run.device)
-
-    def allow_unprepared_loaders(self) -> None:
-        """Turns the warning about loops over unprepared loaders off, for scripts that divide samples themselves."""
-        self._unprepared = None
-        self.allow_unreduced_metrics()
-
-    def allow_unreduced_metrics(self) -> None:
-        """Turns the warning about evaluations without any gather off, for scripts of other libraries."""
-        if self._unreduced is not None:
-            self._unreduced.stop()
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **keywords: object) -> None:
         """See `Accelerator.backward`."""
@@ -76,14 +66,14 @@ class Steps:
         self, model: nn.Module, batch: object, loss_fn: Callable[..., torch.Tensor], num_items: float | None
     ) -> torch.Tensor:
         """See `Accelerator.forward_backward`."""
-        parts: list[Part] | None = None
+        parts: list[BatchPart] | None = None
         if isinstance(batch, Microbatches):
-            parts = list(map(Part.of, batch))
+            parts = list(map(BatchPart.of, batch))
         entry = self._prepared.find(model)
         runner = None if entry is None else entry.chain.runner
         # Without micro-batches and without a pipeline this is an ordinary forward and backward pass.
         if parts is None and runner is None:
-            whole = Part.of(batch)
+            whole = BatchPart.of(batch)
             with self._run.explaining_memory("forward"):
                 loss = loss_fn(model(*whole.inputs, **whole.named), whole.target)
             self.backward(loss, num_items)
@@ -103,7 +93,7 @@ class Steps:
         try:
             with self._run.explaining_memory("forward"), phase, without_communication:
                 if parts is None:
-                    loss = runner.forward_backward(Part.of(batch), loss_fn, factor, mean)
+                    loss = runner.forward_backward(BatchPart.of(batch), loss_fn, factor, mean)
                 else:
                     loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
         except BaseException as error:
@@ -119,7 +109,7 @@ class Steps:
     def _run_each(
         self,
         model: nn.Module,
-        parts: Sequence[Part],
+        parts: Sequence[BatchPart],
         loss_fn: Callable[..., torch.Tensor],
         share: torch.Tensor,
         factor: torch.Tensor,

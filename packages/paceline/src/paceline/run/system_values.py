@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from paceline.base.log import warn_once
 from paceline.observe.flops import Flops
 from paceline.observe.profiles import Profiles
-from paceline.observe.telemetry import Progress
+from paceline.observe.telemetry import StepProgress
 from paceline.run.prepared import PreparedModel
 from paceline.run.run import Run
 from paceline.run.watching import memory_of, model_of, peak_flops_of, progress_of
@@ -43,7 +43,7 @@ class SystemValues:
         self._memory = memory_of(run.device)
         self._peak_flops = peak_flops_of(model_of(run.device), run.plan.precision)
         self._store = rendezvous.part("system-values") if run.world.size > 1 else None
-        self._begin: tuple[float, Progress] | None = None  # of what is measured next
+        self._begin: tuple[float, StepProgress] | None = None  # of what is measured next
         self._left_at = -_PERIOD_S  # when this rank left its peak in the store last, or the main process looked
         self._most_elsewhere: int | None = None
         self._followed: list[PreparedModel] = []

@@ -22,15 +22,14 @@ from paceline.base.files import expanded, is_there
 from paceline.base.log import logger
 from paceline.observe.memory import resident
 from paceline.observe.step_flops import StepFlops
-from paceline.observe.telemetry import Progress, Telemetry
+from paceline.observe.telemetry import StepProgress, Telemetry
 from paceline.planner.device import TABLE
 from paceline.planner.estimate import Need, estimate
 from paceline.planner.known_forecasts import key_of, recall
 from paceline.run.run import Run
 from paceline.torch_internals.modules import is_compiled
 from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
-from paceline.watch.records import Anomaly, CheckpointSaved, Hello, PlanMade
-from paceline.world import runtime
+from paceline.watch.records import AnomalyFound, CheckpointSaved, Hello, PlanMade
 from paceline.world.events import SavedCheckpoint
 
 _MAIN_BYTES = 32 << 20
@@ -43,7 +42,7 @@ def telemetry_of(run: Run) -> Telemetry | None:
     Ranks: each by itself. A rank that cannot write to the folder logs a warning, and the run goes on.
     """
     folder = run.settings.watch_dir
-    if folder is None or not runtime.current().keeps_files:
+    if folder is None or not run.runtime.keeps_files:
         return None
     if not _take_over(run):
         return None
@@ -88,7 +87,7 @@ def _join(run: Run, telemetry: Telemetry) -> None:
             telemetry.record(CheckpointSaved(**vars(checkpoint)))
 
         run.events.prepared.subscribe(plan_made)
-        run.events.anomaly.subscribe(lambda anomaly: telemetry.record(Anomaly(**vars(anomaly))))
+        run.events.anomaly.subscribe(lambda anomaly: telemetry.record(AnomalyFound(**vars(anomaly))))
         run.events.saved.subscribe(saved)
     # At the end of Python at the latest; a run that nobody holds any more ends before.
     finish = weakref.finalize(run, telemetry.finish)
@@ -219,11 +218,11 @@ def _plan(run: Run) -> PlanMade:
     return PlanMade(plan.explain(), reasons, forecast.step_ms, memory, forecast.flops, bool(forecast.peak_bytes))
 
 
-def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:
+def _progress_of(reference: weakref.ref[Run]) -> Callable[[], StepProgress]:
     """Returns a function that any thread may call to learn the progress of a run."""
-    last = Progress()
+    last = StepProgress()
 
-    def progress() -> Progress:
+    def progress() -> StepProgress:
         nonlocal last
         run = reference()
         if run is not None:
@@ -233,12 +232,12 @@ def _progress_of(reference: weakref.ref[Run]) -> Callable[[], Progress]:
     return progress
 
 
-def progress_of(run: Run) -> Progress:
+def progress_of(run: Run) -> StepProgress:
     """Returns the progress of a run, which each tick of its journal contains."""
     step = max((optimizer.steps for optimizer in run.prepared.optimizers), default=0)
     lengths = [getattr(entry.scheduler, "total_steps", None) for entry in run.prepared.schedulers]
     totals = [length for length in lengths if isinstance(length, int)]
-    progress = Progress(step, max(totals, default=None), _samples(run), run.gradients.items or None)
+    progress = StepProgress(step, max(totals, default=None), _samples(run), run.gradients.items or None)
     if run.scaler is None:
         return progress
     return replace(progress, loss_scale=run.scaler.growth.scale, skipped_steps=run.scaler.skipped_steps)

@@ -189,7 +189,7 @@ class _FaultyStore:
             self._reach("manifest", path)
         file = behind.open(path, mode)
         if path.endswith(_SHARD) and mode == "wb":
-            return _Shard(file, lambda: self._reach("shard", path))  # type: ignore[return-value]
+            return _TornShard(file, lambda: self._reach("shard", path))  # type: ignore[return-value]
         return file
 
     def publish(self, staged: str, path: str, *, last: str, replaces: Collection[str] | None) -> None:
@@ -230,7 +230,7 @@ class _FaultyStore:
         return store_for(path)  # raises
 
 
-class _Shard:
+class _TornShard:
     """A file in whose middle something happens: after the first bytes."""
 
     def __init__(self, file: BinaryIO, then: Callable[[], None]) -> None:
@@ -240,7 +240,7 @@ class _Shard:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._file, name)
 
-    def __enter__(self) -> _Shard:
+    def __enter__(self) -> _TornShard:
         self._file.__enter__()
         return self
 

@@ -67,7 +67,7 @@ class RankFailed(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Job:
+class _RankJob:
     fn: Callable[..., Any]
     args: Sequence[Any]
     world: int
@@ -140,7 +140,7 @@ def run_ranks(
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-", dir=place) as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen(world + 8)
-        job = _Job(fn, args, world, env or {}, group, timeout_s, listener, listener.getsockname()[1], Path(folder))
+        job = _RankJob(fn, args, world, env or {}, group, timeout_s, listener, listener.getsockname()[1], Path(folder))
         if not group:
             listener.close()  # `fn` will listen there
         children: list[_Child] = []
@@ -179,13 +179,13 @@ def _warm_up() -> None:
             importlib.import_module(module.name)
     # Without an accelerator, each `torch.manual_seed` notes its stack with lines of the sources, which are read here (0.03 s).
     traceback.format_stack()
-    resolve_run({}, {})
+    resolve_run(env={})
 
 
 # ------------------------------------------------------------------------ the child's side
 
 
-def _fork(job: _Job, rank: int) -> _Child:
+def _fork(job: _RankJob, rank: int) -> _Child:
     """Starts the process of one rank. Only the parent returns from here."""
     # What is still buffered would be printed by the child, too.
     sys.stdout.flush()
@@ -217,7 +217,7 @@ def _fork(job: _Job, rank: int) -> _Child:
         os._exit(0)
 
 
-def _run(job: _Job, rank: int) -> dict[str, Any]:
+def _run(job: _RankJob, rank: int) -> dict[str, Any]:
     """Calls the function; {"value": ...} or {"error": ..., "trace": ..., "at": ...}."""
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": job.world, "LOCAL_WORLD_SIZE": job.world, "GROUP_RANK": 0}
     names |= {"MASTER_PORT": job.port, "OMP_NUM_THREADS": 1}
@@ -241,7 +241,7 @@ def _run(job: _Job, rank: int) -> dict[str, Any]:
         return failure
 
 
-def _store(job: _Job, rank: int) -> Any:
+def _store(job: _RankJob, rank: int) -> Any:
     """Returns the store at the port that the parent bound. Rank 0 takes over its socket: nobody else can get the port."""
     own: dict[str, Any] = {}
     if rank == 0:
@@ -274,7 +274,7 @@ def _detach(parent: int) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _redirect(job: _Job, rank: int) -> None:
+def _redirect(job: _RankJob, rank: int) -> None:
     """Sends all that this child prints, C++ included, to a file, and prepares for a dump of its stacks."""
     out = os.open(job.folder / f"{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(out, 1)
@@ -354,7 +354,7 @@ def _end(children: list[_Child]) -> None:
         os.close(child.pipe)
 
 
-def _raise_failure(job: _Job, children: list[_Child], hung: list[_Child], printed: list[str]) -> None:
+def _raise_failure(job: _RankJob, children: list[_Child], hung: list[_Child], printed: list[str]) -> None:
     __tracebackhide__ = True  # pytest then shows the caller's line
     died = [child for child in children if child.died and not child.killed]
     errors = [child for child in children if child.result and "error" in child.result]
@@ -392,6 +392,6 @@ def _ending(status: int | None) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code} before it returned"
 
 
-def _text(job: _Job, rank: int, kind: str) -> str:
+def _text(job: _RankJob, rank: int, kind: str) -> str:
     path = job.folder / f"{rank}.{kind}"
     return path.read_text(errors="replace") if path.exists() else ""

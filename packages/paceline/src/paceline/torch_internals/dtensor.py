@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,6 +57,53 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
 def is_mixture(error: RuntimeError) -> bool:
     """Whether DTensor has raised an error because an operation got a plain tensor, too. It has no class of its own."""
     return "got mixed torch.Tensor and DTensor" in str(error)
+
+
+def refusing_mixtures(tensor: DTensor, refuse: Callable[[str], Exception]) -> Tensor:
+    """Lets a DTensor, and what is computed with it, raise an error of ours where an operation also gets a plain tensor.
+
+    torch raises its own error in C++, so that nothing else of ours runs where it happens.
+
+    Args:
+        tensor: this object itself is changed and returned.
+        refuse: gives the error for an operation, by its name.
+    """
+    tensor.__class__ = _refusing_class(refuse)
+    return tensor
+
+
+@cache
+def _refusing_class(refuse: Callable[[str], Exception]) -> type[DTensor]:
+    # The import takes over a second.
+    from torch.distributed.tensor import DTensor
+
+    class RefusingDTensor(DTensor):
+        @classmethod
+        def __torch_function__(
+            cls, operation: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+        ) -> Any:
+            try:
+                with torch._C.DisableTorchFunctionSubclass():
+                    result = operation(*args, **(kwargs or {}))
+            except RuntimeError as error:
+                if not is_mixture(error):
+                    raise
+                raise refuse(operation.__name__) from error
+            # An operation in place gives back its first argument, which may be someone else's DTensor.
+            if type(result) is DTensor and not any(result is argument for argument in args):
+                result.__class__ = cls
+            return result
+
+        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+            return deepcopy(_plain(self), memo)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            return _plain(self).__reduce_ex__(protocol)
+
+    def _plain(tensor: DTensor) -> DTensor:
+        return DTensor(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
+
+    return RefusingDTensor
 
 
 def cut(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:

@@ -122,8 +122,8 @@ class WholeParameter(nn.Parameter):
 
     _parameter: weakref.ref[FSDPParam]
     _group: weakref.ref[FSDPParamGroup]
-    # What `data` has given out since the parameter was gathered: each such tensor counts for itself how often it was written.
-    _given_out: list[torch.Tensor]
+    # The tensor whose aliases `data` has given out since the parameter was gathered: it counts how often they were written.
+    _given_out: torch.Tensor | None
     # The memory into which FSDP2 gathers, while `data = value` has put other memory in its place.
     _gathered: torch.Tensor | None
 
@@ -136,10 +136,12 @@ class WholeParameter(nn.Parameter):
 
     @property
     def data(self) -> torch.Tensor:
-        data: torch.Tensor = _PLAIN_DATA.__get__(self)
-        if self._shard() is not None:
-            self._given_out.append(data)
-        return data
+        if self._shard() is None:
+            return unnoticed(self)
+        if self._given_out is None:
+            self._given_out = unnoticed(self)
+        # Unlike `data`, `detach` gives a tensor that counts writes together with its origin.
+        return self._given_out.detach()
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -149,6 +151,8 @@ class WholeParameter(nn.Parameter):
             self._gathered = _PLAIN_DATA.__get__(self)
         if isinstance(value, DTensor):
             value = value.full_tensor()
+        # Its aliases see the memory of before. That `data` was set counts as written already.
+        self._given_out = None
         _PLAIN_DATA.__set__(self, value)
 
     @property
@@ -193,7 +197,7 @@ def _stand_for_shard(parameter: FSDPParam, group: FSDPParamGroup) -> None:
     if type(whole) is nn.Parameter:
         whole._parameter = weakref.ref(parameter)
         whole._group = weakref.ref(group)
-        whole._given_out = []
+        whole._given_out = None
         whole._gathered = None
         whole.__class__ = WholeParameter
 
@@ -257,8 +261,10 @@ def _versions(parameter: FSDPParam) -> tuple[int, ...]:
         return ()
     if not isinstance(whole, WholeParameter):
         return (whole._version,)
-    written = [data._version for data in whole._given_out if data._version]
-    return (whole._version, whole._gathered is not None, *written)
+    times_written = 0
+    if whole._given_out is not None:
+        times_written = whole._given_out._version
+    return (whole._version, whole._gathered is not None, times_written)
 
 
 def _forget_written(parameter: FSDPParam) -> None:
@@ -266,7 +272,7 @@ def _forget_written(parameter: FSDPParam) -> None:
     whole = parameter._unsharded_param
     if not isinstance(whole, WholeParameter):
         return
-    whole._given_out = []
+    whole._given_out = None
     if whole._gathered is not None:
         _PLAIN_DATA.__set__(whole, whole._gathered)
         whole._gathered = None

@@ -26,7 +26,7 @@ from pathlib import Path
 
 from paceline.base.errors import ConfigError
 from paceline.base.files import expanded, replace_text
-from paceline.watch.records import VERSION, Record, line_of, record_of
+from paceline.watch.records import VERSION, JournalRecord, line_of, record_of
 from paceline.watch.thinning import thinned
 
 HEADER = "run.json"
@@ -151,11 +151,11 @@ class JournalWriter:
         self._size = os.fstat(self._file).st_size
         self._last, self._broken = self._end_of_file()
 
-    def append(self, record: Record, t: float | None = None) -> None:
+    def append(self, record: JournalRecord, t: float | None = None) -> None:
         """Adds a line with the time `t`, or now. The time is raised if it is not later than that of the line before."""
         self.write([(record, t)])
 
-    def write(self, records: Iterable[tuple[Record, float | None]]) -> None:
+    def write(self, records: Iterable[tuple[JournalRecord, float | None]]) -> None:
         """Adds several lines at once."""
         if os.getpid() != self._pid:
             return
@@ -229,7 +229,7 @@ def _write_all(file: int, data: bytes) -> None:
 
 
 @dataclass(frozen=True)
-class Line:
+class JournalLine:
     """One line as it is read.
 
     Attributes:
@@ -242,7 +242,7 @@ class Line:
     role: str
     number: int
     t: float
-    record: Record
+    record: JournalRecord
 
 
 @dataclass
@@ -291,9 +291,9 @@ class JournalReader:
         self._newest = 0.0  # moment of the last line of all
         self._files: dict[str, _Followed] = {}
 
-    def read(self) -> list[Line]:
+    def read(self) -> list[JournalLine]:
         """Returns new lines of all files, in the order of their times. An incomplete last line is left for the next call."""
-        lines: list[Line] = []
+        lines: list[JournalLine] = []
         self.has_late_file = False
         try:
             names = sorted(os.listdir(self.folder))
@@ -313,7 +313,7 @@ class JournalReader:
             self._newest = max(self._newest, lines[-1].t)
         return lines
 
-    def _read_file(self, name: str, role: str, number: int) -> list[Line]:
+    def _read_file(self, name: str, role: str, number: int) -> list[JournalLine]:
         followed = self._files.setdefault(name, _Followed())
         path = self.folder / name
         try:
@@ -344,7 +344,7 @@ class JournalReader:
             lines.append(line)
         return lines
 
-    def _line(self, text: bytes, role: str, number: int) -> Line | None:
+    def _line(self, text: bytes, role: str, number: int) -> JournalLine | None:
         if not text.strip():
             return None  # an empty line follows an incomplete one that was ended after a crash
         try:
@@ -355,4 +355,4 @@ class JournalReader:
         if record is None:
             self.unknown += 1
             return None
-        return Line(role, number, t, record)
+        return JournalLine(role, number, t, record)

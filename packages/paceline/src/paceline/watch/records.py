@@ -22,14 +22,14 @@ _T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
-class Record:
+class JournalRecord:
     """The content of a line, without its time."""
 
     kind: ClassVar[str] = ""
 
 
 @dataclass(frozen=True)
-class Hello(Record):
+class Hello(JournalRecord):
     """A rank has started. It is written by each rank, at its start and after each restart.
 
     Attributes:
@@ -55,7 +55,7 @@ class Hello(Record):
 
 
 @dataclass(frozen=True)
-class PlanMade(Record):
+class PlanMade(JournalRecord):
     """`prepare` has decided the plan. It is written by rank 0.
 
     Attributes:
@@ -77,7 +77,7 @@ class PlanMade(Record):
 
 
 @dataclass(frozen=True)
-class Tick(Record):
+class Tick(JournalRecord):
     """What a rank did since its last tick. Each rank writes one a second, also while no step ends.
 
     Attributes:
@@ -109,7 +109,7 @@ class Tick(Record):
 
 
 @dataclass(frozen=True)
-class Values(Record):
+class ValuesLogged(JournalRecord):
     """Numbers that were logged at a step: name -> value. It is written by rank 0."""
 
     kind: ClassVar[str] = "values"
@@ -118,7 +118,7 @@ class Values(Record):
 
 
 @dataclass(frozen=True)
-class CheckpointSaved(Record):
+class CheckpointSaved(JournalRecord):
     """A checkpoint was written, or could not be. It is written by rank 0.
 
     Attributes:
@@ -140,7 +140,7 @@ class CheckpointSaved(Record):
 
 
 @dataclass(frozen=True)
-class Anomaly(Record):
+class AnomalyFound(JournalRecord):
     """A value went wrong. It is written by rank 0.
 
     Attributes:
@@ -158,7 +158,7 @@ class Anomaly(Record):
 
 
 @dataclass(frozen=True)
-class Round(Record):
+class RoundStarted(JournalRecord):
     """The processes were started, or started again. It is written by a launcher.
 
     Attributes:
@@ -180,7 +180,7 @@ class Round(Record):
 
 
 @dataclass(frozen=True)
-class Stuck(Record):
+class Stuck(JournalRecord):
     """No step has ended for too long. It is written by a launcher or a rank.
 
     Attributes:
@@ -196,7 +196,7 @@ class Stuck(Record):
 
 
 @dataclass(frozen=True)
-class ErrorShown(Record):
+class ErrorShown(JournalRecord):
     """The error of a run, as its launcher printed it. `rank` is None where it is of no rank."""
 
     kind: ClassVar[str] = "error"
@@ -207,7 +207,7 @@ class ErrorShown(Record):
 
 
 @dataclass(frozen=True)
-class End(Record):
+class LauncherEnded(JournalRecord):
     """A launcher has ended."""
 
     kind: ClassVar[str] = "end"
@@ -216,7 +216,7 @@ class End(Record):
 
 
 @dataclass(frozen=True)
-class Thinned(Record):
+class Thinned(JournalRecord):
     """First line of a file that had grown too large: its older lines stand for several that there were.
 
     Attributes:
@@ -229,10 +229,11 @@ class Thinned(Record):
     dropped: int = 0
 
 
-KINDS: dict[str, type[Record]] = {
+KINDS: dict[str, type[JournalRecord]] = {
     record.kind: record
     for record in (
-        Hello, PlanMade, Tick, Values, CheckpointSaved, Anomaly, Round, Stuck, ErrorShown, End, Thinned,
+        Hello, PlanMade, Tick, ValuesLogged, CheckpointSaved, AnomalyFound, RoundStarted, Stuck, ErrorShown, LauncherEnded,
+        Thinned,
     )
 }  # fmt: skip
 
@@ -240,7 +241,7 @@ KINDS: dict[str, type[Record]] = {
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def line_of(record: Record, t: float) -> bytes:
+def line_of(record: JournalRecord, t: float) -> bytes:
     """Returns a record as a line of the journal, with its end of line."""
     contents: dict[str, Any] = {"t": round(t, 6), "kind": record.kind}
     for name in _FIELDS[record.kind]:
@@ -262,7 +263,7 @@ def _plain(value: object) -> object:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def record_of(line: bytes) -> tuple[float, Record | None]:
+def record_of(line: bytes) -> tuple[float, JournalRecord | None]:
     """Returns the time and the record of a line; None for a kind that this version does not know.
 
     Raises:
@@ -336,7 +337,7 @@ def _number(value: object) -> float:
         return math.inf
 
 
-def _readers_of(kind: type[Record]) -> dict[str, _Reader]:
+def _readers_of(kind: type[JournalRecord]) -> dict[str, _Reader]:
     types = get_type_hints(kind)
     return {entry.name: _reader_of(types[entry.name]) for entry in fields(kind)}
 

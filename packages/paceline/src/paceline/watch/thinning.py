@@ -10,9 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from paceline.watch.records import Anomaly, Hello, PlanMade, Record, Thinned, Tick, Values, line_of, record_of
+from paceline.watch.records import (
+    AnomalyFound,
+    Hello,
+    JournalRecord,
+    PlanMade,
+    Thinned,
+    Tick,
+    ValuesLogged,
+    line_of,
+    record_of,
+)
 
-_FREQUENT = (Anomaly, Values)
+_FREQUENT = (AnomalyFound, ValuesLogged)
 _STARTS = (Hello, PlanMade)  # without them the lines that follow mean nothing
 _MOST_TURNS = 20
 
@@ -56,7 +66,7 @@ def _mark_of(lines: Sequence[bytes]) -> tuple[Thinned, float]:
     return Thinned(), t
 
 
-def _record(line: bytes) -> tuple[float, Record | None]:
+def _record(line: bytes) -> tuple[float, JournalRecord | None]:
     try:
         return record_of(line)
     except ValueError:
@@ -68,7 +78,7 @@ def _coarser(lines: Sequence[bytes]) -> list[bytes]:
     recent = len(lines) * 3 // 4
     coarser: list[bytes] = []
     waiting: tuple[Tick, int] | None = None  # a tick to which the next one is joined, and its place in `coarser`
-    left_out: type[Record] | None = None  # the kind of the last frequent line, if that was left out
+    left_out: type[JournalRecord] | None = None  # the kind of the last frequent line, if that was left out
     for line in lines[:recent]:
         t, record = _record(line)
         if record is None:

@@ -32,7 +32,7 @@ class Topic:
 
 
 @dataclass(slots=True)
-class Sent:
+class RankPayload:
     """What one rank sent.
 
     Attributes:
@@ -52,7 +52,7 @@ class Sent:
 
 
 @dataclass(slots=True)
-class Place:
+class ByteLayout:
     """Where the bytes of all ranks lie.
 
     Attributes:
@@ -75,12 +75,12 @@ class Arrived:
             not `alike`, the data on the CPU lies in the message buffer, which the next exchange overwrites.
     """
 
-    sent: Sequence[Sent]
+    sent: Sequence[RankPayload]
     alike: bool
-    cpu: Place | None = None
-    device: Place | None = None
+    cpu: ByteLayout | None = None
+    device: ByteLayout | None = None
 
-    def lies_at(self, place: Place) -> None:
+    def lies_at(self, place: ByteLayout) -> None:
         """Says where the data of all ranks on the CPU is now."""
         self.cpu = place
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from paceline.base.errors import CollectiveError
 from paceline.world import tree as trees
-from paceline.world.arrived import Arrived, Place, Sent, Topic, as_bytes
+from paceline.world.arrived import Arrived, ByteLayout, RankPayload, Topic, as_bytes
 from paceline.world.form import Form, Forms, described, dtype_name
 from paceline.world.mesh import Group, group_beside
 from paceline.world.received import concatenate, tensors_from
@@ -486,9 +486,9 @@ def _arrived_alone(rows: Sequence[int], on_cpu: list[Tensor], on_device: list[Te
     # The empty tensor lets `torch.cat` work where no leaf lies on the CPU.
     no_bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
     cpu_bytes = torch.cat([no_bytes, *on_cpu])
-    device_place = Place(torch.cat(on_device), [0]) if on_device else None
-    sent = Sent(aux, rows, cpu_bytes.numel())
-    return Arrived([sent], alike=True, cpu=Place(cpu_bytes, [0]), device=device_place)
+    device_place = ByteLayout(torch.cat(on_device), [0]) if on_device else None
+    sent = RankPayload(aux, rows, cpu_bytes.numel())
+    return Arrived([sent], alike=True, cpu=ByteLayout(cpu_bytes, [0]), device=device_place)
 
 
 @dataclass(frozen=True)

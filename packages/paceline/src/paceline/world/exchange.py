@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import CollectiveError
-from paceline.world.arrived import Arrived, Place, Sent, Topic, fingerprint_of
+from paceline.world.arrived import Arrived, ByteLayout, RankPayload, Topic, fingerprint_of
 from paceline.world.failures import communicate
 from paceline.world.hangs import report as hang_reports
 from paceline.world.hangs.debug import Watch, suggestion
@@ -114,7 +114,7 @@ class Exchange:
         combined = self._combine(topic, topic.fingerprint, numbers_in_message, combine)
         if combined is None:
             # Some rank does something else. Gathering the heads raises the error that says which one.
-            self._gather(topic, Sent(0, (), 0))
+            self._gather(topic, RankPayload(0, (), 0))
             raise AssertionError("ranks that do not agree have different topics")
         if fits:
             return combined
@@ -133,7 +133,7 @@ class Exchange:
             CollectiveError: `collective-mismatch`, on every rank, where the topics differ.
         """
         self._check(topic)
-        sent = Sent(0, (), _total(parts))
+        sent = RankPayload(0, (), _total(parts))
         arrived = self._gather(topic, sent, parts)
         if arrived is None:
             # Another rank has combined, because it does something else. It gathers now too, so that all learn of it.
@@ -163,7 +163,7 @@ class Exchange:
             CollectiveError: `collective-mismatch`.
         """
         self._check(topic)
-        sent = Sent(aux, rows, _total(parts), _total(device_parts))
+        sent = RankPayload(aux, rows, _total(parts), _total(device_parts))
         arrived: Arrived | None = None
         is_small = not device_parts and self.fits(len(rows), sent.cpu_bytes)
         if uneven or is_small:
@@ -206,7 +206,7 @@ class Exchange:
         combined: list[int] | None = communicate(topic.op, messages.combine, fingerprint, numbers, combination)
         return combined
 
-    def _gather(self, topic: Topic, sent: Sent, parts: Sequence[Tensor] = ()) -> Arrived | None:
+    def _gather(self, topic: Topic, sent: RankPayload, parts: Sequence[Tensor] = ()) -> Arrived | None:
         """Exchanges the messages of all ranks, each with its `parts` where they fit.
 
         Returns None on every rank if one of them has entered `_combine` instead.
@@ -232,7 +232,7 @@ class Exchange:
         if starts is None:
             return None
         received = self._read(messages.view, starts, head, sent)
-        everyone: list[Sent] = []
+        everyone: list[RankPayload] = []
         bodies: list[int] = []
         for fingerprint, other, body in received:
             # All ranks see the same messages, so all of them raise here, and exchange their texts for the error.
@@ -247,7 +247,7 @@ class Exchange:
         # -1: some rank's bytes did not fit, so no rank uses those that came, and the data follows in one collective.
         if not has_rows or min(bodies) < 0:
             return arrived
-        arrived.lies_at(Place(messages.data, bodies))
+        arrived.lies_at(ByteLayout(messages.data, bodies))
         if alike:
             # The buffer begins with this rank's own message, and the ranks after it follow. The bodies are copied without
             # their heads, beginning with rank 0.
@@ -258,7 +258,9 @@ class Exchange:
             arrived.lies_at(_evenly(ordered.view(-1), self.size))
         return arrived
 
-    def _read(self, view: memoryview, starts: Sequence[int], own_head: bytes, own: Sent) -> list[tuple[int, Sent, int]]:
+    def _read(
+        self, view: memoryview, starts: Sequence[int], own_head: bytes, own: RankPayload
+    ) -> list[tuple[int, RankPayload, int]]:
         """Returns the fingerprint, the content and the start of the bytes of each message; -1 if it came without its bytes."""
         own_size, own_fingerprint, *_ = _HEAD.unpack_from(own_head)
         own_inside = own_size > len(own_head) or not own.cpu_bytes
@@ -276,10 +278,10 @@ class Exchange:
             head_size = _HEAD.size + _NUMBER * len(rows)
             inside = size > head_size or not cpu_bytes
             body = start + head_size if inside else -1
-            received.append((fingerprint, Sent(aux, rows, cpu_bytes, device_bytes), body))
+            received.append((fingerprint, RankPayload(aux, rows, cpu_bytes, device_bytes), body))
         return received
 
-    def _head(self, topic: Topic, sent: Sent) -> bytes:
+    def _head(self, topic: Topic, sent: RankPayload) -> bytes:
         """Returns the head of a message and the rows of each leaf; the size of the message is filled in later."""
         numbers = (0, topic.fingerprint, sent.aux, sent.cpu_bytes, sent.device_bytes, len(sent.rows), *sent.rows)
         return struct.pack(f"<{len(numbers)}q", *numbers)
@@ -318,7 +320,7 @@ class Exchange:
 
     # -------------------------------------------------------------------- data
 
-    def _fetch_cpu(self, topic: Topic, arrived: Arrived, rows: Sequence[int], parts: Sequence[Tensor]) -> Place:
+    def _fetch_cpu(self, topic: Topic, arrived: Arrived, rows: Sequence[int], parts: Sequence[Tensor]) -> ByteLayout:
         """Fetches the bytes of all ranks on the CPU, and the rows of each leaf if those did not fit into the messages."""
         most = max(sent.cpu_bytes for sent in arrived.sent)
         if arrived.alike or self.fits(len(rows), 0):
@@ -331,9 +333,11 @@ class Exchange:
         place = self._fetch(topic, parts, most, self.cpu_group, torch.device("cpu"))
         for start, sent in zip(place.starts, arrived.sent, strict=True):
             sent.tell_rows(place.buffer[start : start + row_bytes].view(torch.int64).tolist())
-        return Place(place.buffer, [start + row_bytes for start in place.starts])
+        return ByteLayout(place.buffer, [start + row_bytes for start in place.starts])
 
-    def _fetch(self, topic: Topic, parts: Sequence[Tensor], most: int, group: Group, device: torch.device) -> Place:
+    def _fetch(
+        self, topic: Topic, parts: Sequence[Tensor], most: int, group: Group, device: torch.device
+    ) -> ByteLayout:
         """Fetches the bytes of every rank, each padded to `most` bytes, because an all-gather needs equal sizes."""
         count = _total(parts)
         gathered = torch.empty(most * self.size, dtype=torch.uint8, device=device)
@@ -346,13 +350,13 @@ class Exchange:
         return _evenly(gathered, self.size)
 
 
-def _evenly(buffer: Tensor, num_ranks: int) -> Place:
+def _evenly(buffer: Tensor, num_ranks: int) -> ByteLayout:
     """Returns the place of data that has the same number of bytes from each rank."""
     most = buffer.numel() // num_ranks
     starts: Sequence[int] = [0] * num_ranks  # `range` refuses a step of 0
     if most:
         starts = range(0, most * num_ranks, most)
-    return Place(buffer, starts)
+    return ByteLayout(buffer, starts)
 
 
 def _total(parts: Sequence[Tensor]) -> int:

@@ -56,7 +56,7 @@ os.register_at_fork(
 
 
 @dataclass(frozen=True)
-class Place:
+class SourceLine:
     """A line of the script.
 
     Attributes:
@@ -87,7 +87,7 @@ def frame_of_thread(ident: int) -> Iterator[FrameType | None]:
                 gc.enable()
 
 
-def call_site(frame: FrameType | None = None) -> Place:
+def call_site(frame: FrameType | None = None) -> SourceLine:
     """Returns the line of the innermost frame of the user's code, which is neither Paceline's nor torch's.
 
     Args:
@@ -98,8 +98,8 @@ def call_site(frame: FrameType | None = None) -> Place:
         line = line_of(own)
         source = linecache.getline(code.co_filename, line).strip()
         where = f"{code.co_filename}:{line} in {code.co_name}"
-        return Place(_key(own), f"{where}: {source}" if source else where)
-    return Place("", "an unknown place")
+        return SourceLine(_key(own), f"{where}: {source}" if source else where)
+    return SourceLine("", "an unknown place")
 
 
 def line_of(frame: FrameType) -> int:

@@ -49,7 +49,7 @@ C = TypeVar("C", bound=Companion)
 
 
 @dataclass
-class _Joined:
+class _JoinedGroup:
     """What this process keeps while it is in a group."""
 
     store: Store
@@ -68,7 +68,7 @@ _READ_S = 1.0  # how much longer, so that ranks which waited for it can read who
 _UNFINISHED_S = 5.0  # how long a process that ends waits for asynchronous works for which its script did not wait
 _UNFINISHED_AFTER_FAILURE_S = 0.5
 
-_joined: _Joined | None = None
+_joined: _JoinedGroup | None = None
 _before: dict[object, tuple[int, Callable[[], None]]] = {}  # what `leave` calls first, with the process id of who asked
 atexit.register(lambda: leave(at_exit=True))
 
@@ -130,7 +130,7 @@ def join(
 
     own = meet(world, device, devices.default_backend(device, backend), seconds, store)
     own.add(_CONNECTED, 1)
-    _joined = _Joined(own, ours=True, pid=os.getpid(), rank=world.rank)
+    _joined = _JoinedGroup(own, ours=True, pid=os.getpid(), rank=world.rank)
     return world
 
 
@@ -282,11 +282,11 @@ def timeout(timeout_s: float | None = None) -> float:
     return float(timeout_s)
 
 
-def _current() -> _Joined:
+def _current() -> _JoinedGroup:
     """Returns what is kept about the current group; for a group that the user made, this is created here."""
     global _joined
     if _joined is None or _joined.pid != os.getpid():
-        _joined = _Joined(default_store(), ours=False, pid=os.getpid(), rank=dist.get_rank())
+        _joined = _JoinedGroup(default_store(), ours=False, pid=os.getpid(), rank=dist.get_rank())
     return _joined
 
 

@@ -37,7 +37,7 @@ class PreparedRun(Protocol):
         """What was prepared; its `models` are the prepared models."""
 
 
-class Window(Protocol):
+class MicroBatches(Protocol):
     """The part of `optim.accumulate.Accumulation` that a runtime reads: the micro-batches of a step."""
 
     @property
@@ -134,7 +134,7 @@ class Runtime:
             how: name of the method: "gather", "reduce" or "gather_for_metrics".
         """
 
-    def stepped(self, optimizer: torch.optim.Optimizer, window: Window) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
         """Called after each step of a prepared optimizer, also after one that was skipped because of an overflow."""
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.base import env as environment
 from paceline.world import runtime
 from paceline.world.mesh import backend_name
-from paceline.world.works import Handle, wait_all
+from paceline.world.works import WorkHandle, wait_all
 
 _FIRST_TAG = 7061  # far from the small tags that a script may use for its own sends in the same group
 
@@ -56,7 +56,7 @@ class Transport(ABC):
         self.size = dist.get_world_size(group)
 
     @abstractmethod
-    def reduce_scatter(self, output: Tensor, input: Tensor, average: bool = False, tag: int = 0) -> Handle:
+    def reduce_scatter(self, output: Tensor, input: Tensor, average: bool = False, tag: int = 0) -> WorkHandle:
         """Sums `input` over the ranks; rank i keeps the i-th of n equal parts.
 
         Args:
@@ -70,7 +70,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def all_gather(self, output: Tensor, input: Tensor, tag: int = 0) -> Handle:
+    def all_gather(self, output: Tensor, input: Tensor, tag: int = 0) -> WorkHandle:
         """Puts the `input` of every rank into `output`, in the order of ranks.
 
         Args:
@@ -83,7 +83,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> Handle:
+    def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> WorkHandle:
         """Sums the i-th part over the ranks, for rank i: a reduce-scatter of parts that need not be packed.
 
         Args:
@@ -96,7 +96,7 @@ class Transport(ABC):
         """
 
     @abstractmethod
-    def gather_parts(self, parts: Sequence[Tensor]) -> Handle:
+    def gather_parts(self, parts: Sequence[Tensor]) -> WorkHandle:
         """Fills the i-th part on every rank with the i-th part of rank i.
 
         Args:
@@ -106,7 +106,7 @@ class Transport(ABC):
             parts: n tensors, each of any shape.
         """
 
-    def collect_parts(self, parts: Sequence[Tensor], owner: int) -> Handle:
+    def collect_parts(self, parts: Sequence[Tensor], owner: int) -> WorkHandle:
         """Fills the i-th part on rank `owner` of the group with the i-th part of rank i.
 
         Args:
@@ -117,7 +117,7 @@ class Transport(ABC):
             parts: n tensors, each of any shape.
         """
         # No backend can gather parts of unequal sizes, so this is made of sends.
-        messages = _Messages(self, tag=0)
+        messages = _PairMessages(self, tag=0)
         if self.rank != owner:
             messages.send(parts[self.rank], owner)
             return messages
@@ -142,29 +142,29 @@ class NativeTransport(Transport):
 
     is_pairwise = False
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, average: bool = False, tag: int = 0) -> Handle:
+    def reduce_scatter(self, output: Tensor, input: Tensor, average: bool = False, tag: int = 0) -> WorkHandle:
         operation = dist.ReduceOp.AVG if average else dist.ReduceOp.SUM
         return _started(reduce_scatter_single(output, input, operation, group=self.group, async_op=True))
 
-    def all_gather(self, output: Tensor, input: Tensor, tag: int = 0) -> Handle:
+    def all_gather(self, output: Tensor, input: Tensor, tag: int = 0) -> WorkHandle:
         return _started(all_gather_single(output, input, group=self.group, async_op=True))
 
-    def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> Handle:
+    def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> WorkHandle:
         return _started(dist.reduce_scatter(output, list(parts), group=self.group, async_op=True))
 
-    def gather_parts(self, parts: Sequence[Tensor]) -> Handle:
+    def gather_parts(self, parts: Sequence[Tensor]) -> WorkHandle:
         return _started(dist.all_gather(list(parts), parts[self.rank], group=self.group, async_op=True))
 
 
 class _NativeOverGloo(NativeTransport):
     """gloo's own collectives where they work. Parts of unequal sizes would end the process, so these travel in pairs."""
 
-    def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> Handle:
+    def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> WorkHandle:
         if _are_equal(parts):
             return super().reduce_parts(output, parts, tag)
         return PairwiseTransport(self.group).reduce_parts(output, parts, tag)
 
-    def gather_parts(self, parts: Sequence[Tensor]) -> Handle:
+    def gather_parts(self, parts: Sequence[Tensor]) -> WorkHandle:
         if _are_equal(parts):
             return super().gather_parts(parts)
         return PairwiseTransport(self.group).gather_parts(parts)
@@ -180,24 +180,24 @@ class PairwiseTransport(Transport):
         """Returns the tag under which messages of this tag are sent."""
         return _FIRST_TAG + tag
 
-    def reduce_scatter(self, output: Tensor, input: Tensor, average: bool = False, tag: int = 0) -> Handle:
+    def reduce_scatter(self, output: Tensor, input: Tensor, average: bool = False, tag: int = 0) -> WorkHandle:
         return _PairwiseSum(self, output, input.view(self.size, -1).unbind(), average, tag)
 
-    def all_gather(self, output: Tensor, input: Tensor, tag: int = 0) -> Handle:
+    def all_gather(self, output: Tensor, input: Tensor, tag: int = 0) -> WorkHandle:
         parts = output.view(self.size, -1).unbind()
         own = parts[self.rank]
         if own.data_ptr() != input.data_ptr():
             own.copy_(input.view(-1))
         return self._gather(parts, tag)
 
-    def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> Handle:
+    def reduce_parts(self, output: Tensor, parts: Sequence[Tensor], tag: int = 0) -> WorkHandle:
         return _PairwiseSum(self, output, parts, False, tag)
 
-    def gather_parts(self, parts: Sequence[Tensor]) -> Handle:
+    def gather_parts(self, parts: Sequence[Tensor]) -> WorkHandle:
         return self._gather(parts, tag=0)
 
-    def _gather(self, parts: Sequence[Tensor], tag: int) -> Handle:
-        messages = _Messages(self, tag)
+    def _gather(self, parts: Sequence[Tensor], tag: int) -> WorkHandle:
+        messages = _PairMessages(self, tag)
         for peer in messages.peers:
             messages.receive(parts[peer], peer)
         for peer in messages.peers:
@@ -205,7 +205,7 @@ class PairwiseTransport(Transport):
         return messages
 
 
-class _Messages:
+class _PairMessages:
     """Messages to and from other ranks, which are all under way at the same time. An empty tensor sends no message."""
 
     def __init__(self, transport: Transport, tag: int) -> None:
@@ -234,7 +234,7 @@ class _Messages:
             self._works.clear()
 
 
-class _PairwiseSum(_Messages):
+class _PairwiseSum(_PairMessages):
     """A sum of parts that the other ranks send."""
 
     def __init__(self, transport: Transport, output: Tensor, parts: Sequence[Tensor], average: bool, tag: int) -> None:

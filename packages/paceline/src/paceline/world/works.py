@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 _POLL_S = 0.001
 
 
-class Handle(Protocol):
+class WorkHandle(Protocol):
     """A collective that is under way. Its tensors must not be changed or freed until `wait` has returned."""
 
     def wait(self) -> object:
@@ -26,7 +26,7 @@ class Handle(Protocol):
         ...
 
 
-def wait_all(works: Iterable[Handle | None]) -> None:
+def wait_all(works: Iterable[WorkHandle | None]) -> None:
     """Waits for each work, also after one has failed: a buffer must not be freed while the backend still writes into it.
 
     Raises:

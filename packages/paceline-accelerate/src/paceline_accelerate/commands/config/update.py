@@ -16,11 +16,13 @@ def update_config(args: argparse.Namespace) -> str:
     """Updates a file in place; returns its path.
 
     Raises:
-        ValueError: as `load_config_from_file`.
+        ValueError: the file that was named is not there, or as `load_config_from_file`.
         FileNotFoundError: as `load_config_from_file`.
         ConfigError: `config-write`.
     """
     path: str = args.config_file or default_config_file
+    if args.config_file and not Path(path).is_file():
+        raise ValueError(f"There is no config file {path!r} to update.")
     config = load_config_from_file(path)
     text = config.as_json() if path.endswith(".json") else config.as_yaml()
     places.write(Path(path), text)

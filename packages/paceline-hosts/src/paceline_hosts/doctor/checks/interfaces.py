@@ -13,14 +13,14 @@ from paceline_hosts.doctor.finding import Check, Finding, Level, listed, on, whe
 
 
 @dataclass(frozen=True)
-class Choice:
+class InterfaceChoice:
     """Holds the interfaces that a backend would use, and why; no interfaces mean that it would fail."""
 
     names: tuple[str, ...]
     reason: str
 
 
-def gloo_choice(network: Network) -> Choice:
+def gloo_choice(network: Network) -> InterfaceChoice:
     """Chooses as gloo does: GLOO_SOCKET_IFNAME, otherwise the address of the host's own name, otherwise loopback."""
     if network.gloo_variable:
         wanted = tuple(name.strip() for name in network.gloo_variable.split(","))
@@ -28,16 +28,16 @@ def gloo_choice(network: Network) -> Choice:
         reason = f"GLOO_SOCKET_IFNAME={network.gloo_variable}"
         # gloo opens every interface that is named, so that one missing name makes it fail.
         if not interface_names.issuperset(wanted):
-            return Choice((), reason)
-        return Choice(wanted, reason)
+            return InterfaceChoice((), reason)
+        return InterfaceChoice(wanted, reason)
     for address in network.hostname_addresses:
         card = _with_address(network, address)
         if card is not None:
-            return Choice((card.name,), "it has the address of the host's own name")
-    return Choice(("lo",), "the host's own name has no address of this host")
+            return InterfaceChoice((card.name,), "it has the address of the host's own name")
+    return InterfaceChoice(("lo",), "the host's own name has no address of this host")
 
 
-def nccl_choice(network: Network) -> Choice:
+def nccl_choice(network: Network) -> InterfaceChoice:
     """Chooses as NCCL does: NCCL_SOCKET_IFNAME, otherwise InfiniBand, then other interfaces, then docker and loopback."""
     cards = [card for card in network.interfaces if card.is_up and card.addresses]
     variable = network.nccl_variable
@@ -53,7 +53,7 @@ def nccl_choice(network: Network) -> Choice:
                 matches = card.name in prefixes
             if matches != excludes:
                 chosen.append(card.name)
-        return Choice(tuple(chosen), f"NCCL_SOCKET_IFNAME={variable}")
+        return InterfaceChoice(tuple(chosen), f"NCCL_SOCKET_IFNAME={variable}")
     infiniband = [card for card in cards if card.name.startswith("ib")]
     ordinary = [card for card in cards if not card.name.startswith(("lo", "docker"))]
     groups = {
@@ -63,8 +63,8 @@ def nccl_choice(network: Network) -> Choice:
     }
     for reason, group in groups.items():
         if group:
-            return Choice((group[0].name,), reason)
-    return Choice((), "no interface is up")
+            return InterfaceChoice((group[0].name,), reason)
+    return InterfaceChoice((), "no interface is up")
 
 
 def judge(examination: Examination) -> list[Finding]:
@@ -126,7 +126,7 @@ def _with_address(network: Network, address: str) -> Interface | None:
     return None
 
 
-def _shown(network: Network, choice: Choice) -> str:
+def _shown(network: Network, choice: InterfaceChoice) -> str:
     """Returns the names of the interfaces, with the rate of each one if it is known."""
     speeds = {card.name: card.speed_mbit for card in network.interfaces}
     parts = []

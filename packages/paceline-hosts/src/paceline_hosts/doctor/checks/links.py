@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paceline_hosts.doctor.facts import Examination, Link
+from paceline_hosts.doctor.facts import Examination, LinkFacts
 from paceline_hosts.doctor.finding import Check, Finding, Level, leave_out, where_all
 from paceline_hosts.doctor.units import rate, seconds
 
@@ -55,7 +55,7 @@ def _not_measured(examination: Examination) -> str:
     return f"; {num_measured} of {num_open} links were measured, for lack of time" if num_measured < num_open else ""
 
 
-def _slow(examination: Examination, slowest: Link, fastest: float, level: Level, expected: float) -> Finding:
+def _slow(examination: Examination, slowest: LinkFacts, fastest: float, level: Level, expected: float) -> Finding:
     culprit = _common_host(examination, expected)
     pair = f"{slowest.source} -> {slowest.target}"
     reasons = [f"the fastest link has {rate(fastest)}"]
@@ -81,7 +81,7 @@ def _common_host(examination: Examination, expected: float) -> str:
     return ""
 
 
-def _expected(examination: Examination, link: Link, fastest: float) -> float:
+def _expected(examination: Examination, link: LinkFacts, fastest: float) -> float:
     """Returns the bytes per second that a link should carry, from the fastest link and the rate of its own interfaces."""
     speed = _speed(examination, link)
     if speed is None:
@@ -89,7 +89,7 @@ def _expected(examination: Examination, link: Link, fastest: float) -> float:
     return max(fastest, min(speed, _MEASURABLE) * _WARNING)
 
 
-def _speed(examination: Examination, link: Link) -> float | None:
+def _speed(examination: Examination, link: LinkFacts) -> float | None:
     """Returns the negotiated rate of the slower of the two interfaces in bytes per second; None if neither reports one."""
     speeds = []
     for host, other in ((link.source, link.target), (link.target, link.source)):
@@ -103,7 +103,7 @@ def _speed(examination: Examination, link: Link) -> float | None:
     return min(speeds, default=None)
 
 
-def _interface(examination: Examination, link: Link, host: str) -> str:
+def _interface(examination: Examination, link: LinkFacts, host: str) -> str:
     other = link.source if host == link.target else link.target
     facts = examination.facts.get(host)
     if facts is None:

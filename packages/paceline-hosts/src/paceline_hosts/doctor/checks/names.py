@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline_hosts.doctor.facts import Examination, Lookup
+from paceline_hosts.doctor.facts import Examination, LookupFacts
 from paceline_hosts.doctor.finding import Check, Finding, listed, on, where_all
 from paceline_hosts.doctor.units import seconds
 
@@ -16,7 +16,7 @@ def judge(examination: Examination) -> list[Finding]:
     findings: list[Finding] = []
     slowest = 0.0
     for host, facts in examination.facts.items():
-        slow: list[Lookup] = []
+        slow: list[LookupFacts] = []
         unknown: list[str] = []
         for lookup in facts.lookups:
             slowest = max(slowest, lookup.seconds)
@@ -43,12 +43,12 @@ def judge(examination: Examination) -> list[Finding]:
     return findings
 
 
-def _is_name(examination: Examination, lookup: Lookup) -> bool:
+def _is_name(examination: Examination, lookup: LookupFacts) -> bool:
     facts = examination.facts.get(lookup.host)
     return facts is not None and lookup.question == facts.network.hostname
 
 
-def _wrong(examination: Examination, host: str, lookups: tuple[Lookup, ...]) -> list[Finding]:
+def _wrong(examination: Examination, host: str, lookups: tuple[LookupFacts, ...]) -> list[Finding]:
     """Finds names for which this host gets an address that the named host does not have."""
     findings = []
     for lookup in lookups:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline_hosts.doctor.facts import Connection, Examination
+from paceline_hosts.doctor.facts import ConnectionFacts, Examination
 from paceline_hosts.doctor.finding import Check, Finding, leave_out, listed, on, where_all
 
 _MEANING = {
@@ -16,7 +16,7 @@ _MEANING = {
 
 def judge(examination: Examination) -> list[Finding]:
     """Finds hosts whose ports are not reached, with one problem for each host and outcome that names all hosts affected."""
-    failed: dict[tuple[str, str], list[Connection]] = {}
+    failed: dict[tuple[str, str], list[ConnectionFacts]] = {}
     for row in examination.connections:
         if row.outcome != "open":
             failed.setdefault((row.target, row.outcome), []).append(row)
@@ -35,7 +35,7 @@ def judge(examination: Examination) -> list[Finding]:
     return findings
 
 
-def _fix(examination: Examination, rows: list[Connection]) -> str:
+def _fix(examination: Examination, rows: list[ConnectionFacts]) -> str:
     """Returns commands for the firewall of the target that let the other hosts in."""
     target = rows[0].target
     if rows[0].outcome in ("no route", "other"):

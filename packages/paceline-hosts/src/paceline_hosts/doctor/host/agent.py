@@ -38,7 +38,7 @@ class Agent:
         self._token = ""
         self._no_cwd = ""
         self._folder: FolderProbe | None = None
-        self._listener: links.Listener | None = None
+        self._listener: links.LinkListener | None = None
         self._torch = Channels((), ())
 
     def hello(self, name: str, number: int, token: str, env: dict[str, str], cwd: str, folder: str) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Agent:
         # torch runs in a process of its own: if importing it hangs or crashes, this process can still answer. It starts here,
         # so that the import goes on during the other steps.
         self._torch = Channels(["torch"], [_TORCH])
-        self._listener = links.Listener(token)
+        self._listener = links.LinkListener(token)
         return {
             "paceline": VERSION,
             "hostname": host.name(),

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from paceline.launch import host
-from paceline_hosts.doctor.facts import Connection, Link, Outcome
+from paceline_hosts.doctor.facts import ConnectionFacts, LinkFacts, Outcome
 
 CONNECT_S = 3.0
 _SILENCE_S = 5.0  # a peer that sends nothing for so long is taken to be gone
@@ -31,7 +31,7 @@ _CHUNK = 1 << 20
 _WARM_UP = 0.25
 
 
-class Listener:
+class LinkListener:
     """Listens at a port of this host, and answers the other hosts.
 
     Args:
@@ -82,7 +82,7 @@ class Listener:
                 peer.sendall(data)
 
 
-def connections(source: str, peers: Mapping[str, tuple[Sequence[str], int]], token: str) -> list[Connection]:
+def connections(source: str, peers: Mapping[str, tuple[Sequence[str], int]], token: str) -> list[ConnectionFacts]:
     """Connects to each other host, all at the same time.
 
     Args:
@@ -110,11 +110,11 @@ def connections(source: str, peers: Mapping[str, tuple[Sequence[str], int]], tok
     for name, (addresses, port) in peers.items():
         usable = [address for address in addresses if outcomes[name, address] == "open"]
         if usable:
-            rows.append(Connection(source, name, usable[0], port, "open"))
+            rows.append(ConnectionFacts(source, name, usable[0], port, "open"))
         elif addresses:
-            rows.append(Connection(source, name, addresses[0], port, outcomes[name, addresses[0]]))
+            rows.append(ConnectionFacts(source, name, addresses[0], port, outcomes[name, addresses[0]]))
         else:
-            rows.append(Connection(source, name, "", port, "no route"))
+            rows.append(ConnectionFacts(source, name, "", port, "no route"))
     return rows
 
 
@@ -143,7 +143,7 @@ def _connect(address: str, port: int, token: str, verb: bytes) -> socket.socket:
     return peer
 
 
-def measure(source: str, target: str, address: str, port: int, token: str, seconds: float) -> Link:
+def measure(source: str, target: str, address: str, port: int, token: str, seconds: float) -> LinkFacts:
     """Measures the path from this host to another: latency by pings, then bandwidth by a stream.
 
     Raises:
@@ -160,7 +160,7 @@ def measure(source: str, target: str, address: str, port: int, token: str, secon
             trips.append(time.perf_counter() - begun)
     with _connect(address, port, token, b"s") as peer:
         rate = _send_stream(peer, seconds)
-    return Link(source, target, statistics.median(trips) / 2, rate)
+    return LinkFacts(source, target, statistics.median(trips) / 2, rate)
 
 
 def _send_stream(peer: socket.socket, seconds: float) -> float:

@@ -12,7 +12,7 @@ from pathlib import Path
 from paceline.base import env as environment
 from paceline.launch import host
 from paceline.world.network.interface import address_of_interface, address_towards
-from paceline_hosts.doctor.facts import Interface, Lookup, Network
+from paceline_hosts.doctor.facts import Interface, LookupFacts, Network
 
 LOOKUP_S = 6.0  # glibc asks a name server for 5 s before it tries again
 _IS_UP = 1  # IFF_UP of Linux, a bit of the flags of an interface
@@ -128,7 +128,7 @@ def _route(candidates: Sequence[str], cards: Sequence[Interface]) -> str:
     return ""
 
 
-def lookups(names: Mapping[str, Sequence[str]], timeout_s: float = LOOKUP_S) -> tuple[Lookup, ...]:
+def lookups(names: Mapping[str, Sequence[str]], timeout_s: float = LOOKUP_S) -> tuple[LookupFacts, ...]:
     """Asks the resolver for the address of each other host's own name, and for the name of its address, all at once.
 
     torch's store asks for the name of each client that connects, with an IPv4 address in IPv6 form (`::ffff:10.0.0.1`), so
@@ -145,12 +145,12 @@ def lookups(names: Mapping[str, Sequence[str]], timeout_s: float = LOOKUP_S) -> 
             questions.append((name, address, _name_of))
             if ":" not in address:
                 questions.append((name, f"::ffff:{address}", _name_of))
-    rows: dict[int, Lookup] = {}
+    rows: dict[int, LookupFacts] = {}
     begun = time.monotonic()
 
     def ask(number: int, name: str, question: str, resolve: Callable[[str], str]) -> None:
         answer = resolve(question)
-        rows[number] = Lookup(name, question, answer, time.monotonic() - begun)
+        rows[number] = LookupFacts(name, question, answer, time.monotonic() - begun)
 
     # A call of the resolver cannot be interrupted, so threads that take too long are left behind.
     threads = [
@@ -164,7 +164,7 @@ def lookups(names: Mapping[str, Sequence[str]], timeout_s: float = LOOKUP_S) -> 
     answered = dict(rows)
     complete = []
     for number, (name, question, _) in enumerate(questions):
-        complete.append(answered.get(number) or Lookup(name, question, "", timeout_s, finished=False))
+        complete.append(answered.get(number) or LookupFacts(name, question, "", timeout_s, finished=False))
     return tuple(complete)
 
 

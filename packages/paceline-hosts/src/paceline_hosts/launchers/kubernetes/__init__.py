@@ -10,8 +10,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from paceline.base.terminal import say
-from paceline.launch.job import shown_ranks
-from paceline.launch.launcher import Hosts, Job, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import Hosts, Rendered
+from paceline.launch.make_job import shown_ranks
 from paceline_hosts.assignment import assignment_of
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Any
 from paceline.base.errors import LaunchError, Problem
 from paceline_hosts.launchers.kubernetes.client import Cluster
 from paceline_hosts.launchers.kubernetes.kinds import KINDS
-from paceline_hosts.launchers.kubernetes.kinds.kind import PODS, Kind, Resource
+from paceline_hosts.launchers.kubernetes.kinds.kind import PODS, Resource, WorkloadKind
 from paceline_hosts.launchers.kubernetes.refusals import Refusal, may_not, namespace_missing
 from paceline_hosts.launchers.kubernetes.run import PodRun
 
@@ -16,7 +16,7 @@ _QUEUES = Resource("kueue.x-k8s.io", "v1beta1", "localqueues")
 _SHOWN_NODES = 5
 
 
-def kind_of(cluster: Cluster, wanted: str) -> Kind:
+def kind_of(cluster: Cluster, wanted: str) -> WorkloadKind:
     """Returns the kind that the user wants, or the first one that the cluster has.
 
     Args:
@@ -46,7 +46,7 @@ def kind_of(cluster: Cluster, wanted: str) -> Kind:
     return kind
 
 
-def check(cluster: Cluster, run: PodRun, kind: Kind, wait: bool) -> list[str]:
+def check(cluster: Cluster, run: PodRun, kind: WorkloadKind, wait: bool) -> list[str]:
     """Finds what would keep the run from starting. Returns notices for the user.
 
     Args:
@@ -82,7 +82,7 @@ def _namespace(cluster: Cluster) -> Problem | None:
     return None
 
 
-def _permissions(cluster: Cluster, run: PodRun, kind: Kind, wait: bool) -> Problem | None:
+def _permissions(cluster: Cluster, run: PodRun, kind: WorkloadKind, wait: bool) -> Problem | None:
     """Returns which permissions for this run the user lacks; None if there are none."""
     others = [*kind.before(run), *kind.beside(run)]
     objects = [kind.resource, *(resource for resource, _ in others)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import yaml
 
-from paceline_hosts.launchers.kubernetes.kinds.kind import SECRETS, Kind
+from paceline_hosts.launchers.kubernetes.kinds.kind import SECRETS, WorkloadKind
 from paceline_hosts.launchers.kubernetes.pod import Manifest, tls_name
 from paceline_hosts.launchers.kubernetes.run import PodRun
 
@@ -24,7 +24,7 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
 _Blocks.add_representer(str, _text)
 
 
-def document(run: PodRun, kind: Kind) -> str:
+def document(run: PodRun, kind: WorkloadKind) -> str:
     """Returns all manifests of a run as text.
 
     Of the Secret it only has the names, because its values are created for one submission and must not be shown.

@@ -20,7 +20,7 @@ from paceline.base.errors import LaunchError, Problem
 from paceline.base.exits import PREEMPTED
 from paceline.base.terminal import say
 from paceline_hosts.launchers.kubernetes.client import Cluster
-from paceline_hosts.launchers.kubernetes.kinds.kind import PODS, Kind, State
+from paceline_hosts.launchers.kubernetes.kinds.kind import PODS, WorkloadKind, WorkloadState
 from paceline_hosts.launchers.kubernetes.pod import selector
 from paceline_hosts.launchers.kubernetes.refusals import Refusal
 from paceline_hosts.launchers.kubernetes.run import NO_PACELINE, PodRun
@@ -61,7 +61,7 @@ class Follower:
     """
 
     def __init__(
-        self, cluster: Cluster, run: PodRun, kind: Kind, main: dict[str, Any], shown: frozenset[int] | None
+        self, cluster: Cluster, run: PodRun, kind: WorkloadKind, main: dict[str, Any], shown: frozenset[int] | None
     ) -> None:
         self._cluster = cluster
         self._run = run
@@ -69,7 +69,7 @@ class Follower:
         self._shown = shown
         self.pods: dict[str, dict[str, Any]] = {}
         self.present: set[str] = set()
-        self.state = State()
+        self.state = WorkloadState()
         self.deleted = False
         self._events: queue.Queue[tuple[str, Any]] = queue.Queue()
         # Whether a log was read to its end, by the uid of the pod and the number of restarts of its container.

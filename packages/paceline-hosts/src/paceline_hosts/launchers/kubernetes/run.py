@@ -13,11 +13,11 @@ from paceline.base.errors import ConfigError, Problem
 from paceline.config.flags import flags_of
 from paceline.config.settings import settings_of
 from paceline.config.sources import HANDED, Launch
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline_hosts.assignment import assignment_of
 from paceline_hosts.clusters.kubernetes import KubernetesSettings
 from paceline_hosts.launchers.kubernetes import values as values_file
-from paceline_hosts.launchers.kubernetes.values import Values
+from paceline_hosts.launchers.kubernetes.values import ManifestValues
 from paceline_hosts.network.tls import contents_for_run
 
 NO_PACELINE = 127  # the exit code of a shell for a command that does not exist
@@ -84,7 +84,7 @@ class PodRun:
     max_restarts: int = 0
     grace_s: float = 30.0
     queue: str = ""
-    values: Values = field(default_factory=Values)
+    values: ManifestValues = field(default_factory=ManifestValues)
 
 
 def pod_run(job: Job) -> PodRun:
@@ -137,7 +137,7 @@ def pod_run(job: Job) -> PodRun:
         max_restarts=settings.launch.max_restarts,
         grace_s=job.grace_s,
         queue=cluster.queue or "",
-        values=values_file.read(cluster.values) if cluster.values else Values(),
+        values=values_file.read(cluster.values) if cluster.values else ManifestValues(),
     )
 
 

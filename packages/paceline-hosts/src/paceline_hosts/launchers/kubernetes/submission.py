@@ -15,7 +15,7 @@ from paceline.launch.processes.output import say_error
 from paceline.launch.processes.signals import Signals
 from paceline_hosts.launchers.kubernetes.client import Cluster
 from paceline_hosts.launchers.kubernetes.follow import Follower
-from paceline_hosts.launchers.kubernetes.kinds.kind import PODS, Kind, Resource
+from paceline_hosts.launchers.kubernetes.kinds.kind import PODS, Resource, WorkloadKind
 from paceline_hosts.launchers.kubernetes.refusals import Refusal, as_error
 from paceline_hosts.launchers.kubernetes.run import PodRun
 
@@ -35,7 +35,7 @@ class Submission:
     """
 
     def __init__(
-        self, cluster: Cluster, run: PodRun, kind: Kind, wait: bool, shown: frozenset[int] | None = None
+        self, cluster: Cluster, run: PodRun, kind: WorkloadKind, wait: bool, shown: frozenset[int] | None = None
     ) -> None:
         self._cluster = cluster
         self._run = run

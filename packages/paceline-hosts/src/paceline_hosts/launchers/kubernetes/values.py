@@ -57,7 +57,7 @@ _OTHER_NAME = {"podSecurityContext": "securityContext"}
 
 
 @dataclass(frozen=True)
-class Values:
+class ManifestValues:
     """What a values file says.
 
     Attributes:
@@ -77,7 +77,7 @@ class Values:
     pod: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read(path: str) -> Values:
+def read(path: str) -> ManifestValues:
     """Reads a values file.
 
     Raises:
@@ -140,7 +140,7 @@ def _problem(path: str, line: int, key: str, value: object) -> Problem | None:
     return None
 
 
-def _values(values: Mapping[str, Any]) -> Values:
+def _values(values: Mapping[str, Any]) -> ManifestValues:
     """Sorts the values of a file by where they belong: in the run, in the container or in the pod."""
     own: dict[str, Any] = {}
     for name in (*OURS, *METADATA):
@@ -154,7 +154,7 @@ def _values(values: Mapping[str, Any]) -> Values:
             own[name] = _text(value)
     container = {name: values[name] for name in CONTAINER if name in values}
     pod = {_OTHER_NAME.get(name, name): values[name] for name in POD if name in values}
-    return Values(**own, container=container, pod=pod)
+    return ManifestValues(**own, container=container, pod=pod)
 
 
 def _text(value: object) -> str:

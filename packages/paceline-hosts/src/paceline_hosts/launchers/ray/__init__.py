@@ -13,7 +13,8 @@ import importlib.util
 import shlex
 
 from paceline.base.errors import ConfigError
-from paceline.launch.launcher import Hosts, Job, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import Hosts, Rendered
 from paceline_hosts.assignment import assignment_of
 from paceline_hosts.clusters.ray import RaySettings
 from paceline_hosts.launchers.ray import cluster

@@ -17,7 +17,7 @@ from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.base.host_port import host_and_port
 from paceline.base.terminal import say
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline_hosts.assignment import assignment_of
 from paceline_hosts.clusters.ray import RaySettings
 

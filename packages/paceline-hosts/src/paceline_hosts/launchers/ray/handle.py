@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from paceline.base.terminal import say
-from paceline.launch.launcher import Job, Outcome
+from paceline.launch.job import Job
+from paceline.launch.launcher import Outcome
 from paceline.launch.processes.signals import Signals
 from paceline_hosts.assignment import assignment_of
 from paceline_hosts.clusters.ray import RaySettings

@@ -18,14 +18,15 @@ from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
 from paceline.base.terminal import say
 from paceline.launch import host
-from paceline.launch.launcher import Handle, Hosts, Job, Outcome, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import Handle, Hosts, Outcome, Rendered
 from paceline.launch.processes.output import say_error
 from paceline_hosts.assignment import assignment_of
 from paceline_hosts.launchers.batch import PYTHON
 from paceline_hosts.launchers.slurm import queue
-from paceline_hosts.launchers.slurm.allocation import Allocation, allocation_of
+from paceline_hosts.launchers.slurm.allocation import SlurmAllocation, allocation_of
 from paceline_hosts.launchers.slurm.batch_script import batch_script, notices, settings_of_job, wanted
-from paceline_hosts.launchers.slurm.srun import Step
+from paceline_hosts.launchers.slurm.srun import SrunStep
 
 _OWN_ENDING = "RUNNING"  # the state of a job that neither SLURM nor the user is about to end
 
@@ -118,7 +119,7 @@ class StepHandle:
         (command,) = rendered.steps
         # This variable makes srun put a number before each line, also before the answers of the launchers.
         environment.export({"SLURM_LABELIO": None})
-        self._step = Step(self._job, command)
+        self._step = SrunStep(self._job, command)
         self._step.prepare()
 
     def wait(self) -> Outcome:
@@ -159,7 +160,7 @@ def step_command(job: Job) -> tuple[str, ...]:
     return (*words, *job.reach.args, *PYTHON)
 
 
-def too_few_nodes_error(job: Job, allocation: Allocation) -> LaunchError:
+def too_few_nodes_error(job: Job, allocation: SlurmAllocation) -> LaunchError:
     """Returns the error if more nodes are requested than the allocation has."""
     count = len(allocation.nodes)
     return LaunchError(
@@ -170,7 +171,7 @@ def too_few_nodes_error(job: Job, allocation: Allocation) -> LaunchError:
     )
 
 
-def put_back(allocation: Allocation) -> None:
+def put_back(allocation: SlurmAllocation) -> None:
     """Queues a job again, unless SLURM does so by itself or somebody has cancelled it.
 
     Raises:

@@ -16,7 +16,7 @@ _BY_HAND = ("hostfile", "node_rank", "main_address")
 
 
 @dataclass(frozen=True)
-class Allocation:
+class SlurmAllocation:
     """Nodes that SLURM has given to a job.
 
     Attributes:
@@ -36,7 +36,7 @@ class Allocation:
     on_node: bool = True
 
 
-def allocation_of(env: Mapping[str, str]) -> Allocation | None:
+def allocation_of(env: Mapping[str, str]) -> SlurmAllocation | None:
     """Returns the allocation of a batch script or a shell.
 
     Returns None outside of an allocation, and in a task that srun or another launcher has started.
@@ -47,7 +47,7 @@ def allocation_of(env: Mapping[str, str]) -> Allocation | None:
     element = env.get("SLURM_ARRAY_TASK_ID")
     # One element of an array has the same job number as the whole array, so that number alone would mean all elements.
     job = f"{env['SLURM_ARRAY_JOB_ID']}_{element}" if element else env["SLURM_JOB_ID"]
-    return Allocation(
+    return SlurmAllocation(
         job, nodes,
         procs=_number(env, "SLURM_GPUS_ON_NODE") or _number(env, "SLURM_NTASKS_PER_NODE"),
         restarts=_number(env, "SLURM_RESTART_COUNT"),

@@ -15,7 +15,7 @@ from paceline.base.errors import ConfigError
 from paceline.base.version import VERSION
 from paceline.config.flags import flags_of
 from paceline.config.settings import settings_of
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline_hosts.assignment import Assignment, assignment_of
 from paceline_hosts.clusters.slurm import SlurmSettings
 

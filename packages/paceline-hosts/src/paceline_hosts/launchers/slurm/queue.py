@@ -52,7 +52,7 @@ _FIXES = (
 
 
 @dataclass(frozen=True)
-class Record:
+class QueueRecord:
     """A job as `scontrol show job` describes it.
 
     Attributes:
@@ -116,7 +116,7 @@ def submit(script: str, wanted: Sequence[str], env: Mapping[str, str]) -> str:
     return job
 
 
-def records(job: str) -> list[Record]:
+def records(job: str) -> list[QueueRecord]:
     """Returns the job as SLURM describes it now, or all elements of a job array; empty where there is no such job (any more).
 
     Raises:
@@ -130,7 +130,7 @@ def records(job: str) -> list[Record]:
     return [_record(line) for line in done.stdout.splitlines() if line.startswith("JobId=")]
 
 
-def _record(line: str) -> Record:
+def _record(line: str) -> QueueRecord:
     """One line of `scontrol show job --oneliner`."""
     fields = dict(_FIELD.findall(line))
     code, _, signum = fields.get("ExitCode", "0:0").partition(":")
@@ -142,7 +142,7 @@ def _record(line: str) -> Record:
         exit_code = 128 + int(signum)  # as a shell counts
     output = fields.get("StdOut", "").replace("%%", "%")
     restarts = int(fields.get("Restarts", 0))
-    return Record(job, element, fields["JobState"], fields.get("Reason", ""), exit_code, restarts, nodes, output)
+    return QueueRecord(job, element, fields["JobState"], fields.get("Reason", ""), exit_code, restarts, nodes, output)
 
 
 def requeue(job: str) -> str:
@@ -165,7 +165,7 @@ def follow(job: str) -> Outcome:
     Raises:
         LaunchError: `slurm-job`, where SLURM has ended it; `slurm-unreachable`.
     """
-    follower = _Follower(job)
+    follower = _OutputFollower(job)
     signals = Signals(lambda number: None)
     signals.enter()
     try:
@@ -187,7 +187,7 @@ def follow(job: str) -> Outcome:
     return follower.outcome()
 
 
-class _Follower:
+class _OutputFollower:
     """Shows the state and the output of a job, or of all elements of a job array.
 
     Args:
@@ -198,7 +198,7 @@ class _Follower:
         self._job = job
         # The job, or each element of a job array, that has ended. SLURM removes the record of an element some minutes after
         # its end (MinJobAge), while other elements still run.
-        self._ended: dict[str, Record] = {}
+        self._ended: dict[str, QueueRecord] = {}
         self._logs: dict[str, _Log] = {}
         self._news: dict[str, str] = {}  # the last line about each job
 
@@ -260,7 +260,7 @@ class _Follower:
         return sorted(seen_jobs - self._ended.keys())
 
 
-def _records_patiently(job: str) -> list[Record]:
+def _records_patiently(job: str) -> list[QueueRecord]:
     """Returns `records(job)`, and tries again for some minutes if the controller does not answer.
 
     Raises:
@@ -276,7 +276,7 @@ def _records_patiently(job: str) -> list[Record]:
             time.sleep(_LOOK_S)
 
 
-def _job_error(record: Record, has_log: bool) -> LaunchError:
+def _job_error(record: QueueRecord, has_log: bool) -> LaunchError:
     """Returns the error where SLURM has ended a job, or could not run it."""
     where = f" on {record.nodes}" if record.nodes else ""
     log = record.log
@@ -292,7 +292,7 @@ def _job_error(record: Record, has_log: bool) -> LaunchError:
     )
 
 
-def _state_of(record: Record) -> str:
+def _state_of(record: QueueRecord) -> str:
     """A line about the state of a job."""
     line = f"job {record.job}: {record.state.lower()}"
     if record.state in _WAITING and record.reason != "None":
@@ -314,7 +314,7 @@ class _Log:
         is_there: whether the file could be read at least once.
     """
 
-    record: Record
+    record: QueueRecord
 
     def __init__(self) -> None:
         self._position = 0

@@ -17,7 +17,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from paceline.base.errors import LaunchError
-from paceline.launch.launcher import Job
+from paceline.launch.job import Job
 from paceline.launch.processes.signals import Signals
 from paceline.world.detect.slurm import expand
 from paceline_hosts.remote.channels import Messages, RunChannels
@@ -33,7 +33,7 @@ _ENDED_TASK = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
 _NO_PROGRAM = re.compile(r"execve\(\): (\S+): (.+)")
 
 
-class Step(RunChannels):
+class SrunStep(RunChannels):
     """One srun, which runs a launcher on each node.
 
     Args:

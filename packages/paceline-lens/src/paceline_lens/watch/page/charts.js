@@ -1,6 +1,6 @@
 // `LineChart`: one line over steps or time, drawn by uPlot, with the cursor's value as text above it.
 
-import { count, duration, number, toNumber } from "./format.js";
+import { axisTexts, count, duration, number, toNumber } from "./format.js";
 import { element } from "./dom.js";
 
 const HEIGHT = 180;
@@ -25,7 +25,7 @@ export function readColours() {
 export class LineChart {
   /**
    * @param name     what the line shows
-   * @param format   makes a value's text
+   * @param format   makes a value's text; a second argument asks for so many digits more
    * @param steps    distances that the marks of the value's axis may have; null for round numbers
    * @param isTime   whether x is seconds since the start, and not a step
    * @param cursors  charts with the same word share their cursor
@@ -138,8 +138,9 @@ export class LineChart {
   options(cursors) {
     const font = "12px system-ui, sans-serif";
     const axis = { stroke: () => colours.quiet, grid: { stroke: () => colours.edge, width: 1 }, ticks: { show: false }, font };
-    const xValues = (_, ticks) => ticks.map((tick) => (this.isTime ? shortDuration(tick) : number(tick)));
-    const yValues = (_, ticks) => ticks.map((tick) => (this.format === number ? count(tick) : this.format(tick)));
+    const xValues = (_, ticks) => axisTexts(ticks, this.isTime ? shortDuration : number);
+    const yFormat = this.format === number ? count : this.format;
+    const yValues = (_, ticks) => axisTexts(ticks, yFormat);
     return {
       width: 360,
       height: HEIGHT,
@@ -211,10 +212,10 @@ function drawLine(ctx, fromX, fromY, toX, toY) {
   ctx.stroke();
 }
 
-function shortDuration(seconds) {
+function shortDuration(seconds, moreDigits = 0) {
   if (seconds === 0) return "0";
   if (seconds % 86_400 === 0) return `${seconds / 86_400} d`;
-  if (seconds >= 3600) return `${number(seconds / 3600)} h`;
-  if (seconds >= 60) return `${number(seconds / 60)} min`;
-  return `${number(seconds)} s`;
+  if (seconds >= 3600) return `${number(seconds / 3600, moreDigits)} h`;
+  if (seconds >= 60) return `${number(seconds / 60, moreDigits)} min`;
+  return `${number(seconds, moreDigits)} s`;
 }

@@ -14,7 +14,7 @@ const HISTORY = [
   ["tokens_per_s", "Tokens a second", { format: count }],
   ["samples_per_s", "Samples a second", { format: count }],
   ["step_ms", "Time of a step", { format: milliseconds }],
-  ["mfu", "Model FLOPs utilisation", { format: (share) => percent(share, 1) }],
+  ["mfu", "Model FLOPs utilisation", { format: (share, moreDigits = 0) => percent(share, 1 + moreDigits) }],
   ["memory", "Memory of the fullest rank", { format: bytes, steps: SIZE_STEPS }],
 ];
 

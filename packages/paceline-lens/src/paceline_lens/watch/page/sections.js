@@ -38,7 +38,7 @@ export function findings(run) {
       element(
         "div",
         { class: `finding ${run.exit_code === 0 ? "" : "error"}` },
-        element("p", {}, `The run has ended: ${run.why}`),
+        element("p", {}, sentence(`The run has ended: ${run.why}`)),
       ),
     );
   return rows;
@@ -256,7 +256,7 @@ export function memory(run) {
     "div",
     { class: "key" },
     element("span", {}, element("i"), "most so far"),
-    forecast ? element("span", {}, element("i", { class: "mark" }), markName(run.memory)) : null,
+    forecast ? element("span", {}, element("i", { class: "mark" }), sentence(markName(run.memory))) : null,
   );
   return [element("div", { class: ranks.length > 24 ? "long" : "", tabindex: ranks.length > 24 ? 0 : null }, rows), key];
 }
@@ -297,7 +297,7 @@ export function checkpoints(run) {
         {},
         element("td", {}, number(entry.step)),
         element("td", {}, duration(entry.age_s)),
-        element("td", { class: "words bad", colspan: 3 }, entry.reason || "it failed"),
+        element("td", { class: "words bad", colspan: 3 }, sentence(entry.reason || "it failed")),
       );
     return element(
       "tr",
@@ -323,7 +323,7 @@ export function hosts(run) {
     if (round.lost.length) words.push(`lost ${round.lost.join(", ")}`);
     if (round.joined.length) words.push(`joined by ${round.joined.join(", ")}`);
     const text = words.join("; ") + (round.why ? `. ${round.why}` : "");
-    return element("li", {}, element("time", { title: clock(round.t) }, clock(round.t)), element("span", {}, text));
+    return element("li", {}, element("time", { title: clock(round.t) }, clock(round.t)), element("span", {}, sentence(text)));
   });
   if (rows.length === 0) return [];
   const restarts = run.restarts ? `${plural(run.restarts, "restart")} after a failure` : "no restart so far";
@@ -357,12 +357,6 @@ export function reports(run) {
   }
   const { count: odd, last } = run.anomalies;
   if (odd) {
-    const did = {
-      log: "written down",
-      skip: "the step was skipped",
-      stop: "the run was stopped",
-      rollback: "the run went back to the last checkpoint",
-    };
     const rows = last
       .toReversed()
       .map((entry) =>
@@ -373,7 +367,7 @@ export function reports(run) {
           element(
             "span",
             {},
-            `${entry.text || entry.what} ${entry.value === null ? "" : `(${number(entry.value)}${entry.limit === null ? "" : `, limit ${number(entry.limit)}`}) `}– ${did[entry.action] ?? entry.action}`,
+            sentence(anomalyText(entry)),
           ),
         ),
       );
@@ -383,6 +377,21 @@ export function reports(run) {
     );
   }
   return blocks;
+}
+
+const ANOMALY_ACTIONS = {
+  log: "written down",
+  skip: "the step was skipped",
+  stop: "the run was stopped",
+  rollback: "the run went back to the last checkpoint",
+};
+
+function anomalyText(entry) {
+  const words = [entry.text || entry.what];
+  const limit = entry.limit === null ? "" : `, limit ${number(entry.limit)}`;
+  if (entry.value !== null) words.push(`(${number(entry.value)}${limit})`);
+  words.push(`– ${ANOMALY_ACTIONS[entry.action] ?? entry.action}`);
+  return words.join(" ");
 }
 
 export function plan(run) {
@@ -437,7 +446,7 @@ function decisions(reasons) {
       element("th", { scope: "row" }, field),
       element("td", { class: "words" }, value),
       element("td", { class: "words" }, source),
-      element("td", { class: "words" }, reason),
+      element("td", { class: "words" }, sentence(reason)),
     ),
   );
   return tableOf([["field"], ["value", "words"], ["source", "words"], ["reason", "words"]], rows);

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from paceline.base.errors import CheckpointError
 from paceline.base.registry import Registry
-from paceline.checkpoint.agree import Peers, agreed, together
+from paceline.checkpoint.agree import WriterPeers, agreed, together
 from paceline.checkpoint.store import Store
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ class RunNames:
     parameters: Mapping[str, list[tuple[str, int]]]
 
     @classmethod
-    def of(cls, state: TrainState, peers: Peers, folder: str) -> RunNames:
+    def of(cls, state: TrainState, peers: WriterPeers, folder: str) -> RunNames:
         """Gathers the names of all ranks. Under a pipeline each rank has those of its own stages only.
 
         Ranks: all; one `gather_object`.
@@ -137,7 +137,7 @@ class CheckpointFormat:
         )
 
     def open(
-        self, store: Store, folder: str, state: TrainState, peers: Peers, manifest: Manifest | None
+        self, store: Store, folder: str, state: TrainState, peers: WriterPeers, manifest: Manifest | None
     ) -> OpenCheckpoint:
         """Reads everything except the tensors, for all ranks together.
 

@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.agree import Peers, agreed
+from paceline.checkpoint.agree import WriterPeers, agreed
 from paceline.checkpoint.format.checkpoint_format import CheckpointFormat
 from paceline.checkpoint.format.manifest import NAME, STATE, Manifest, read_json, verify
 from paceline.checkpoint.store import Store
@@ -29,7 +29,7 @@ class NativeFormat(CheckpointFormat):
         return store.exists(store.join(folder, NAME))
 
     def open(
-        self, store: Store, folder: str, state: TrainState, peers: Peers, manifest: Manifest | None
+        self, store: Store, folder: str, state: TrainState, peers: WriterPeers, manifest: Manifest | None
     ) -> OpenCheckpoint:
         """Reads the index and `state.json`. Ranks: all."""
         from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint

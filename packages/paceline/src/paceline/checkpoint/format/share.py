@@ -37,7 +37,7 @@ class Envelope:
     tail: bytes
 
 
-class _Recorder:
+class _OffsetRecorder:
     """A file that records everything except the bytes of one tensor, which it recognizes by their address."""
 
     def __init__(self, address: int) -> None:
@@ -64,7 +64,7 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
     The memory of a tensor is allocated but never touched, so that this is cheap however large the tensor is.
     """
     tensor = torch.empty(shape, dtype=dtype)
-    recorder = _Recorder(tensor.data_ptr())
+    recorder = _OffsetRecorder(tensor.data_ptr())
     # The archive's own checksum would be that of this uninitialized memory. torch never compares it, and the manifest has a
     # checksum of the whole file.
     before = get_crc32_options()
@@ -77,7 +77,7 @@ def envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
 
 
 @dataclass(frozen=True)
-class Place:
+class ByteRange:
     """The place of one tensor, or of a part of it, in a file.
 
     Attributes:
@@ -107,7 +107,7 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Share:
+class FileShare:
     """The contents of the file that one rank writes.
 
     Attributes:
@@ -115,13 +115,13 @@ class Share:
         bytes: the size of the file.
     """
 
-    places: list[Place] = field(default_factory=list)
+    places: list[ByteRange] = field(default_factory=list)
     bytes: int = 0
 
     @classmethod
-    def of(cls, items: Sequence[WriteItem]) -> Share:
+    def of(cls, items: Sequence[WriteItem]) -> FileShare:
         """Makes the share of a plan's items; the result is the same on every rank."""
-        places: list[Place] = []
+        places: list[ByteRange] = []
         end = 0
         for item in items:
             data = item.tensor_data
@@ -130,7 +130,7 @@ class Share:
             dtype = data.properties.dtype
             start = -(-end // _ALIGN) * _ALIGN  # rounded up
             around = envelope(dtype, tuple(shape))
-            place = Place(item.index, start, shape, dtype, around, shape.numel() * dtype.itemsize)
+            place = ByteRange(item.index, start, shape, dtype, around, shape.numel() * dtype.itemsize)
             places.append(place)
             end = start + place.length
         return cls(places, end)

@@ -1,4 +1,4 @@
-"""`Translation` makes an `OpenCheckpoint` from the checkpoint of another library."""
+"""`StateTranslation` makes an `OpenCheckpoint` from the checkpoint of another library."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from paceline.world.sharded import local
 _IMPLEMENTATION = ("fused", "foreach", "capturable")
 
 
-class Translation:
+class StateTranslation:
     """Collects what the checkpoint of another library holds, in the form of Paceline's own.
 
     Tensors are not read here; a rank later reads its part of each.

@@ -28,7 +28,7 @@ from paceline.checkpoint.state.match import Mismatch, owner_problems
 from paceline.checkpoint.state.module_state import ModuleState, parameter_names, unwrap
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.run_state import RunState, Stateful
-from paceline.checkpoint.state.window import Window
+from paceline.checkpoint.state.window import WindowState
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 
@@ -122,7 +122,7 @@ class TrainState:
         names: Mapping[Tensor, str] | None = None,
         tied: Mapping[str, Mapping[str, str]] | None = None,
         replicas_equal: bool = True,
-        window: Window | None = None,
+        window: WindowState | None = None,
         frozen: bool = True,
     ) -> None:
         self.models = dict(models or {})

@@ -1,4 +1,4 @@
-"""`Window`: gradients that no optimizer has stepped yet, if a state is saved in an open accumulation window.
+"""`WindowState`: gradients that no optimizer has stepped yet, if a state is saved in an open accumulation window.
 
 window/RANK/MODEL/NAME              the gradient in `.grad` on that rank
 window/RANK/MODEL/NAME:STRATEGY     the gradient that a strategy holds beside it
@@ -42,7 +42,7 @@ class Counters(Protocol):
 
 
 @dataclass(frozen=True)
-class Gradients:
+class WindowGradients:
     """The gradients of one model.
 
     Attributes:
@@ -63,7 +63,7 @@ class Gradients:
 
 
 @dataclass
-class Window:
+class WindowState:
     """The gradients of all models, and the state of their window.
 
     Attributes:
@@ -74,7 +74,7 @@ class Window:
         apart: whether ranks have different values of the same parameters (LocalSGD), so that gradients cannot be summed.
     """
 
-    models: Mapping[str, Gradients]
+    models: Mapping[str, WindowGradients]
     counters: Counters
     index: int = 0
     width: int = 1
@@ -223,7 +223,12 @@ class Window:
         self.counters.load_window(counters, older)
 
     def _give_back(
-        self, model: str, gradients: Gradients, own: Mapping[str, Any], tensors: Mapping[str, Tensor], factor: float
+        self,
+        model: str,
+        gradients: WindowGradients,
+        own: Mapping[str, Any],
+        tensors: Mapping[str, Tensor],
+        factor: float,
     ) -> None:
         """Restores this rank's gradients of one model: in `.grad`, and those that its strategies hold beside it."""
         pending_of: dict[str, tuple[dict[Tensor, Tensor], dict[Tensor, tuple[Any, ...]]]] = {}
@@ -293,7 +298,7 @@ def _read(
 
 
 def _older_of(
-    model: str, gradients: Gradients, own: Mapping[str, Any], tensors: Mapping[str, Tensor], factor: float
+    model: str, gradients: WindowGradients, own: Mapping[str, Any], tensors: Mapping[str, Tensor], factor: float
 ) -> dict[Tensor, list[Tensor]]:
     """Returns what this rank's gradients of one model have from before the window, divided as these gradients are."""
     older: dict[Tensor, list[Tensor]] = {}
@@ -333,7 +338,7 @@ def _entries_of(saved: Mapping[str, Any], kind: str, path: str, separator: str) 
     """Returns the entries of one parameter on all ranks.
 
     Args:
-        saved: see `Window.match`.
+        saved: see `WindowState.match`.
         kind: "parts", from `.grad` and from strategies, or "older".
         path: of the parameter.
         separator: between the path and the rest of an entry's name.

@@ -32,7 +32,7 @@ class Upload:
     def __init__(self, url: str) -> None:
         self._url = url
         self._buffer = bytearray()
-        self._parts: _S3Parts | _Stream | None = None
+        self._parts: _S3Parts | _RemoteStream | None = None
         self._sent = self._size = 0
         self.closed = False
 
@@ -86,7 +86,7 @@ class Upload:
         with coded_errors(self._url):
             if self._parts is None:
                 fs = objects.filesystem(self._url)
-                self._parts = _S3Parts(fs, self._url) if objects.is_s3(fs) else _Stream(fs, self._url)
+                self._parts = _S3Parts(fs, self._url) if objects.is_s3(fs) else _RemoteStream(fs, self._url)
             self._parts.send(self._buffer)
         self._sent += 1
         self._buffer = bytearray()
@@ -141,7 +141,7 @@ class _S3Parts:
         self._ask("abort_multipart_upload", UploadId=self._id).result()
 
 
-class _Stream:
+class _RemoteStream:
     """Sends a file through the file system's own file object; it has the methods of `_S3Parts`."""
 
     def __init__(self, fs: Any, url: str) -> None:

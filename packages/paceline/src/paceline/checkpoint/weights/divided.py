@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.agree import Alone, Peers, agreed, shared_among
+from paceline.checkpoint.agree import Alone, WriterPeers, agreed, shared_among
 from paceline.checkpoint.state.module_state import ModuleState
-from paceline.checkpoint.weights.export import Rows
-from paceline.checkpoint.weights.sources import Entry
+from paceline.checkpoint.weights.export import RowsOfTensor
+from paceline.checkpoint.weights.sources import WeightEntry
 from paceline.world.arrived import as_bytes
 from paceline.world.parts import Part, deliver, part_of_whole, regions, rows_between, size_of
 from paceline.world.sharded import local
@@ -32,7 +32,9 @@ class DividedModel:
     Ranks: all make it; two `gather_object`s.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], peers: Peers | None = None, order: Iterable[str] = ()) -> None:
+    def __init__(
+        self, tensors: Mapping[str, Tensor], peers: WriterPeers | None = None, order: Iterable[str] = ()
+    ) -> None:
         self._peers = peers or Alone()
         self._tensors: dict[str, Tensor] = {}
         own: dict[str, tuple[str, tuple[int, ...], Part]] = {}
@@ -40,11 +42,11 @@ class DividedModel:
             self._tensors[name] = local(tensor.detach())
             dtype_name = str(tensor.dtype).removeprefix("torch.")
             own[name] = (dtype_name, tuple(tensor.shape), part_of_whole(tensor))
-        entries: dict[str, Entry] = {}
+        entries: dict[str, WeightEntry] = {}
         self._holders: dict[str, dict[Part, int]] = {}
         for rank, tensors_of_rank in enumerate(shared_among(self._peers, own)):
             for name, (dtype, shape, part) in tensors_of_rank.items():
-                entries.setdefault(name, Entry(name, shape, getattr(torch, dtype)))
+                entries.setdefault(name, WeightEntry(name, shape, getattr(torch, dtype)))
                 # Ranks that hold the same part should have equal bytes. The lowest of them sends it.
                 self._holders.setdefault(name, {}).setdefault(part, rank)
         # A dictionary keeps the first place of each name: those of `order` come first, in their order.
@@ -55,7 +57,7 @@ class DividedModel:
     def of(
         cls,
         module: nn.Module,
-        peers: Peers | None = None,
+        peers: WriterPeers | None = None,
         order: Iterable[str] = (),
         tied: Mapping[str, str] | None = None,
     ) -> DividedModel:
@@ -76,7 +78,7 @@ class DividedModel:
             tensors.setdefault(first_names.get(name, name), tensor)
         return cls(tensors, group, order)
 
-    def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[Sequence[RowsOfTensor]]) -> list[Tensor]:
         """Returns the bytes of the rows that this rank writes, from the ranks that hold them.
 
         Args:
@@ -104,7 +106,7 @@ class DividedModel:
         arrived = deliver(getattr(self._peers, "cpu_group", None), packed, incoming)
         return [self._whole(rows, arrived) for rows in wanted[own_rank]]
 
-    def _whole(self, rows: Rows, arrived: dict[int, Tensor]) -> Tensor:
+    def _whole(self, rows: RowsOfTensor, arrived: dict[int, Tensor]) -> Tensor:
         """Puts the bytes of some rows together. Those of other ranks are taken from the front of `arrived[rank]`."""
         dtype = rows.entry.dtype
         holders = self._holders[rows.entry.name]
@@ -135,7 +137,7 @@ class DividedModel:
         assert whole is not None, "each tensor has a holder"
         return as_bytes(whole)
 
-    def _bytes(self, rows: Rows, part: Part) -> Tensor:
+    def _bytes(self, rows: RowsOfTensor, part: Part) -> Tensor:
         """Returns the bytes of this rank's part of some rows, on their device."""
         tensor = self._tensors[rows.entry.name]
         if not part:
@@ -144,12 +146,12 @@ class DividedModel:
         return as_bytes(tensor[first:last])
 
 
-def _within(rows: Rows, part: Part) -> Part:
+def _within(rows: RowsOfTensor, part: Part) -> Part:
     """Returns the part of some rows that a part of the tensor holds, counted from the first of the rows."""
     return rows_between(part, rows.start, rows.stop)[0] if part else ()
 
 
-def _num_bytes(rows: Rows, part: Part) -> int:
+def _num_bytes(rows: RowsOfTensor, part: Part) -> int:
     return prod(size_of(runs) for runs in _within(rows, part)) * rows.entry.dtype.itemsize
 
 

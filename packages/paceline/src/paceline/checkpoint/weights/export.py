@@ -27,14 +27,14 @@ from torch import Tensor
 
 from paceline.base.errors import CheckpointError, Problem
 from paceline.base.files import expanded
-from paceline.checkpoint.agree import Alone, Peers, agreed, together
+from paceline.checkpoint.agree import Alone, WriterPeers, agreed, together
 from paceline.checkpoint.files import replacing
 from paceline.checkpoint.format.checkpoint_format import format_of, newest_in
 from paceline.checkpoint.format.manifest import verify
 from paceline.checkpoint.store import store_for
 from paceline.checkpoint.store.direct import sync_folder
 from paceline.checkpoint.weights.opening import open_weights
-from paceline.checkpoint.weights.sources import Box, Entry, Weights, is_part
+from paceline.checkpoint.weights.sources import Box, WeightEntry, Weights, is_part
 from paceline.checkpoint.weights.weight_files import SafeFile, TorchFile, WeightFile
 from paceline.world.arrived import as_bytes
 
@@ -65,7 +65,7 @@ def parse_size(size: int | str) -> int:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowsOfTensor:
     """Some rows of a whole tensor, which one message carries.
 
     Attributes:
@@ -73,7 +73,7 @@ class Rows:
         start, stop: the range of rows along dim 0; a 0-dim tensor has one row.
     """
 
-    entry: Entry
+    entry: WeightEntry
     start: int
     stop: int
 
@@ -91,15 +91,15 @@ class Rows:
         return (slice(self.start, self.stop), *whole_dims)
 
 
-class Source(Protocol):
+class TensorSource(Protocol):
     """A place that whole tensors are read or gathered from."""
 
     @property
-    def entries(self) -> Sequence[Entry]:
+    def entries(self) -> Sequence[WeightEntry]:
         """The tensors, in the order in which they are written."""
         ...
 
-    def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[Sequence[RowsOfTensor]]) -> list[Tensor]:
         """Returns the bytes (uint8, CPU) of the rows that this rank wants, in order.
 
         Args:
@@ -127,7 +127,7 @@ class Stored:
             if name in weights.entries:
                 self.entries.append(replace(weights.entries[name], name=alias))
 
-    def fetch(self, wanted: Sequence[Sequence[Rows]]) -> list[Tensor]:
+    def fetch(self, wanted: Sequence[Sequence[RowsOfTensor]]) -> list[Tensor]:
         """Returns the bytes of rows, read from the files."""
         data = []
         for rows in wanted[0]:
@@ -137,11 +137,11 @@ class Stored:
 
 
 def export_weights(
-    source: Source,
+    source: TensorSource,
     directory: str | os.PathLike[str],
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
-    peers: Peers | None = None,
+    peers: WriterPeers | None = None,
 ) -> list[str]:
     """Writes whole tensors into one file or several.
 
@@ -166,7 +166,7 @@ def export_weights(
     is_first = peers.rank == 0
     kind: type[WeightFile] = SafeFile if safe_serialization else TorchFile
     _check_dtypes(source.entries, kind)
-    files = Files(os.fspath(directory), kind, cut(source.entries, parse_size(max_shard_size)))
+    files = ExportedFiles(os.fspath(directory), kind, cut(source.entries, parse_size(max_shard_size)))
     doing = f"saving the model to {files.folder}"
     # The first rank makes the empty files. A rank that sees them then shares its file system and can write, too.
     token = together(peers, doing, lambda: files.begin() if is_first else "")[0]
@@ -180,7 +180,7 @@ def export_weights(
         queues = [turns(files.parts[number :: len(writers)], step) for number in range(len(writers))]
         # `fetch` communicates, so that each rank takes part in all turns, also in those in which it wants nothing.
         for turn in zip_longest(*queues, fillvalue=()):
-            wanted: list[Sequence[Rows]] = [()] * peers.size
+            wanted: list[Sequence[RowsOfTensor]] = [()] * peers.size
             for writer, rows in zip(writers, turn, strict=True):
                 wanted[writer] = rows
             data = source.fetch(wanted)
@@ -238,9 +238,9 @@ def export_checkpoint(
     return export_weights(stored, directory, max_shard_size, safe_serialization)
 
 
-def cut(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
+def cut(entries: Sequence[WeightEntry], limit: int) -> list[list[WeightEntry]]:
     """Divides whole tensors into parts of at most `limit` bytes; a larger tensor is a part of its own."""
-    parts: list[list[Entry]] = [[]]
+    parts: list[list[WeightEntry]] = [[]]
     filled = 0
     for entry in entries:
         if filled and filled + entry.nbytes > limit:
@@ -251,13 +251,15 @@ def cut(entries: Sequence[Entry], limit: int) -> list[list[Entry]]:
     return parts
 
 
-def turns(parts: Sequence[Sequence[Entry]], step: int) -> Iterator[list[Rows]]:
+def turns(parts: Sequence[Sequence[WeightEntry]], step: int) -> Iterator[list[RowsOfTensor]]:
     """Yields the rows of some files in order, in turns of at most `step` bytes but at least one row."""
-    turn: list[Rows] = []
+    turn: list[RowsOfTensor] = []
     filled = 0
     for entry in chain.from_iterable(parts):
         if not entry.rows:
-            turn.append(Rows(entry, 0, 0))  # a tensor without elements has no bytes, but its name must be in the file
+            turn.append(
+                RowsOfTensor(entry, 0, 0)
+            )  # a tensor without elements has no bytes, but its name must be in the file
             continue
         row_bytes = max(entry.nbytes // entry.rows, 1)
         start = 0
@@ -271,7 +273,7 @@ def turns(parts: Sequence[Sequence[Entry]], step: int) -> Iterator[list[Rows]]:
                 turn = []
                 filled = 0
                 continue
-            rows = Rows(entry, start, min(entry.rows, start + room))
+            rows = RowsOfTensor(entry, start, min(entry.rows, start + room))
             turn.append(rows)
             filled += rows.nbytes
             start = rows.stop
@@ -279,7 +281,7 @@ def turns(parts: Sequence[Sequence[Entry]], step: int) -> Iterator[list[Rows]]:
         yield turn
 
 
-class Files:
+class ExportedFiles:
     """The files of one export, which are written under temporary names in the folder and renamed at the end.
 
     Args:
@@ -294,7 +296,7 @@ class Files:
         index_names: the name of the index, if there are several files; otherwise empty.
     """
 
-    def __init__(self, directory: str, kind: type[WeightFile], parts: Sequence[Sequence[Entry]]) -> None:
+    def __init__(self, directory: str, kind: type[WeightFile], parts: Sequence[Sequence[WeightEntry]]) -> None:
         self.folder = os.path.abspath(expanded(directory))
         self.parts = [kind.order(part) for part in parts]
         self._kind = kind
@@ -332,7 +334,7 @@ class Files:
         self._partials = {name: os.path.join(self.folder, f".{name}.partial-{token}") for name in self.names}
         return all(map(os.path.exists, self._partials.values()))
 
-    def write(self, rows: Sequence[Rows], data: Sequence[Tensor]) -> None:
+    def write(self, rows: Sequence[RowsOfTensor], data: Sequence[Tensor]) -> None:
         """Writes the bytes of some rows; the rows of a file come in order and before those of the next file."""
         for piece, content in zip(rows, data, strict=True):
             name = self._file_names[piece.entry.name]
@@ -416,7 +418,7 @@ class Files:
             file.write(text.encode())
 
 
-def _check_dtypes(entries: Sequence[Entry], kind: type[WeightFile]) -> None:
+def _check_dtypes(entries: Sequence[WeightEntry], kind: type[WeightFile]) -> None:
     problems = []
     for entry in entries:
         if kind.holds(entry):

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.base.errors import CheckpointError
 from paceline.base.files import expanded
-from paceline.checkpoint.agree import Alone, Peers, agreed, together
+from paceline.checkpoint.agree import Alone, WriterPeers, agreed, together
 from paceline.checkpoint.state.match import Mismatch, Shape
 from paceline.checkpoint.state.module_state import ModuleState, unwrap
 from paceline.checkpoint.weights.divided import DividedModel
@@ -40,7 +40,7 @@ def save_model(
     safe_serialization: bool = True,
     state_dict: Mapping[str, Tensor] | None = None,
     *,
-    peers: Peers | None = None,
+    peers: WriterPeers | None = None,
     order: Iterable[str] = (),
     tied: Mapping[str, str] | None = None,
 ) -> list[str]:
@@ -78,7 +78,7 @@ def load_model(
     directory: str | os.PathLike[str],
     *,
     strict: bool = True,
-    peers: Peers | None = None,
+    peers: WriterPeers | None = None,
     tied: Mapping[str, str] | None = None,
 ) -> tuple[str, ...]:
     """Reads weights into a model; each rank reads its part. If they do not fit, nothing changes.

@@ -40,7 +40,7 @@ _INSIDE = ("state_dict", "model_state_dict", "model", "module")
 
 
 @dataclass(frozen=True)
-class Entry:
+class WeightEntry:
     """The description of a whole tensor.
 
     Attributes:
@@ -70,7 +70,7 @@ class Weights(Protocol):
     """Whole tensors in files."""
 
     @property
-    def entries(self) -> Mapping[str, Entry]:
+    def entries(self) -> Mapping[str, WeightEntry]:
         """Shapes and dtypes of the tensors, by name."""
         ...
 
@@ -98,7 +98,7 @@ class SafeWeights:
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, WeightEntry] = {}
         self._files: dict[str, Any] = {}
         for path in paths:
             with reading(path):
@@ -108,7 +108,7 @@ class SafeWeights:
                     dtype_name = tensor.get_dtype()
                     if dtype_name not in SAFETENSORS_DTYPES:
                         raise ValueError(f"it holds numbers of type {dtype_name}, which torch does not know")
-                    self.entries[name] = Entry(name, tuple(tensor.get_shape()), SAFETENSORS_DTYPES[dtype_name])
+                    self.entries[name] = WeightEntry(name, tuple(tensor.get_shape()), SAFETENSORS_DTYPES[dtype_name])
                     self._files[name] = file
 
     def read(self, name: str, box: Box) -> Tensor:
@@ -128,7 +128,7 @@ class TensorWeights:
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         self._tensors = dict(tensors)
-        self.entries = {name: Entry(name, tuple(t.shape), t.dtype) for name, t in self._tensors.items()}
+        self.entries = {name: WeightEntry(name, tuple(t.shape), t.dtype) for name, t in self._tensors.items()}
 
     def read(self, name: str, box: Box) -> Tensor:
         """Reads a box of one tensor."""
@@ -190,11 +190,11 @@ class DividedWeights:
         self._index = index or read_index(store, folder)
         self._last_read = ""
         self._shards: dict[tuple[int, ...], Tensor] = {}
-        self.entries: dict[str, Entry] = {}
+        self.entries: dict[str, WeightEntry] = {}
         for full_name, saved in self._index.state_dict_metadata.items():
             if full_name.startswith(prefix) and isinstance(saved, TensorStorageMetadata):
                 name = full_name.removeprefix(prefix)
-                self.entries[name] = Entry(name, tuple(saved.size), saved.properties.dtype)
+                self.entries[name] = WeightEntry(name, tuple(saved.size), saved.properties.dtype)
 
     @property
     def paths(self) -> dict[str, tuple[Any, ...]]:

@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, Protocol
 import torch
 from torch import Tensor
 
-from paceline.checkpoint.weights.sources import SAFETENSORS_DTYPES, Entry
+from paceline.checkpoint.weights.sources import SAFETENSORS_DTYPES, WeightEntry
 from paceline.torch_internals.checkpoint import storage_class_name, tensor_rebuilder
 
 # The order of the format's own writer: it writes the widest dtypes first, so that all tensors are aligned.
@@ -43,19 +43,19 @@ class WeightFile(Protocol):
     stem: str
     ending: str
 
-    def __init__(self, file: BinaryIO, entries: Sequence[Entry]) -> None: ...
+    def __init__(self, file: BinaryIO, entries: Sequence[WeightEntry]) -> None: ...
 
     @staticmethod
-    def holds(entry: Entry) -> bool:
+    def holds(entry: WeightEntry) -> bool:
         """Returns whether the format has the dtype of a tensor."""
         ...
 
     @staticmethod
-    def order(entries: Sequence[Entry]) -> list[Entry]:
+    def order(entries: Sequence[WeightEntry]) -> list[WeightEntry]:
         """Returns the tensors in the order in which they are written."""
         ...
 
-    def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
+    def write(self, entry: WeightEntry, data: Tensor, *, first: bool) -> None:
         """Writes the next bytes of `entry`; `first` says that they are its first ones."""
         ...
 
@@ -70,7 +70,7 @@ class SafeFile:
     stem = "model"
     ending = "safetensors"
 
-    def __init__(self, file: BinaryIO, entries: Sequence[Entry]) -> None:
+    def __init__(self, file: BinaryIO, entries: Sequence[WeightEntry]) -> None:
         head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
         for entry in entries:
@@ -85,20 +85,20 @@ class SafeFile:
         file.write(struct.pack("<Q", len(text)) + text)
 
     @staticmethod
-    def holds(entry: Entry) -> bool:
+    def holds(entry: WeightEntry) -> bool:
         """Returns whether the format has the dtype of a tensor."""
         return entry.dtype in _NAMES
 
     @staticmethod
-    def order(entries: Sequence[Entry]) -> list[Entry]:
+    def order(entries: Sequence[WeightEntry]) -> list[WeightEntry]:
         """Returns the tensors with the widest dtypes first, then by name."""
 
-        def place(entry: Entry) -> tuple[int, str]:
+        def place(entry: WeightEntry) -> tuple[int, str]:
             return -_ORDER.index(_NAMES[entry.dtype]), entry.name
 
         return sorted(entries, key=place)
 
-    def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
+    def write(self, entry: WeightEntry, data: Tensor, *, first: bool) -> None:
         """Writes the next bytes of a tensor."""
         self._file.write(data.numpy().data)
 
@@ -112,7 +112,7 @@ class TorchFile:
     stem = "pytorch_model"
     ending = "bin"
 
-    def __init__(self, file: BinaryIO, entries: Sequence[Entry]) -> None:
+    def __init__(self, file: BinaryIO, entries: Sequence[WeightEntry]) -> None:
         self._file = file
         self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
         self._record: Any = None
@@ -121,16 +121,16 @@ class TorchFile:
         self._put("byteorder", b"little")
 
     @staticmethod
-    def holds(entry: Entry) -> bool:
+    def holds(entry: WeightEntry) -> bool:
         """Returns True, because the format has every dtype."""
         return True
 
     @staticmethod
-    def order(entries: Sequence[Entry]) -> list[Entry]:
+    def order(entries: Sequence[WeightEntry]) -> list[WeightEntry]:
         """Returns the tensors in the order of the model."""
         return list(entries)
 
-    def write(self, entry: Entry, data: Tensor, *, first: bool) -> None:
+    def write(self, entry: WeightEntry, data: Tensor, *, first: bool) -> None:
         """Writes the next bytes of a tensor."""
         if first:
             self._begin(f"data/{self._numbers[entry.name]}")
@@ -163,7 +163,7 @@ class _Storage:
     """Replaces the memory of a tensor in a pickle."""
 
     number: int
-    entry: Entry
+    entry: WeightEntry
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class _Whole:
     """Replaces a tensor in a pickle, which is read as a tensor again."""
 
     number: int
-    entry: Entry
+    entry: WeightEntry
 
     def __reduce__(self) -> Any:
         entry = self.entry
@@ -199,7 +199,7 @@ class _Pickler(pickle.Pickler):
         return "storage", storage, str(obj.number), "cpu", count
 
 
-def _pickled(entries: Sequence[Entry]) -> bytes:
+def _pickled(entries: Sequence[WeightEntry]) -> bytes:
     file = io.BytesIO()
     wholes = {entry.name: _Whole(number, entry) for number, entry in enumerate(entries)}
     _Pickler(file, protocol=2).dump(wholes)

@@ -44,7 +44,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(text_table(rows, "  "))
 
 
-class Progress:
+class CopyProgress:
     """Shows on stderr, if it is a terminal, how many of the bytes have been read.
 
     Args:

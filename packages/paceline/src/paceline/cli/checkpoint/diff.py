@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     first = side(args.first)
     other = side(args.other)
     num_bytes = sum(shape.numel() * dtype.itemsize for shape, dtype in first.facts.values())
-    progress = _text.Progress(num_bytes)
+    progress = _text.CopyProgress(num_bytes)
     result = difference(first, other, args.atol, progress)
     progress.clear()
     if args.json:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from paceline.cli.checkpoint import _text
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.listing import Entry
+    from paceline.checkpoint.listing import CheckpointEntry
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _row(checkpoint: Entry) -> tuple[str, ...]:
+def _row(checkpoint: CheckpointEntry) -> tuple[str, ...]:
     summary = checkpoint.summary
     facts = checkpoint.json()
     state = checkpoint.state

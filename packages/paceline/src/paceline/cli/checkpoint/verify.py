@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from paceline.cli.checkpoint import _text
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.listing import Entry
+    from paceline.checkpoint.listing import CheckpointEntry
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline.checkpoint.listing import in_words, listed
 
     store, _, checkpoints = listed(args.path)
-    progress = _text.Progress(sum(checkpoint.bytes for checkpoint in checkpoints if checkpoint.manifest))
+    progress = _text.CopyProgress(sum(checkpoint.bytes for checkpoint in checkpoints if checkpoint.manifest))
     damaged = 0
     for checkpoint in checkpoints:
         problems = checkpoint.problems
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if damaged else 0
 
 
-def _verdict(checkpoint: Entry, *, damaged: bool) -> str:
+def _verdict(checkpoint: CheckpointEntry, *, damaged: bool) -> str:
     if damaged:
         return "damaged"
     if checkpoint.state == "unchecked":

@@ -33,14 +33,14 @@ from paceline.base.temporary import temporary_folder
 from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.failure_report import begun, describe
-from paceline.launch.launcher import Failure, Hosts, Job, Outcome, Process, Rendered
+from paceline.launch.job import Job
+from paceline.launch.launcher import Failure, Hosts, Outcome, Process, Rendered
 from paceline.launch.nodes import need_part, nodes_of
 from paceline.launch.processes import core_files
 from paceline.launch.processes.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
 from paceline.launch.processes.output import Output
 from paceline.launch.processes.signals import Signals
-from paceline.launch.processes.stuck import StuckWatch
-from paceline.launch.processes.workers import (
+from paceline.launch.processes.spawn import (
     FUNCTION_FILE,
     Reaper,
     Worker,
@@ -50,7 +50,8 @@ from paceline.launch.processes.workers import (
     spawn,
     stop,
 )
-from paceline.launch.recording import Recording
+from paceline.launch.processes.stuck import StuckWatch
+from paceline.launch.recording import LaunchRecording
 from paceline.launch.rounds import End, Report, Round
 from paceline.launch.script_libraries import script_libraries
 from paceline.launch.worker import pickling, worker
@@ -161,7 +162,7 @@ class LocalHandle:
                 where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
         place = temporary_folder()
-        self.recording = Recording(self.job)
+        self.recording = LaunchRecording(self.job)
         self.nodes = nodes_of(self.job)
         if self.job.core_files:
             obstacle = core_files.allow()

@@ -19,7 +19,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.launch.launcher import Failure, Target
+from paceline.launch.job import Target
+from paceline.launch.launcher import Failure
 
 # How long the kernel may take to write a core file, and gdb to read it. The file has several GB of memory and libraries.
 WRITE_S = 300.0

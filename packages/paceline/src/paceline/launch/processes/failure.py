@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from paceline.base.connections import LEFT, closed
 from paceline.base.exits import PREEMPTED
 from paceline.launch.launcher import Failure
-from paceline.launch.processes.workers import Worker, stop
+from paceline.launch.processes.spawn import Worker, stop
 
 # How long the other processes may take to end. Most wait in a collective that never ends, where no signal handler runs.
 AFTER_FAILURE_S = 2.0

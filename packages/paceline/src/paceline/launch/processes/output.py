@@ -23,7 +23,7 @@ def say_error(error: object) -> None:
 
 
 @dataclass
-class _Pipe:
+class _OutputPipe:
     """A stream of a process that the launcher copies."""
 
     read: int
@@ -55,7 +55,7 @@ class Output:
         self.tee = tee
         self.ranks = ranks
         self.mark = Template(mark)
-        self.pipes: dict[int, _Pipe] = {}
+        self.pipes: dict[int, _OutputPipe] = {}
         self._child_ends: list[int] = []
 
     def open(self, process: Process, attempt: int) -> dict[int, int]:
@@ -96,7 +96,7 @@ class Output:
         read, write = os.pipe()
         os.set_blocking(read, False)
         terminal = sys.stdout if bit == 1 else sys.stderr
-        self.pipes[read] = _Pipe(read, mark.encode(), terminal, file)
+        self.pipes[read] = _OutputPipe(read, mark.encode(), terminal, file)
         return write
 
     def started(self) -> None:
@@ -146,7 +146,7 @@ class Output:
         return bool(select.select([read], [], [], 0)[0])
 
     @staticmethod
-    def _close(pipe: _Pipe) -> None:
+    def _close(pipe: _OutputPipe) -> None:
         os.close(pipe.read)
         if pipe.file is not None:
             pipe.file.close()
@@ -165,7 +165,7 @@ def show(terminal: Any, data: bytes) -> None:
     terminal.flush()
 
 
-def _marked(data: bytes, pipe: _Pipe) -> bytes:
+def _marked(data: bytes, pipe: _OutputPipe) -> bytes:
     """Puts the mark of the pipe before each line. A line may arrive in several pieces."""
     if not pipe.mark:
         return data

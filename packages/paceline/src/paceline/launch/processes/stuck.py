@@ -20,11 +20,12 @@ from pathlib import Path
 
 from paceline.base.terminal import say
 from paceline.launch import host
-from paceline.launch.launcher import Failure, Job
+from paceline.launch.job import Job
+from paceline.launch.launcher import Failure
 from paceline.launch.nodes import OtherStacks
 from paceline.launch.processes.signals import Signals
-from paceline.launch.processes.workers import Worker
-from paceline.launch.recording import Recording
+from paceline.launch.processes.spawn import Worker
+from paceline.launch.recording import LaunchRecording
 from paceline.world.stacks.groups import ProcessStacks
 from paceline.world.stacks.watch import LOOK_S, HostWatch, StackReport, report_of_stacks, stacks_of
 
@@ -52,7 +53,7 @@ class StuckWatch:
         job: Job,
         folder: Path,
         pause: Callable[[float], object],
-        recording: Recording,
+        recording: LaunchRecording,
         others: OtherStacks | None,
     ) -> None:
         self._job = job

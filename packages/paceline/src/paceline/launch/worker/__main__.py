@@ -6,7 +6,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline.launch.processes.signals import kill_with_parent
 from paceline.launch.worker import worker
 from paceline.launch.worker.lines import write_whole_lines
@@ -14,7 +14,7 @@ from paceline.launch.worker.pickling import call_packed
 
 
 def main(words: list[str]) -> int:
-    """Runs what the launcher has written on the command line (`processes.workers.spawn`); returns the exit code."""
+    """Runs what the launcher has written on the command line (`processes.spawn.spawn`); returns the exit code."""
     report, compat, streams, launcher, kind, name, *args = words
     kill_with_parent(int(launcher))
     if "lines" in streams.split(","):

@@ -115,6 +115,6 @@ def _last_own(trace: TracebackType | None) -> TracebackType | None:
 
 def _debugging() -> bool:
     try:
-        return resolve_run({}).settings.debug
+        return resolve_run().settings.debug
     except ConfigError:
         return False  # the settings are wrong, which is probably the error that is shown

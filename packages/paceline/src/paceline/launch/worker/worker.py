@@ -32,7 +32,7 @@ from typing import Any, NoReturn
 
 from paceline.base import env as environment
 from paceline.base.terminal import say
-from paceline.launch.launcher import Target
+from paceline.launch.job import Target
 from paceline.launch.worker import show_once
 from paceline.launch.worker.pickling import write_value
 from paceline.launch.worker.traceback_text import traceback_text

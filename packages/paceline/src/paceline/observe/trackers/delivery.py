@@ -34,7 +34,7 @@ class RefusedError(Exception):
 
 
 @dataclass(frozen=True)
-class Entry:
+class DeliveryEntry:
     """The values of one call of `log`.
 
     Attributes:
@@ -54,7 +54,7 @@ class Entry:
         return json.dumps([self.t, self.step, self.values, self.status]).encode() + b"\n"
 
     @classmethod
-    def of_line(cls, line: bytes) -> Entry:
+    def of_line(cls, line: bytes) -> DeliveryEntry:
         """Returns the entry of a line."""
         return cls(*json.loads(line))
 
@@ -72,7 +72,7 @@ class Deliverable(Protocol):
         """Returns the values that this tracker accepts."""
 
     @staticmethod
-    def send(address: Mapping[str, Any], entries: Sequence[Entry]) -> None:
+    def send(address: Mapping[str, Any], entries: Sequence[DeliveryEntry]) -> None:
         """Sends entries, at most 1000 values. It may be called again with entries that have arrived already.
 
         Raises:
@@ -132,13 +132,13 @@ class Delivery:
         """
         numbers = self.tracker.numbers_of(values)
         if numbers:
-            self._append(Entry(round(time.time(), 3), step, numbers))
+            self._append(DeliveryEntry(round(time.time(), 3), step, numbers))
 
     def finish(self, status: str, timeout_s: float) -> Problem | None:
         """Sends the remaining values and the status of the run, for at most `timeout_s`; returns what could not be sent."""
         if os.getpid() != self._owner:
             return None
-        self._append(Entry(round(time.time(), 3), status=status))
+        self._append(DeliveryEntry(round(time.time(), 3), status=status))
         self._closing.set()
         # The thread may have sent the last entry and waited for work again before `_closing` was set.
         self._work.set()
@@ -153,7 +153,7 @@ class Delivery:
         fcntl.flock(self._file, fcntl.LOCK_UN)
         return self._unsent(timeout_s)
 
-    def _append(self, entry: Entry) -> None:
+    def _append(self, entry: DeliveryEntry) -> None:
         # A fork has no copy of the thread, and a lock that the thread held at that moment would never be released.
         if os.getpid() != self._owner:
             raise TrackerError(
@@ -187,7 +187,7 @@ class Delivery:
                         return
                 continue
             try:
-                self._sender.send([Entry.of_line(line) for line in lines])
+                self._sender.send([DeliveryEntry.of_line(line) for line in lines])
             # Clients of trackers raise errors of many kinds for an outage. It is logged once, and the lines are sent again.
             except Exception as error:
                 self._note_outage(error)
@@ -278,19 +278,19 @@ class Sender:
     """
 
     def __init__(
-        self, name: str, send: Callable[[Mapping[str, Any], Sequence[Entry]], None], address: Mapping[str, Any]
+        self, name: str, send: Callable[[Mapping[str, Any], Sequence[DeliveryEntry]], None], address: Mapping[str, Any]
     ) -> None:
         self._name = name
         self._send = send
         self._address = address
         self.refused: dict[str, str] = {}
 
-    def send(self, entries: Sequence[Entry]) -> None:
+    def send(self, entries: Sequence[DeliveryEntry]) -> None:
         """Sends all entries in order. If the server does not answer, it raises the tracker's error."""
         for portion in _portions(entries):
             self._send_or_divide(portion)
 
-    def _send_or_divide(self, entries: Sequence[Entry]) -> None:
+    def _send_or_divide(self, entries: Sequence[DeliveryEntry]) -> None:
         try:
             self._send(self._address, entries)
         except RefusedError as error:
@@ -303,7 +303,7 @@ class Sender:
             for half in halves:
                 self._send_or_divide(half)
 
-    def _note(self, entry: Entry, error: RefusedError) -> None:
+    def _note(self, entry: DeliveryEntry, error: RefusedError) -> None:
         subject = next(iter(entry.values), f"status {entry.status}")
         if subject not in self.refused:
             self.refused[subject] = _first_line(error)
@@ -319,9 +319,9 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-def _portions(entries: Sequence[Entry]) -> list[list[Entry]]:
+def _portions(entries: Sequence[DeliveryEntry]) -> list[list[DeliveryEntry]]:
     """Groups entries into portions of at most 1000 values; an entry with more values is divided."""
-    portions: list[list[Entry]] = [[]]
+    portions: list[list[DeliveryEntry]] = [[]]
     room = _MAX_VALUES
     for entry in entries:
         for part in _parts(entry):
@@ -333,7 +333,7 @@ def _portions(entries: Sequence[Entry]) -> list[list[Entry]]:
     return [portion for portion in portions if portion]
 
 
-def _parts(entry: Entry) -> list[Entry]:
+def _parts(entry: DeliveryEntry) -> list[DeliveryEntry]:
     """Divides an entry into parts of at most 1000 values."""
     if len(entry.values) <= _MAX_VALUES:
         return [entry]
@@ -341,11 +341,11 @@ def _parts(entry: Entry) -> list[Entry]:
     parts = []
     for start in range(0, len(items), _MAX_VALUES):
         values = dict(items[start : start + _MAX_VALUES])
-        parts.append(Entry(entry.t, entry.step, values))
+        parts.append(DeliveryEntry(entry.t, entry.step, values))
     return parts
 
 
-def _halves(entries: Sequence[Entry]) -> tuple[list[Entry], list[Entry]] | None:
+def _halves(entries: Sequence[DeliveryEntry]) -> tuple[list[DeliveryEntry], list[DeliveryEntry]] | None:
     """Returns two halves of what was refused; None for a single value."""
     if len(entries) > 1:
         middle = len(entries) // 2
@@ -355,8 +355,8 @@ def _halves(entries: Sequence[Entry]) -> tuple[list[Entry], list[Entry]] | None:
         return None
     items = list(entry.values.items())
     middle = len(items) // 2
-    first = Entry(entry.t, entry.step, dict(items[:middle]))
-    second = Entry(entry.t, entry.step, dict(items[middle:]))
+    first = DeliveryEntry(entry.t, entry.step, dict(items[:middle]))
+    second = DeliveryEntry(entry.t, entry.step, dict(items[middle:]))
     return [first], [second]
 
 

@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 
 from paceline.base.errors import TrackerError
-from paceline.observe.trackers.delivery import VERSION, Entry, Sender
+from paceline.observe.trackers.delivery import VERSION, DeliveryEntry, Sender
 from paceline.observe.trackers.tracker import TRACKERS
 
 
@@ -41,7 +41,7 @@ def _send(path: Path, file: int) -> int:
         header = json.loads(header_line)
         tracker = header["tracker"]
         address = header["address"]
-        entries = [Entry.of_line(line) for line in lines if line.endswith(b"\n")]
+        entries = [DeliveryEntry.of_line(line) for line in lines if line.endswith(b"\n")]
     except (ValueError, TypeError, KeyError) as error:
         raise _no_file(path, f"its lines cannot be read: {error!r}") from None
     if header.get("version") != VERSION:

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.base.errors import TrainError
 from paceline.parallel.context.ring_attention import ring_attention
-from paceline.parallel.context.sequence_split import Region
+from paceline.parallel.context.sequence_split import SequenceRegion
 from paceline.parallel.context.ulysses import ulysses_attention
 from paceline.torch_internals.attention import multi_head_attention_with
 from paceline.world.sharded import is_sharded
@@ -29,7 +29,7 @@ class AttentionCalls(TorchFunctionMode):
         region: how the sequence is divided; it counts the calls of attention.
     """
 
-    def __init__(self, region: Region) -> None:
+    def __init__(self, region: SequenceRegion) -> None:
         super().__init__()
         self.region = region
 
@@ -47,7 +47,7 @@ class AttentionCalls(TorchFunctionMode):
 
 
 def attend(
-    region: Region,
+    region: SequenceRegion,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -104,7 +104,7 @@ def _refused(why: str, fix: str) -> TrainError:
     return TrainError("context-attention", "an attention cannot be divided along the sequence.", why=why, fix=fix)
 
 
-def _whole_mask(mask: Tensor | None, region: Region) -> Tensor | None:
+def _whole_mask(mask: Tensor | None, region: SequenceRegion) -> Tensor | None:
     """Returns the mask for all keys. Shape: [B or 1, H or 1, S or 1, S]."""
     if mask is None:
         return None
@@ -126,7 +126,7 @@ def _whole_mask(mask: Tensor | None, region: Region) -> Tensor | None:
     )
 
 
-def _multi_head(region: Region, *args: object, **kwargs: Any) -> object:
+def _multi_head(region: SequenceRegion, *args: object, **kwargs: Any) -> object:
     """Computes `multi_head_attention_forward`. A mask for the whole sequence is not passed to it but applied in `attend`,
     since torch compares the mask with this rank's length."""
     if kwargs.get("need_weights", True):

@@ -16,12 +16,12 @@ from torch import Tensor, nn
 
 from paceline.base.errors import TrainError
 from paceline.parallel.context.attention_calls import AttentionCalls
-from paceline.parallel.context.sequence_split import Region
+from paceline.parallel.context.sequence_split import SequenceRegion
+from paceline.parallel.key_value_caches import CACHES
 from paceline.world.forward import original_forward, override_forward
 from paceline.world.tree import map_tensors, tensors
 
 REGION = "paceline_region"
-CACHES = ("past_key_value", "past_key_values", "layer_past")  # transformers' names for kept keys and values
 _NAME = "context"
 
 
@@ -32,7 +32,7 @@ def divide_attention(block: nn.Module) -> None:
         block: nn.Module,
         original: Callable[..., Any],
         *args: object,
-        paceline_region: Region | None,
+        paceline_region: SequenceRegion | None,
         **kwargs: object,
     ) -> object:
         if paceline_region is None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass, replace
 from paceline.base.errors import Problem
 from paceline.config.kinds import YES_NO, Kind, one_of, whole
 from paceline.parallel.strategy import Strategy
-from paceline.parallel.tensor.tensor import STRATEGY as TENSOR
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import within_some
@@ -84,15 +83,6 @@ class ContextParallel(Strategy):
                         fix="set options={'context': {'method': 'ring'}}, which divides any number of heads",
                     )
                 )
-        if plan.layout.tp > 1 and TENSOR.options(plan).sequence:
-            problems.append(
-                Problem(
-                    "context-sequence",
-                    "context and tensor parallelism would divide the same positions.",
-                    why=f"{origin(plan, 'cp')}, {origin(plan, 'tp')} with options={{'tensor': {{'sequence': True}}}}",
-                    fix="remove the option `sequence`: cp divides activations already",
-                )
-            )
         if plan.compile:
             problems.append(
                 Problem(

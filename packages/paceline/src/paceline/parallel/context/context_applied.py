@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from paceline.base.errors import PlanError, TrainError
 from paceline.parallel.context.block_calls import REGION, BlockCall, divide_attention
 from paceline.parallel.context.context import ContextOptions, chosen_method
-from paceline.parallel.context.sequence_split import Division, Region, Sizes, sequence_dim
+from paceline.parallel.context.sequence_split import SequenceDivision, SequenceRegion, Sizes, sequence_dim
 from paceline.parallel.context.trial import no_sequence, try_block
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.same_inputs import SameInputs
@@ -55,7 +55,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
             fix=f"write {example!r}",
         )
     hooked = [
-        _Span(blocks, group, context.plan.layout.cp, replace(options, method=method), streams) for blocks in spans
+        _BlockSpan(blocks, group, context.plan.layout.cp, replace(options, method=method), streams) for blocks in spans
     ]
     for span in hooked:
         span.hook()
@@ -95,7 +95,7 @@ def _spans(model: nn.Module, pattern: str, names: tuple[str, ...], begins: set[s
     return list(spans.values())
 
 
-def _explaining(spans: list[_Span]) -> Callable[..., Any]:
+def _explaining(spans: list[_BlockSpan]) -> Callable[..., Any]:
     """Returns a forward of the model that explains an error of the code between two blocks, which sees divided sequences."""
 
     def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
@@ -118,7 +118,7 @@ def _explaining(spans: list[_Span]) -> Callable[..., Any]:
     return forward
 
 
-class _Span:
+class _BlockSpan:
     """Consecutive blocks: hidden states are divided before the first one and gathered after the last one.
 
     Args:
@@ -140,7 +140,7 @@ class _Span:
         self.group = group
         self.ranks = ranks
         self.options = options
-        self.region: Region | None = None
+        self.region: SequenceRegion | None = None
         self.is_between = False  # whether the code between two blocks runs
         self.whole = False  # whether each rank computes the whole sequence of this call
         self.sizes = Sizes(0, 0, 0, 0)
@@ -150,7 +150,7 @@ class _Span:
             self.untried.update(range(len(blocks)))
         self.streams = streams
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Span:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _BlockSpan:
         """Copies the blocks together with the model, but keeps the process group, which cannot be copied."""
         copied = copy(self)
         memo[id(self)] = copied
@@ -237,9 +237,9 @@ class _Span:
                 "shorter ones are computed whole",
             )
         self.sizes = Sizes.of(hidden, dim)
-        division = Division(self.sizes.length, self.ranks, balanced=self.options.method == "ring")
+        division = SequenceDivision(self.sizes.length, self.ranks, balanced=self.options.method == "ring")
         rank = dist.get_rank(self.group)
-        self.region = Region(division, self.group, rank, self.options.method, hidden.device)
+        self.region = SequenceRegion(division, self.group, rank, self.options.method, hidden.device)
         if self.untried and not hidden.is_meta:
             self.sample = hidden.detach()
         self.streams.abandon()  # an error in a block may have left them open

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from paceline.parallel.context.sequence_split import Region
+from paceline.parallel.context.sequence_split import SequenceRegion
 from paceline.parallel.differentiable import Differentiable
 from paceline.torch_internals.attention import flash_attention, flash_attention_backward
 from paceline.world.works import wait_all
@@ -31,7 +31,13 @@ _ALL = slice(None)
 
 
 def ring_attention(
-    query: Tensor, key: Tensor, value: Tensor, region: Region, causal: bool, mask: Tensor | None, scale: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    region: SequenceRegion,
+    causal: bool,
+    mask: Tensor | None,
+    scale: float | None,
 ) -> Tensor:
     """Computes attention of this rank's queries to the whole sequence.
 
@@ -59,7 +65,7 @@ class _Ring(Differentiable):
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        region: Region,
+        region: SequenceRegion,
         causal: bool,
         mask: Tensor | None,
         scale: float,
@@ -127,7 +133,7 @@ def _wide(tensor: Tensor) -> torch.dtype:
     return torch.promote_types(tensor.dtype, torch.float32)
 
 
-def _piece(region: Region, source: int, causal: bool) -> tuple[slice, slice, bool]:
+def _piece(region: SequenceRegion, source: int, causal: bool) -> tuple[slice, slice, bool]:
     """Returns this rank's queries and the keys of rank `source` that they see, and whether a causal mask applies to them."""
     if not causal:
         return _ALL, slice(region.division.real(source)), False
@@ -141,7 +147,7 @@ def _piece(region: Region, source: int, causal: bool) -> tuple[slice, slice, boo
     return slice(chunk, None), _ALL, False
 
 
-def _mask_part(mask: Tensor | None, region: Region, source: int, columns: slice) -> Tensor | None:
+def _mask_part(mask: Tensor | None, region: SequenceRegion, source: int, columns: slice) -> Tensor | None:
     """Returns the part of the mask for this rank's queries and the keys of rank `source`."""
     if mask is None:
         return None
@@ -157,7 +163,7 @@ def _mask_part(mask: Tensor | None, region: Region, source: int, columns: slice)
 class _Shift:
     """One message of the ring: sends tensors to the next rank, and receives those of the previous rank."""
 
-    def __init__(self, region: Region, tensors: tuple[Tensor, ...], tag: int) -> None:
+    def __init__(self, region: SequenceRegion, tensors: tuple[Tensor, ...], tag: int) -> None:
         self._sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._received = torch.empty_like(self._sent)
         self._like = tensors
@@ -179,7 +185,7 @@ class _Shift:
         return tuple(part.view(like.shape) for part, like in zip(parts, self._like, strict=True))
 
 
-def _around(region: Region, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+def _around(region: SequenceRegion, key: Tensor, value: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yields keys and values of each rank, this rank's first; the next ones are received while these are used."""
     ranks = region.division.ranks
     for step in range(ranks):

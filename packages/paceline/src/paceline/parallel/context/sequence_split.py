@@ -32,7 +32,7 @@ from paceline.world.transport import transport_of
 
 
 @dataclass(frozen=True)
-class Division:
+class SequenceDivision:
     """Where the positions of one sequence are.
 
     Attributes:
@@ -71,7 +71,7 @@ class Division:
 
 
 @dataclass(eq=False)
-class Region:
+class SequenceRegion:
     """One passage of a batch through the repeated blocks, each rank with its part of the sequence.
 
     Attributes:
@@ -82,7 +82,7 @@ class Region:
         attended: calls of attention so far.
     """
 
-    division: Division
+    division: SequenceDivision
     group: dist.ProcessGroup
     rank: int
     method: str
@@ -125,14 +125,14 @@ class Region:
 
     def split(self, tensor: Tensor, dim: int) -> Tensor:
         """This rank's part of a tensor that is whole on every rank. Its backward communicates."""
-        return _Split.call(tensor, self, dim)
+        return _SplitSequence.call(tensor, self, dim)
 
     def gather(self, tensor: Tensor, dim: int) -> Tensor:
         """Returns the whole of a tensor of which every rank holds a part. Ranks: all of the group."""
-        return _Gather.call(tensor, self, dim)
+        return _GatherSequence.call(tensor, self, dim)
 
 
-def _whole(part: Tensor, region: Region, dim: int) -> Tensor:
+def _whole(part: Tensor, region: SequenceRegion, dim: int) -> Tensor:
     ranks = region.division.ranks
     mine = part.movedim(dim, 0).contiguous()
     parts = mine.new_empty(ranks * mine.shape[0], *mine.shape[1:])
@@ -141,13 +141,13 @@ def _whole(part: Tensor, region: Region, dim: int) -> Tensor:
     return parts.movedim(0, dim).index_select(dim, region.order.to(part.device))
 
 
-def _part(whole: Tensor, region: Region, dim: int) -> Tensor:
+def _part(whole: Tensor, region: SequenceRegion, dim: int) -> Tensor:
     return whole.index_select(dim, region.own.to(whole.device))
 
 
-class _Split(Differentiable):
+class _SplitSequence(Differentiable):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, region: Region, dim: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, region: SequenceRegion, dim: int) -> Tensor:
         ctx.region, ctx.dim = region, dim
         return _part(tensor, region, dim)
 
@@ -157,9 +157,9 @@ class _Split(Differentiable):
         return _whole(gradient, ctx.region, ctx.dim) / ctx.region.division.ranks, None, None
 
 
-class _Gather(Differentiable):
+class _GatherSequence(Differentiable):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, region: Region, dim: int) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, region: SequenceRegion, dim: int) -> Tensor:
         ctx.region, ctx.dim = region, dim
         return _whole(tensor, region, dim)
 

@@ -15,14 +15,14 @@ from torch import Tensor, nn
 from paceline.base.errors import TrainError
 from paceline.parallel.context.attention_calls import AttentionCalls
 from paceline.parallel.context.block_calls import BlockCall
-from paceline.parallel.context.sequence_split import Division, Region, Sizes, sequence_dim
+from paceline.parallel.context.sequence_split import SequenceDivision, SequenceRegion, Sizes, sequence_dim
 from paceline.world.forward import evaluating
 from paceline.world.tree import tensors
 
 _TRIED = 16  # positions on each rank, at most
 
 
-def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, number: int) -> None:
+def try_block(call: BlockCall, sample: Tensor, region: SequenceRegion, sizes: Sizes, number: int) -> None:
     """Runs a block on the beginning of a sequence, whole and divided, without gradients, and compares.
 
     Args:
@@ -42,7 +42,7 @@ def try_block(call: BlockCall, sample: Tensor, region: Region, sizes: Sizes, num
     ranks = region.division.ranks
     # A multiple of 2 * ranks, so that no rank has fillers, and at most `_TRIED` positions on each.
     length = min(sizes.length // (2 * ranks), _TRIED // 2) * 2 * ranks
-    short_region = replace(region, division=Division(length, ranks, region.division.balanced))
+    short_region = replace(region, division=SequenceDivision(length, ranks, region.division.balanced))
     dtype = next((p.dtype for p in block.parameters() if p.is_floating_point()), sample.dtype)
     short_sample = sample.narrow(sizes.dim, 0, length).to(dtype)
 
@@ -134,7 +134,7 @@ def _output(call: BlockCall) -> Tensor:
     return tensors(call.own_forward(*call.args, **call.kwargs))[0]
 
 
-def _differ(whole: Tensor, divided: Tensor, sample: Tensor, region: Region, dim: int) -> Tensor:
+def _differ(whole: Tensor, divided: Tensor, sample: Tensor, region: SequenceRegion, dim: int) -> Tensor:
     """Returns whether the divided output differs from this rank's part of the whole output. Shape: []."""
     expected = whole.index_select(dim, region.own).float()
     # Most blocks have a residual connection. Differences are compared with what a block adds to its input, since the input

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from paceline.base.errors import TrainError
 from paceline.parallel.context.context import fitting
-from paceline.parallel.context.sequence_split import Region
+from paceline.parallel.context.sequence_split import SequenceRegion
 from paceline.parallel.differentiable import Differentiable
 
 
@@ -25,7 +25,7 @@ def ulysses_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    region: Region,
+    region: SequenceRegion,
     causal: bool,
     mask: Tensor | None,
     scale: float | None,
@@ -74,7 +74,7 @@ def ulysses_attention(
     return _to_positions(padded, region)
 
 
-class _Exchange(Differentiable):
+class _ExchangeHeads(Differentiable):
     """Sends row i to rank i, and receives rank i's row as row i. It is its own inverse and its own backward. Shape: [n, k]."""
 
     @staticmethod
@@ -87,17 +87,17 @@ class _Exchange(Differentiable):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-        return _Exchange.call(gradient.contiguous(), ctx.group), None
+        return _ExchangeHeads.call(gradient.contiguous(), ctx.group), None
 
 
-def _to_heads(tensors: list[Tensor], region: Region) -> list[Tensor]:
+def _to_heads(tensors: list[Tensor], region: SequenceRegion) -> list[Tensor]:
     """[B, h, L, e] each, for my positions -> [B, h / n, n L, e], for my heads."""
     ranks = region.division.ranks
     # [B, h, L, e] -> [n, B, h / n, L, e]: row i is what rank i needs. All tensors travel in one message.
     sent = [tensor.unflatten(1, (ranks, -1)).movedim(1, 0) for tensor in tensors]
     message = torch.cat([rows.flatten(1) for rows in sent], 1)
     elements_of_a_row = [rows[0].numel() for rows in sent]
-    received = _Exchange.call(message, region.group).split(elements_of_a_row, 1)
+    received = _ExchangeHeads.call(message, region.group).split(elements_of_a_row, 1)
     by_head = []
     for flat, rows in zip(received, sent, strict=True):
         by_rank = flat.view(rows.shape)  # now row i is what rank i has sent: its positions
@@ -105,8 +105,8 @@ def _to_heads(tensors: list[Tensor], region: Region) -> list[Tensor]:
     return by_head
 
 
-def _to_positions(out: Tensor, region: Region) -> Tensor:
+def _to_positions(out: Tensor, region: SequenceRegion) -> Tensor:
     """[B, h / n, n L, e], for my heads -> [B, h, L, e], for my positions."""
     parts = out.unflatten(2, (region.division.ranks, -1)).movedim(2, 0)  # [n, B, h / n, L, e]
-    received = _Exchange.call(parts.flatten(1), region.group).view(parts.shape)
+    received = _ExchangeHeads.call(parts.flatten(1), region.group).view(parts.shape)
     return received.movedim(0, 1).flatten(1, 2)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.parallel.data.peers import PEERS, Peers, ReplacedCalls
+from paceline.parallel.data.peers import PEERS, BatchPeers, ReplacedCalls
 from paceline.parallel.divided_parameters import group_parameters, part_of
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.torch_internals import fsdp as internals
@@ -25,7 +25,7 @@ from paceline.world.sharded import is_sharded, local
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     """Replaces what these layers compute, in place. Ranks: all."""
     group = context.mesh.statistics_group
-    all_peers: list[Peers] = []
+    all_peers: list[BatchPeers] = []
     for module in model.modules():
         calls = _calls_of(module)
         if calls is None:
@@ -41,7 +41,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
 class AppliedBatchLayers(AppliedStrategy):
     """A model with layers that depend on the batches of several ranks."""
 
-    def __init__(self, model: nn.Module, peers: list[Peers]) -> None:
+    def __init__(self, model: nn.Module, peers: list[BatchPeers]) -> None:
         super().__init__(model)
         self._peers = peers
 
@@ -58,7 +58,7 @@ class AppliedBatchLayers(AppliedStrategy):
 
 
 @dataclass
-class _LayerPeers(Peers):
+class _LayerPeers(BatchPeers):
     """The peers of one layer.
 
     Attributes:

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from paceline.base.errors import PlanError
 from paceline.parallel.data.converted_batch_norm import ConvertedBatchNorm
-from paceline.parallel.data.peers import PEERS, Peers, ReplacedCalls
+from paceline.parallel.data.peers import PEERS, BatchPeers, ReplacedCalls
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.torch_internals.modules import BatchNormBase
@@ -25,7 +25,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     # The statistics have a process group of their own: in the backward pass gradients are reduced at the same time, and
     # the order of both kinds of collectives may differ between ranks.
     group = context.mesh.statistics_group
-    peers = Peers(group, dist.get_world_size(group), context.idle)
+    peers = BatchPeers(group, dist.get_world_size(group), context.idle)
     everything = context.options.statistics == "synced"
     for module in model.modules():
         if not isinstance(module, BatchNormBase):
@@ -43,7 +43,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
 class SharedStatistics(AppliedStrategy):
     """A model whose batch norms take statistics over several ranks."""
 
-    def __init__(self, model: nn.Module, peers: Peers) -> None:
+    def __init__(self, model: nn.Module, peers: BatchPeers) -> None:
         super().__init__(model)
         self._peers = peers
 
@@ -63,7 +63,7 @@ def is_synchronised(module: nn.Module) -> bool:
 
 
 def _forward(self: nn.Module, original: Callable[..., Tensor], *args: object, **kwargs: object) -> Tensor:
-    peers: Peers | None = getattr(self, PEERS)
+    peers: BatchPeers | None = getattr(self, PEERS)
     # Evaluation may run on one rank only. There a layer without running statistics uses those of its batch.
     if peers is None or peers.paused or peers.ranks == 1 or not self.training:
         return original(*args, **kwargs)
@@ -72,7 +72,7 @@ def _forward(self: nn.Module, original: Callable[..., Tensor], *args: object, **
 
 
 def _batch_norm(
-    peers: Peers,
+    peers: BatchPeers,
     input: Tensor,
     running_mean: Tensor | None,
     running_var: Tensor | None,
@@ -101,7 +101,7 @@ def _batch_norm(
     return _Normalise.call(input, weight, bias, mean, variance, total, eps, peers, idle)
 
 
-def _statistics(input: Tensor, peers: Peers, idle: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(input: Tensor, peers: BatchPeers, idle: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Returns count, mean and biased variance over the rows of all peers, without filler, in float64.
 
     Shape: input [N, C, ...]; count [], mean [C], variance [C].
@@ -139,7 +139,7 @@ class _Normalise(Differentiable):
         variance: Tensor,
         total: Tensor,
         eps: float,
-        peers: Peers,
+        peers: BatchPeers,
         idle: bool,
     ) -> Tensor:
         # torch's kernel wants the statistics in the dtype of the weight; without one, in at least float32.

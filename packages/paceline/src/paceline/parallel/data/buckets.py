@@ -1,4 +1,4 @@
-"""What a `Reducer` reduces: parameters (`Slot`), those that are sent together (`Bucket`), and how they are sent (`Form`)."""
+"""What a `Reducer` reduces: parameters (`Slot`), those that are sent together (`Bucket`), and how (`ReductionForm`)."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class Bucket:
         self.launched = False
 
 
-class Form(Protocol):
+class ReductionForm(Protocol):
     """How a bucket is reduced.
 
     Attributes:

@@ -20,7 +20,7 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 
-class Bucket(Protocol):
+class HookBucket(Protocol):
     """The part of `torch.distributed.GradBucket` that a hook uses: gradients that are sent together, as one flat tensor."""
 
     def buffer(self) -> Tensor:
@@ -36,11 +36,11 @@ class Bucket(Protocol):
         """Returns whether this is the last bucket of a backward pass."""
 
 
-Hook = Callable[[Any, Bucket], Future[Tensor]]
+Hook = Callable[[Any, HookBucket], Future[Tensor]]
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _batched_power_sgd(state: Any, bucket: Bucket) -> Future[Tensor]:
+def _batched_power_sgd(state: Any, bucket: HookBucket) -> Future[Tensor]:
     """Applies PowerSGD to all gradients of a bucket at once, as one square matrix.
 
     The matrix M of a rank is approximated by P @ Q.T with `matrix_approximation_rank` columns. One power iteration finds both:
@@ -108,7 +108,7 @@ def _orthonormal(matrix: Tensor) -> Tensor:
     return basis
 
 
-def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: Bucket) -> Future[Tensor]:
+def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: HookBucket) -> Future[Tensor]:
     """Runs another hook on the bucket in `dtype`, and casts its result back.
 
     torch's own wrappers copy the result into the cast buffer, so that DDP would get gradients in the wrong dtype.
@@ -198,7 +198,7 @@ def install(
 
     # DDP refuses torch's bf16 hook on every backend but NCCL and XCCL. It knows that hook by its name, so the function that
     # is registered has a name of its own: on gloo the hook computes the same.
-    def registered(state: Any, bucket: Bucket) -> Future[Tensor]:
+    def registered(state: Any, bucket: HookBucket) -> Future[Tensor]:
         return hook(state, bucket)
 
     # DDP reads the annotations of a hook. It wants the classes themselves, and not their names as text.

@@ -31,7 +31,7 @@ from paceline.torch_internals.tensors import dtensor as dtensor_of
 from paceline.world.param_groups import parameters_by_number, parameters_of
 from paceline.world.sharded import is_sharded, local, whole
 from paceline.world.transport import transport_of
-from paceline.world.works import Handle, wait_all
+from paceline.world.works import WorkHandle, wait_all
 
 DIRECT = 1 << 18  # bytes from which a tensor travels by itself, without a copy; smaller ones are packed
 
@@ -264,7 +264,7 @@ class ByRows(_Divided):
         finally:
             wait_all(handles)
 
-    def _gather(self, tensor: Tensor) -> Handle:
+    def _gather(self, tensor: Tensor) -> WorkHandle:
         """Begins to gather the rows of a large tensor, in place."""
         if even(tensor, self.ranks):
             return self._transport.all_gather(tensor.view(-1), self.mine(tensor).view(-1))
@@ -392,7 +392,7 @@ class ByParameters(_Divided):
 
     def share(self, parameters: Sequence[Tensor]) -> None:
         """Broadcasts the parameters of each owner: large ones without a copy, small ones packed. Ranks: all."""
-        handles: list[Handle | None] = []
+        handles: list[WorkHandle | None] = []
         try:
             for owner in range(self.ranks):
                 owned = [parameter.detach() for parameter in parameters if self._owners[parameter] == owner]
@@ -514,11 +514,11 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
             del optimizer.state[parameter]
 
 
-def taken_for_whole(what: str) -> TrainError:
+def taken_for_whole(operation: str) -> TrainError:
     """Returns the error for code that takes the rows of a gradient for the whole of it."""
     return TrainError(
         "zero-gradients",
-        f"{what} takes gradients for whole tensors, and each rank has some rows.",
+        f"`{operation}` got a gradient, of which each rank has some rows, and a whole tensor.",
         why="zero=2: after `backward`, the gradient of each parameter is a DTensor; only `step` gets whole ones",
         fix="use zero=1, under which every rank has whole gradients",
     )

@@ -51,7 +51,7 @@ def gather_with_gradient(tree: Tree, group: dist.ProcessGroup | None, info: Batc
             tensor = tensor[: info.real[info.index]]
         if group is None or dist.get_world_size(group) == 1:
             return tensor
-        return _Gather.call(tensor, _counts(tensor, group), group)
+        return _GatherRows.call(tensor, _counts(tensor, group), group)
 
     return map_tensors(gathered, tree)
 
@@ -64,7 +64,7 @@ def _counts(tensor: Tensor, group: dist.ProcessGroup) -> list[int]:
     return [int(count) for count in counts]
 
 
-class _Gather(Differentiable):
+class _GatherRows(Differentiable):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, counts: Sequence[int], group: dist.ProcessGroup) -> Tensor:
         ctx.counts = counts

@@ -1,4 +1,4 @@
-"""`Peers`: ranks that read different samples of one batch, and layers whose `forward` must see the samples of all of them.
+"""`BatchPeers`: ranks that read different samples of one batch, and layers whose `forward` must see the samples of all of them.
 
 Such a layer keeps its class and its own `forward`. Only its calls of `torch.nn.functional` are replaced, by functions that
 communicate (`ReplacedCalls`). `batch_norm.py` and `batch_layers.py` are built on it.
@@ -13,11 +13,11 @@ from typing import Any
 import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
-PEERS = "_batch_peers"  # attribute of a layer that sees the batches of several ranks: its `Peers`
+PEERS = "_batch_peers"  # attribute of a layer that sees the batches of several ranks: its `BatchPeers`
 
 
 @dataclass
-class Peers:
+class BatchPeers:
     """The ranks whose batches a layer sees.
 
     Attributes:

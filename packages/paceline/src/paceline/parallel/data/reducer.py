@@ -35,11 +35,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.data.averages import begin_average, broadcast_tensors, values_of
-from paceline.parallel.data.buckets import Bucket, Form, Slot
-from paceline.parallel.data.division import DIRECT, batches, taken_for_whole
+from paceline.parallel.data.buckets import Bucket, ReductionForm, Slot
+from paceline.parallel.data.division import DIRECT, batches
 from paceline.parallel.data.votes import Vote
 from paceline.torch_internals.dispatch import after_backward_pass, backward_pass, is_in_function_backward
-from paceline.torch_internals.dtensor import is_mixture
 from paceline.world import runtime
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.sharded import local
@@ -68,7 +67,7 @@ class Reducer:
     def __init__(
         self,
         model: nn.Module,
-        form: Form,
+        form: ReductionForm,
         *,
         broadcast_buffers: bool = True,
         fills_unused: bool = False,
@@ -108,8 +107,8 @@ class Reducer:
         self._search(broadcasts=False)
         broadcast_tensors(values_of(model), form.group)
         self._hooks = [
-            model.register_forward_pre_hook(ModelHook(model, self._before_forward)),
-            model.register_forward_hook(ModelHook(model, self._after_forward)),
+            model.register_forward_pre_hook(ReducerHook(model, self._before_forward)),
+            model.register_forward_hook(ReducerHook(model, self._after_forward)),
         ]
 
     def release(self) -> None:
@@ -412,12 +411,7 @@ class Reducer:
     def _call_hooks(self, slot: Slot) -> None:
         """Calls the user's hooks on a gradient that is the mean now."""
         for hook in list(slot.later.values()):
-            try:
-                hook(slot.parameter)
-            except RuntimeError as error:
-                if is_mixture(error):
-                    raise taken_for_whole("a hook on an accumulated gradient") from error
-                raise
+            hook(slot.parameter)
 
     def _send_small(self) -> list[Slot]:
         """Reduces the only bucket together with the votes, in one message. Returns the parameters that any rank has used."""
@@ -566,7 +560,7 @@ class Reducer:
         return bool(self._under_way) or any(slot.fresh and slot.parameter.grad is not None for slot in self._planned)
 
 
-class ModelHook:
+class ReducerHook:
     """A forward hook of one model. A copy of the model has it too, and a saved model; there it does nothing."""
 
     def __init__(self, model: nn.Module | None = None, method: Callable[..., None] | None = None) -> None:
@@ -580,8 +574,8 @@ class ModelHook:
         if method is not None and self._model() is module:
             method(module, *arguments)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModelHook:
-        return ModelHook()
+    def __deepcopy__(self, memo: dict[int, Any]) -> ReducerHook:
+        return ReducerHook()
 
-    def __reduce__(self) -> tuple[type[ModelHook], tuple[()]]:
-        return ModelHook, ()
+    def __reduce__(self) -> tuple[type[ReducerHook], tuple[()]]:
+        return ReducerHook, ()

@@ -15,7 +15,17 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.data.buckets import Bucket, Slot
-from paceline.parallel.data.division import dtensor, even, pack, packed_parts, packed_width, rows, travels_alone
+from paceline.parallel.data.division import (
+    dtensor,
+    even,
+    pack,
+    packed_parts,
+    packed_width,
+    rows,
+    taken_for_whole,
+    travels_alone,
+)
+from paceline.torch_internals.dtensor import refusing_mixtures
 from paceline.world.mesh import Mesh, register_unit
 from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
@@ -138,7 +148,13 @@ class Rows:
         if earlier is not None:
             part.add_(local(earlier))
         parameter.grad = None
-        parameter.grad = dtensor(part, self._mesh, parameter.shape)
+        parameter.grad = self._divided(part, parameter)
+
+    def _divided(self, part: Tensor, parameter: Tensor) -> Tensor:
+        """Returns rows as the gradient that a script sees: it refuses to be computed with whole tensors."""
+        gradient = dtensor(part, self._mesh, parameter.shape)
+        assert is_sharded(gradient)
+        return refusing_mixtures(gradient, taken_for_whole)
 
     def leave(self, slot: Slot) -> None:
         """Gives back the gradient of an earlier window."""
@@ -169,7 +185,7 @@ class Rows:
     def restore(self, gradients: Mapping[Tensor, Tensor]) -> None:
         """Restores such rows, beside whole gradients that are in `.grad` already."""
         for parameter, part in gradients.items():
-            reduced = dtensor(part, self._mesh, parameter.shape)
+            reduced = self._divided(part, parameter)
             if parameter.grad is None:
                 parameter.grad = reduced
             else:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.log import info
-from paceline.parallel.data.division import ByParameters, ByRows, keep_divided, taken_for_whole
+from paceline.parallel.data.division import ByParameters, ByRows, keep_divided
 from paceline.parallel.data.fsdp import forget_with
 from paceline.parallel.data.reduced import ReducedGradients
 from paceline.parallel.data.reducer import Reducer
@@ -22,7 +20,6 @@ from paceline.parallel.stand_ins import is_elementwise
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision
-from paceline.torch_internals.dtensor import is_mixture
 from paceline.world.param_groups import inner_optimizers, parameters_of
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import divide
@@ -102,7 +99,6 @@ class DividedGradients(ReducedGradients):
                 raise step_held(optimizer)
 
         adapter.refuse(refuse_unreduced)
-        adapter.surround(partial(_explained, adapter.optimizer))
         adapter.forget(lambda _: self._rows.forget(parameters_of(adapter.optimizer)))
         return decisions
 
@@ -119,21 +115,6 @@ class DividedGradients(ReducedGradients):
         super().restore_pending(pending)
         self._rows.reset()
         self._rows.restore(pending.gradients)
-
-
-@contextmanager
-def _explained(optimizer: Optimizer, method: str) -> Iterator[None]:
-    """Makes methods that a script's own optimizer has beside `step` raise an error with a fix if they take gradients for whole.
-
-    `step` gets what it needs, see `ByParameters`, but not that of an optimizer which steps through others. Gathering gradients
-    for other methods as well would be wrong: a method that only describes the optimizer may be called on one rank.
-    """
-    try:
-        yield
-    except RuntimeError as error:
-        if not is_mixture(error) or (method == "step" and not inner_optimizers(optimizer)):
-            raise
-        raise taken_for_whole(f"{type(optimizer).__name__}.{method}") from error
 
 
 def _divided_by(optimizer: Optimizer, options: ZeroOptions, facts: ModelFacts) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PacelineError, PlanError
 from paceline.base.log import warn_once
-from paceline.parallel.microbatches import Part
+from paceline.parallel.microbatches import BatchPart
 from paceline.parallel.pipeline.copies import Copies
 from paceline.parallel.pipeline.schedules import build
 from paceline.parallel.pipeline.sources import ReadPlaceholder, Sources
@@ -91,10 +91,10 @@ class Pipe(Runner):
         placement = SCHEDULES[schedule].placement
         self._rank_of_stage = [rank_of(stage, self.owners.size, placement) for stage in range(stages.count)]
         # For each shape of micro-batches that was probed: the outputs of all units, and the report of each stage.
-        self._shapes: dict[str, tuple[dict[str, list[Any]], list[_Report]]] = {}
+        self._shapes: dict[str, tuple[dict[str, list[Any]], list[_StageReport]]] = {}
         self._evaluated: set[str] = set()  # shapes of batches, and whether the model was in training
         self._built: OrderedDict[tuple[str, int, str], Any] = OrderedDict()
-        self._batch: Sequence[Part] = []  # the micro-batches under way
+        self._batch: Sequence[BatchPart] = []  # the micro-batches under way
         self._give_back_hooks: Callable[[], None] = lambda: None
         self._loss: Callable[[Any, Any], Tensor] | None = None
         self._losses: list[Tensor] = []
@@ -105,7 +105,7 @@ class Pipe(Runner):
 
     # -- training ----------------------------------------------------------------------------------------------
 
-    def forward_backward(self, batch: Part, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
+    def forward_backward(self, batch: BatchPart, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
         """Runs one batch through the schedule; see `Runner.forward_backward`.
 
         Raises:
@@ -140,7 +140,7 @@ class Pipe(Runner):
         return self._total(mean)
 
     def forward_backward_each(
-        self, parts: Sequence[Part], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool
+        self, parts: Sequence[BatchPart], loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool
     ) -> Tensor:
         """Runs micro-batches as they are; see `Runner.forward_backward_each`."""
         self._begin(loss_fn, factor, mean, len(parts))
@@ -153,13 +153,13 @@ class Pipe(Runner):
             self._run(name, alike)
         return self._total(mean)
 
-    def _alike(self, parts: Sequence[Part]) -> list[list[Part]]:
+    def _alike(self, parts: Sequence[BatchPart]) -> list[list[BatchPart]]:
         """Groups micro-batches of the same shape, since the buffers of a schedule are for one shape.
 
         If the groups of ranks that gather shards together would differ, each micro-batch is a group of its own, so that all
         of these ranks run the same number of passes in the same order.
         """
-        by_shape: dict[str, list[Part]] = {}
+        by_shape: dict[str, list[BatchPart]] = {}
         for part in parts:
             by_shape.setdefault(describe(part[:2]), []).append(part)
         if self._peers is not None:
@@ -203,7 +203,7 @@ class Pipe(Runner):
         total: Tensor = rows[self._rank_of_stage[-1], 0]
         return total
 
-    def _run(self, name: str, parts: list[Part]) -> None:
+    def _run(self, name: str, parts: list[BatchPart]) -> None:
         """Runs micro-batches of one shape through a schedule."""
         count = len(parts)
         self._batch = parts
@@ -402,7 +402,7 @@ class Pipe(Runner):
 
     def _walk(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any], is_new: bool
-    ) -> tuple[Any, list[_Report]]:
+    ) -> tuple[Any, list[_StageReport]]:
         """Runs a batch through all stages, one after the other. Ranks: all along `pp`; if one raises, all raise.
 
         Args:
@@ -417,14 +417,14 @@ class Pipe(Runner):
         rank = self.owners.rank
         owners = self._rank_of_stage
         group = self.owners.group
-        reports: list[_Report] = []
+        reports: list[_StageReport] = []
         self.stages.outputs = {}
         hidden = None
         output = None
         # All ranks go through all stages in the same order: the owner receives a hidden state and computes, its report is
         # broadcast, and then it sends its output to the next owner.
         for stage, owner in enumerate(owners):
-            report: _Report | Exception | None = None
+            report: _StageReport | Exception | None = None
             if rank == owner:
                 if stage and owners[stage - 1] != rank:
                     hidden = empty(reports[-1].sends, self.owners.device)
@@ -443,7 +443,7 @@ class Pipe(Runner):
                 for unit in self.stages.units:
                     if unit.stage == stage:
                         imagined[unit.name] = [before.sends]
-                report = _Report(imagined, before.sends, before.trains)
+                report = _StageReport(imagined, before.sends, before.trains)
             if isinstance(report, Exception):
                 raise report
             assert report is not None
@@ -467,7 +467,7 @@ class Pipe(Runner):
         kwargs: dict[str, Any],
         call: Callable[..., Any],
         sources: Sources | None,
-    ) -> tuple[Any, _Report | Exception]:
+    ) -> tuple[Any, _StageReport | Exception]:
         """Runs one stage. Returns its output, and a report for the other ranks; or an error, which all ranks raise."""
         recorded: dict[str, list[Any]] = {}
         is_last = stage == self.stages.count - 1
@@ -493,7 +493,7 @@ class Pipe(Runner):
         sends = None
         if not is_last:
             sends = specs(output)
-        return output, _Report(recorded, sends, trains)
+        return output, _StageReport(recorded, sends, trains)
 
     def _pass(self, *args: object, **kwargs: object) -> Any:
         """Runs the user's forward up to the end of the current stage."""
@@ -526,19 +526,19 @@ class Pipe(Runner):
         return nullcontext()
 
 
-def _rows_of(batch: Part, rows: int, begin: int, end: int) -> Part:
+def _rows_of(batch: BatchPart, rows: int, begin: int, end: int) -> BatchPart:
     """Returns one micro-batch: these rows of tensors whose dim 0 is the number of rows, and everything else as it is."""
 
     def cut(tensor: Tensor) -> Tensor:
         has_rows = tensor.ndim > 0 and tensor.shape[0] == rows
         return tensor[begin:end] if has_rows else tensor
 
-    micro: Part = map_tensors(cut, batch)
+    micro: BatchPart = map_tensors(cut, batch)
     return micro
 
 
 @dataclass(frozen=True)
-class _Report:
+class _StageReport:
     """The facts about a stage that all ranks need.
 
     Attributes:

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import PlanError
+from paceline.parallel.module_shell import Shell
 from paceline.parallel.pipeline.sources import ReadPlaceholder, Sources
 from paceline.parallel.pipeline.specs import Spec, placeholder, specs
 from paceline.plan.fqn import inside, listed, parent
@@ -126,28 +127,8 @@ class Stub(nn.Module):
         return "in another stage"
 
 
-class Shell(nn.Module):
-    """Wraps a module of the current stage during a pass: replaces its input, or records its output."""
-
-    def __init__(self, name: str, held: nn.Module, call: Callable[..., Any]) -> None:
-        super().__init__()
-        self.held = held
-        self.__dict__["_site"] = (name, call)
-
-    def forward(self, *args: object, **kwargs: object) -> Any:
-        """Calls the module's own forward."""
-        name, call = self.__dict__["_site"]
-        return call(name, self.held, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("held"), name)
-
-
 @dataclass
-class Unit:
+class StageUnit:
     """A module that one stage holds.
 
     Attributes:
@@ -215,7 +196,7 @@ class Stages:
         on_all_stages: set[str] = set()
         for pattern in keep:
             on_all_stages.update(matching(pattern, names))
-        self.units: list[Unit] = []
+        self.units: list[StageUnit] = []
         _find(model, "", stage_of_block, on_all_stages, 0, self.units)
         self._stage_of = {unit.name: unit.stage for unit in self.units}
         self._real: dict[str, nn.Module] = {}
@@ -227,7 +208,7 @@ class Stages:
                 unit.slots[unit.key] = unit.module
         self._swaps: dict[tuple[int, bool], list[Swap]] = {}
 
-    def _stub(self, unit: Unit, held_module: nn.Module | None = None) -> Stub:
+    def _stub(self, unit: StageUnit, held_module: nn.Module | None = None) -> Stub:
         return Stub(unit.name, unit.module, self._at_stub, held_module)
 
     def holds(self, name: str, stages: Sequence[int]) -> bool:
@@ -468,7 +449,12 @@ def _finite(tree: Tree) -> bool:
 
 
 def _find(
-    module: nn.Module, prefix: str, stage_of_block: dict[str, int], skipped: set[str], stage: int, units: list[Unit]
+    module: nn.Module,
+    prefix: str,
+    stage_of_block: dict[str, int],
+    skipped: set[str],
+    stage: int,
+    units: list[StageUnit],
 ) -> int:
     """Collects the units inside a module, in order of definition.
 
@@ -499,7 +485,7 @@ def _find(
             continue
         elif next(child.parameters(), None) is None:
             continue
-        units.append(Unit(name, stage, child_table(module), key, child))
+        units.append(StageUnit(name, stage, child_table(module), key, child))
     return stage
 
 

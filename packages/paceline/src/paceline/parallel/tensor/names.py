@@ -82,7 +82,7 @@ def is_linear(layer: Layer) -> bool:
 
 
 @dataclass(frozen=True)
-class Group:
+class LayerGroup:
     """Layers that compute together: an attention, an MLP.
 
     Attributes:
@@ -111,7 +111,7 @@ class Group:
 class DerivedPlan:
     """What names and shapes say of a model: groups of layers, and layers left whole, each with the reason."""
 
-    groups: list[Group] = field(default_factory=list)
+    groups: list[LayerGroup] = field(default_factory=list)
     whole: dict[str, str] = field(default_factory=dict)
 
 
@@ -158,7 +158,7 @@ def _modules(block: str, linears: Iterable[str]) -> list[str]:
     return sorted(modules, key=lambda name: -name.count("."))
 
 
-def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer]) -> list[Group]:
+def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer]) -> list[LayerGroup]:
     """Returns the attention and the MLP among the free linear layers of a module.
 
     Args:
@@ -177,20 +177,20 @@ def _groups(module: str, free: Mapping[str, Layer], layers: Mapping[str, Layer])
     for names in ATTENTION:
         if out in untaken and all(name in untaken for name in names):
             *first, last = take((*names, out))
-            groups.append(Group(module, tuple(first), last, attention=parent(first[0])))
+            groups.append(LayerGroup(module, tuple(first), last, attention=parent(first[0])))
     fused = _first_of(FUSED, free)
     if out in untaken and fused in untaken:
         projection, last = take((fused, out))
         reason = "q, k and v are rows of one matrix"
-        groups.append(Group(module, (projection,), last, False, reason, attention=parent(projection)))
+        groups.append(LayerGroup(module, (projection,), last, False, reason, attention=parent(projection)))
     for first_names, last_name in MLP:
         if all(name in untaken for name in (*first_names, last_name)):
             *first, last = take((*first_names, last_name))
-            groups.append(Group(module, tuple(first), last))
+            groups.append(LayerGroup(module, tuple(first), last))
     if not groups and is_sequence(module, layers):
         direct = [layer.name for name, layer in free.items() if "." not in name]
         if len(direct) == 2:
-            groups.append(Group(module, (direct[0],), direct[1]))
+            groups.append(LayerGroup(module, (direct[0],), direct[1]))
     return groups
 
 
@@ -207,7 +207,7 @@ def is_sequence(module: str, layers: Mapping[str, Layer]) -> bool:
     return module in layers and layers[module].is_sequence
 
 
-def examined(group: Group, own: Iterable[Layer], layers: Mapping[str, Layer], block: str) -> Group:
+def examined(group: LayerGroup, own: Iterable[Layer], layers: Mapping[str, Layer], block: str) -> LayerGroup:
     """Returns the group with its heads, and with what keeps it from being split.
 
     Args:
@@ -239,7 +239,7 @@ def examined(group: Group, own: Iterable[Layer], layers: Mapping[str, Layer], bl
     return replace(group, split=not reason, reason=reason, heads=heads, kv_heads=kv_heads, partial=partial)
 
 
-def _heads(group: Group, layers: Mapping[str, Layer]) -> tuple[int, int, int]:
+def _heads(group: LayerGroup, layers: Mapping[str, Layer]) -> tuple[int, int, int]:
     """Heads, key-value heads and features of one head, 0 where the module does not say."""
     numbers: dict[str, int] = {}
     if group.attention in layers:
@@ -271,7 +271,7 @@ def _number(numbers: Mapping[str, int], names: Iterable[str]) -> int:
 
 
 def _between(
-    group: Group, others: Iterable[Layer], model_widths: tuple[int, int], head_dim: int, width: int
+    group: LayerGroup, others: Iterable[Layer], model_widths: tuple[int, int], head_dim: int, width: int
 ) -> tuple[str, tuple[str, ...]]:
     """Looks at what lies between the first layers of a group and its last.
 

@@ -24,7 +24,7 @@ from re import sub
 from typing import Any
 
 from paceline.base.errors import Problem
-from paceline.parallel.tensor.names import Group, derive, examined, is_linear, shape
+from paceline.parallel.tensor.names import LayerGroup, derive, examined, is_linear, shape
 from paceline.parallel.tensor.options import TensorOptions
 from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.fqn import inside, listed, parent, within, within_some
@@ -61,7 +61,7 @@ _EXAMPLE = 'options={"tensor": {"plan": {"*.fc1": "colwise", "*.fc2": "rowwise"}
 
 
 @dataclass(frozen=True)
-class Division:
+class LayerDivision:
     """How the layers of a model are divided.
 
     Attributes:
@@ -75,13 +75,13 @@ class Division:
 
     source: str
     styles: dict[str, str] = field(default_factory=dict)
-    groups: tuple[Group, ...] = ()
+    groups: tuple[LayerGroup, ...] = ()
     whole: dict[str, str] = field(default_factory=dict)
     head: str = ""
     problems: tuple[Problem, ...] = ()
 
 
-def divide(facts: ModelFacts, width: int, options: TensorOptions) -> Division:
+def divide(facts: ModelFacts, width: int, options: TensorOptions) -> LayerDivision:
     """Decides for each layer of a model. Pure.
 
     Args:
@@ -91,7 +91,7 @@ def divide(facts: ModelFacts, width: int, options: TensorOptions) -> Division:
     """
     if not isinstance(options.plan, Mapping):
         why = f"options.tensor.plan is a {type(options.plan).__name__}; expected: a mapping of patterns to styles"
-        return Division("table", problems=(Problem("tensor-style", "this is no plan.", why=why, fix=_EXAMPLE),))
+        return LayerDivision("table", problems=(Problem("tensor-style", "this is no plan.", why=why, fix=_EXAMPLE),))
     table = tuple((str(pattern), str(style)) for pattern, style in options.plan.items())
     return _divide(facts, width, table, options.sequence, options.loss, options.vocabulary)
 
@@ -99,7 +99,7 @@ def divide(facts: ModelFacts, width: int, options: TensorOptions) -> Division:
 @lru_cache(maxsize=16)
 def _divide(
     facts: ModelFacts, width: int, table: tuple[tuple[str, str], ...], sequence: bool, loss: bool, vocabulary: bool
-) -> Division:
+) -> LayerDivision:
     layers = {layer.name: layer for layer in facts.layers}
     problems: list[Problem] = []
     whole: dict[str, str] = {}
@@ -149,12 +149,12 @@ def _divide(
     for name, style in styles.items():
         if style == "colwise_gather" and not _block_of(name, facts):
             head = name
-    division = Division(source, styles, tuple(groups), whole, head)
+    division = LayerDivision(source, styles, tuple(groups), whole, head)
     problems += _requests(division, facts, sequence, loss, table)
     return replace(division, problems=tuple(problems))
 
 
-def _styles_of(groups: Iterable[Group]) -> dict[str, str]:
+def _styles_of(groups: Iterable[LayerGroup]) -> dict[str, str]:
     """Styles of the layers of derived groups."""
     styles: dict[str, str] = {}
     for group in groups:
@@ -246,7 +246,7 @@ def _matched(
     return styles
 
 
-def _grouped(styles: dict[str, str], facts: ModelFacts, source: str, problems: list[Problem]) -> list[Group]:
+def _grouped(styles: dict[str, str], facts: ModelFacts, source: str, problems: list[Problem]) -> list[LayerGroup]:
     """Puts each rowwise layer together with the colwise layers before it.
 
     The facts list layers in the order of their definition, not of their computation, which nobody knows before a forward
@@ -254,7 +254,7 @@ def _grouped(styles: dict[str, str], facts: ModelFacts, source: str, problems: l
     """
     layers = {layer.name: layer for layer in facts.layers}
     waiting: list[str] = []
-    groups: list[Group] = []
+    groups: list[LayerGroup] = []
     for name in layers:
         style = styles.get(name, "")
         if style in ("colwise", "colwise_gather"):
@@ -271,7 +271,7 @@ def _grouped(styles: dict[str, str], facts: ModelFacts, source: str, problems: l
                 problems += _unpaired([name], styles)
             else:
                 # It takes the whole input and splits that itself, so it needs no partner.
-                groups.append(Group(parent(name), (), name, False))
+                groups.append(LayerGroup(parent(name), (), name, False))
     problems += _unpaired(waiting, styles)
     return groups
 
@@ -283,7 +283,7 @@ def _group(
     styles: Mapping[str, str],
     facts: ModelFacts,
     source: str,
-) -> Group:
+) -> LayerGroup:
     # The innermost module that holds all layers of the group.
     module = parent(last)
     while not all(inside(name, module) for name in first):
@@ -294,10 +294,10 @@ def _group(
     if is_attention:
         attention = parent(first[0])
     if styles[last] == "rowwise_split":
-        return Group(module, first, last, False, "the plan says so", attention)
+        return LayerGroup(module, first, last, False, "the plan says so", attention)
     block = _block_of(module, facts) or module
     own = [layer for layer in facts.layers if within(layer.name, block)]
-    group = examined(Group(module, first, last, attention=attention), own, layers, block)
+    group = examined(LayerGroup(module, first, last, attention=attention), own, layers, block)
     # The plan has decided that the group is split: of what was examined, the heads count, and for a user's table also
     # the norms inside. A model's own plan names such norms itself.
     partial: tuple[str, ...] = ()
@@ -328,12 +328,12 @@ def _unpaired(names: Iterable[str], styles: Mapping[str, str]) -> list[Problem]:
 # -- what the model cannot do ---------------------------------------------------------------------------------------
 
 
-def shares_heads(group: Group, width: int) -> bool:
+def shares_heads(group: LayerGroup, width: int) -> bool:
     """Returns whether there are fewer key-value heads than ranks, so that several ranks compute the same one."""
     return group.split and 0 < group.kv_heads < width
 
 
-def _shared(group: Group, layers: Mapping[str, Layer], width: int) -> list[str]:
+def _shared(group: LayerGroup, layers: Mapping[str, Layer], width: int) -> list[str]:
     """Returns the key and value projections of a group whose heads several ranks compute.
 
     Every rank holds all rows of them, and computes those of the one head that its queries attend to.
@@ -345,7 +345,7 @@ def _shared(group: Group, layers: Mapping[str, Layer], width: int) -> list[str]:
     return [name for name in group.first[1:] if shape(layers[name])[1] == features]
 
 
-def _indivisible(group: Group, layers: Mapping[str, Layer], width: int) -> list[Problem]:
+def _indivisible(group: LayerGroup, layers: Mapping[str, Layer], width: int) -> list[Problem]:
     # A rank computes whole heads: half of a head cannot attend.
     if group.split and group.heads and not _can_share(group, width):
         heads = f"{group.heads} heads"
@@ -387,7 +387,7 @@ def _indivisible(group: Group, layers: Mapping[str, Layer], width: int) -> list[
     return []
 
 
-def _can_share(group: Group, width: int) -> bool:
+def _can_share(group: LayerGroup, width: int) -> bool:
     """Returns whether each rank can have as many query heads as every other, and as many key-value heads."""
     if group.heads % width:
         return False
@@ -524,7 +524,7 @@ def _indivisible_vocabulary(
 
 
 def _requests(
-    division: Division, facts: ModelFacts, sequence: bool, loss: bool, table: tuple[tuple[str, str], ...]
+    division: LayerDivision, facts: ModelFacts, sequence: bool, loss: bool, table: tuple[tuple[str, str], ...]
 ) -> list[Problem]:
     """Problems with what was asked for on top."""
     problems = []
@@ -573,7 +573,7 @@ def _requests(
     return problems
 
 
-def _needs_positions(layer: Layer, division: Division, facts: ModelFacts) -> bool:
+def _needs_positions(layer: Layer, division: LayerDivision, facts: ModelFacts) -> bool:
     """Returns whether a layer in a block may need other positions than this rank's."""
     block = _block_of(layer.name, facts)
     if not block or not layer.shapes or layer.role == "norm":
@@ -582,7 +582,7 @@ def _needs_positions(layer: Layer, division: Division, facts: ModelFacts) -> boo
     return not within_some(layer.name, inner_modules)
 
 
-def divided_elements(division: Division, facts: ModelFacts) -> int:
+def divided_elements(division: LayerDivision, facts: ModelFacts) -> int:
     """Elements of the parameters that are divided, tied ones once."""
     aliases = facts.aliases
     total = 0

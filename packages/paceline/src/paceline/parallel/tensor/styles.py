@@ -28,7 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.base.errors import TrainError
 from paceline.parallel.differentiable import Differentiable
-from paceline.parallel.pipeline.stages import Shell
+from paceline.parallel.module_shell import Shell
 from paceline.parallel.random_streams import RandomStreams
 from paceline.torch_internals.dtensor import is_mixture
 from paceline.torch_internals.modules import parameter_table
@@ -48,7 +48,7 @@ SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, f
 # directly would be no part of the graph of the second backward pass.
 
 
-class _Copy(Differentiable):
+class _CopyToRanks(Differentiable):
     """Returns its input. In the backward pass gradients are summed over the ranks, as each rank has that of its share only."""
 
     @staticmethod
@@ -76,7 +76,7 @@ class _Sum(Differentiable):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
-            gradient = _Copy.call(gradient, ctx.group)
+            gradient = _CopyToRanks.call(gradient, ctx.group)
         return gradient, None
 
 
@@ -179,7 +179,7 @@ class Region:
             self.streams.open()
         if self._source is not x:
             self._source = x
-            self._entered = _Copy.call(x, self.group)
+            self._entered = _CopyToRanks.call(x, self.group)
         assert self._entered is not None
         return self._entered
 
@@ -259,9 +259,9 @@ def shared_heads(region: Region, transposed: bool, heads: int) -> Callable[..., 
         rank = dist.get_rank(region.group)
         head = rank * heads // dist.get_world_size(region.group)
         dim_of_outputs = int(transposed)
-        weight = _Copy.call(weight, region.group).chunk(heads, dim_of_outputs)[head]
+        weight = _CopyToRanks.call(weight, region.group).chunk(heads, dim_of_outputs)[head]
         if bias is not None:
-            bias = _Copy.call(bias, region.group).chunk(heads)[head]
+            bias = _CopyToRanks.call(bias, region.group).chunk(heads)[head]
         return _linear(region.enter(x, self.training), weight, transposed, bias)
 
     return forward
@@ -289,7 +289,7 @@ def rowwise(region: Region, transposed: bool) -> Callable[..., Any]:
             return y
         if region.sequence:
             # Each rank adds it to its own positions only, so its gradients must be summed.
-            bias = _Copy.call(bias, region.group)
+            bias = _CopyToRanks.call(bias, region.group)
         return y + bias.to(y.dtype)
 
     return forward
@@ -301,7 +301,7 @@ def head(region: Region, transposed: bool, mesh: DeviceMesh | None) -> Callable[
     def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
-        y = _linear(_Copy.call(x, region.group), _matrix(self), transposed, _bias(self))
+        y = _linear(_CopyToRanks.call(x, region.group), _matrix(self), transposed, _bias(self))
         if mesh is None:
             return _Gather.call(y, -1, region.group)
         from torch.distributed.tensor import DTensor, Shard
@@ -398,7 +398,7 @@ def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[No
             if is_sharded(parameter) and parameter.device_mesh.ndim == 1:
                 local = _plain(parameter)
                 if _is_partial(owner):
-                    local = _Copy.call(local, group)
+                    local = _CopyToRanks.call(local, group)
                 replaced.append((slots, name, parameter, local))
     for slots, name, _, local in replaced:
         slots[name] = local

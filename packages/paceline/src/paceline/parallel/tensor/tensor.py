@@ -1,6 +1,6 @@
 """`tensor`: tensor parallelism. The matrices of layers are divided over the `tp` ranks, which compute each sample together.
 
-    check, decide, cost    from a `Division` (`plan`), which says how each layer is divided; pure
+    check, decide, cost    from a `LayerDivision` (`plan`), which says how each layer is divided; pure
     apply                  parameters become DTensors with rank 0's values; numbers of heads become those of this rank;
                            the forward of the layers computes this rank's share (`styles`)
     first forward          compares the divided modules with the undivided ones (`proof`)
@@ -22,9 +22,10 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import listed
 from paceline.plan.plan import Decision, Plan
+from paceline.plan.rules import origin
 
 if TYPE_CHECKING:
-    from paceline.parallel.tensor.plan import Division
+    from paceline.parallel.tensor.plan import LayerDivision
 
 
 class Tensor(Strategy):
@@ -43,7 +44,7 @@ class Tensor(Strategy):
     replaces_parameters = True
     divides_steps = True
 
-    def _division(self, plan: Plan, facts: ModelFacts) -> Division:
+    def _division(self, plan: Plan, facts: ModelFacts) -> LayerDivision:
         # How layers are divided is a subject of its own, which a plan with tp=1 does not load.
         from paceline.parallel.tensor.plan import divide
 
@@ -55,6 +56,15 @@ class Tensor(Strategy):
         Also hooks and sparse gradients of parameters, all of which become DTensors.
         """
         problems = list(self._division(plan, facts).problems)
+        if plan.layout.cp > 1 and self.options(plan).sequence:
+            problems.append(
+                Problem(
+                    "context-sequence",
+                    "context and tensor parallelism would divide the same positions.",
+                    why=f"{origin(plan, 'cp')}, {origin(plan, 'tp')} with options={{'tensor': {{'sequence': True}}}}",
+                    fix="remove the option `sequence`: cp divides activations already",
+                )
+            )
         if facts.hooked:
             problems.append(
                 Problem(

@@ -20,7 +20,7 @@ from paceline.parallel.same_inputs import SameInputs
 from paceline.parallel.stand_ins import is_elementwise
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.tensor import styles
-from paceline.parallel.tensor.names import GROUPS, HEADS, KV_HEADS, LOCAL_HEADS, Group, shape
+from paceline.parallel.tensor.names import GROUPS, HEADS, KV_HEADS, LOCAL_HEADS, LayerGroup, shape
 from paceline.parallel.tensor.options import TensorOptions
 from paceline.parallel.tensor.plan import (
     DIVIDED,
@@ -169,7 +169,7 @@ class _Divider:
             elif isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False
 
-    def _regions(self) -> list[tuple[str, Group, styles.Region]]:
+    def _regions(self) -> list[tuple[str, LayerGroup, styles.Region]]:
         """Replaces the forward of each divided layer. Returns the modules around these layers."""
         outer = []
         for group in self.division.groups:
@@ -212,7 +212,7 @@ class _Divider:
     def _is_transposed(self, name: str) -> bool:
         return self.layers[name].role == "conv1d"
 
-    def _numbers(self, group: Group) -> list[tuple[nn.Module, str, int, int]]:
+    def _numbers(self, group: LayerGroup) -> list[tuple[nn.Module, str, int, int]]:
         """Returns the attributes with numbers of heads, and of features in all heads, that an attention's code may use."""
         if not group.heads or group.attention not in self.layers:
             return []
@@ -301,7 +301,7 @@ class _Divider:
             return None
         return self.region_of_module[max(around, key=len)]
 
-    def _prove(self, name: str, group: Group, region: styles.Region) -> None:
+    def _prove(self, name: str, group: LayerGroup, region: styles.Region) -> None:
         """Lets the first forward pass of a group be compared with the undivided one; modules that are alike share a proof."""
         # A model's own plan needs no proof: it was written together with its code. But not for shared key-value heads.
         is_known = self.division.source == "model" and not shares_heads(group, self.width)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from paceline.world.detect.reading import Reading
+from paceline.world.detect.reading import EnvironmentNumbers
 from paceline.world.world import World
 
 _OF_A_LAUNCHER = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -33,7 +33,7 @@ def detect(env: Mapping[str, str]) -> World | None:
     """
     if any(name in env for name in _OF_A_LAUNCHER):
         return None
-    reading = Reading(env, "a pod (PET_*, JOB_COMPLETION_INDEX, RANK)")
+    reading = EnvironmentNumbers(env, "a pod (PET_*, JOB_COMPLETION_INDEX, RANK)")
     if counts_pods(env):
         nodes = reading.number("WORLD_SIZE")
         node = reading.number("RANK")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Mapping
 
-from paceline.world.detect.reading import Reading, first_port
+from paceline.world.detect.reading import EnvironmentNumbers, first_port
 from paceline.world.world import World
 
 # (rank, size, local rank, local size) of each family
@@ -38,7 +38,7 @@ def detect(env: Mapping[str, str]) -> World | None:
     names = next((family for family in _FAMILIES if family[0] in env or family[1] in env), None)
     if names is None or _is_srun(env, names):
         return None
-    reading = Reading(env, f"mpirun ({names[0].removesuffix('RANK')}*)")
+    reading = EnvironmentNumbers(env, f"mpirun ({names[0].removesuffix('RANK')}*)")
     rank, size, local_rank, local_size = (reading.number(name) for name in names)
     for name, value in zip(names[:2], (rank, size), strict=True):
         if value is None and name not in env:

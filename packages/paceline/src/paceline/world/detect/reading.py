@@ -1,4 +1,4 @@
-"""`Reading` reads the variables of one launcher, and collects their contradictions, so that one error lists them all."""
+"""`EnvironmentNumbers` reads the variables of a launcher, and collects contradictions, so that one error lists them all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from paceline.base.errors import Problem, WorldError
 from paceline.world.world import World
 
 
-class Reading:
+class EnvironmentNumbers:
     """Reads numbers from an environment.
 
     Args:

@@ -10,7 +10,7 @@ import itertools
 import re
 from collections.abc import Mapping
 
-from paceline.world.detect.reading import Reading, first_port
+from paceline.world.detect.reading import EnvironmentNumbers, first_port
 from paceline.world.world import World
 
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0  # the numbers from here on are batch, extern and interactive steps
@@ -30,7 +30,7 @@ def detect(env: Mapping[str, str]) -> World | None:
     if not is_task(env):
         return None
     step = env["SLURM_STEP_ID"]
-    reading = Reading(env, "srun (SLURM_*)")
+    reading = EnvironmentNumbers(env, "srun (SLURM_*)")
     rank = reading.number("SLURM_PROCID")
     size = reading.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
     local_rank = reading.number("SLURM_LOCALID")
@@ -67,7 +67,7 @@ def is_task(env: Mapping[str, str]) -> bool:
     return "SLURM_PROCID" in env and is_step_of_tasks and "SLURM_PTY_PORT" not in env
 
 
-def _first_host(reading: Reading, env: Mapping[str, str], nodes: int) -> str | None:
+def _first_host(reading: EnvironmentNumbers, env: Mapping[str, str], nodes: int) -> str | None:
     if nodes == 1:
         return "127.0.0.1"  # on some clusters the name of a node cannot be resolved on that node
     hosts = next((env[name] for name in _HOSTS if name in env), "")

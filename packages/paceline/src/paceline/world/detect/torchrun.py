@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from paceline.world.detect.kubernetes import counts_pods
-from paceline.world.detect.reading import Reading
+from paceline.world.detect.reading import EnvironmentNumbers
 from paceline.world.world import World
 
 _NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -30,7 +30,7 @@ def detect(env: Mapping[str, str]) -> World | None:
     """
     if not any(name in env for name in _NAMES) or counts_pods(env) or _index_is_rank(env) or _is_one_alone(env):
         return None
-    reading = Reading(env, "torchrun (RANK, WORLD_SIZE, ...)")
+    reading = EnvironmentNumbers(env, "torchrun (RANK, WORLD_SIZE, ...)")
     rank = reading.number("RANK")
     size = reading.number("WORLD_SIZE")
     for name in ("RANK", "WORLD_SIZE"):
@@ -84,7 +84,7 @@ def _index_is_rank(env: Mapping[str, str]) -> bool:
     return "JOB_COMPLETION_INDEX" in env and not has_other_names
 
 
-def _place(reading: Reading, rank: int, size: int) -> tuple[int, int]:
+def _place(reading: EnvironmentNumbers, rank: int, size: int) -> tuple[int, int]:
     """Returns the number of this process on its host, and the number of processes on the host."""
     local_rank = reading.number(*_LOCAL_RANK)
     local_size = reading.number(*LOCAL_SIZE)

@@ -131,7 +131,7 @@ class ProgressThread:
         self._world = world
         self._computes_on_cpu = computes_on_cpu
         self._pid = os.getpid()
-        self._files = dump.Files(folder, self._pid)
+        self._files = dump.DumpFiles(folder, self._pid)
         self._has_launcher = dump.folder_of_launcher() is not None
         self._progress = Progress(stuck_after, LOOK_S)
         self._main = threading.main_thread()

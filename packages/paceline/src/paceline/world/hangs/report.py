@@ -44,7 +44,7 @@ _HOPELESS_S = 5.0  # how long a rank waits, at most, for gradients of a rank who
 
 
 @dataclass(frozen=True)
-class State:
+class StuckState:
     """Holds where one rank is.
 
     Attributes:
@@ -178,7 +178,7 @@ class HangReports:
         except RuntimeError:
             return  # the store has ended, and with it rank 0 or the launcher: the main thread finds out by itself
 
-    def _look(self) -> State:
+    def _look(self) -> StuckState:
         """Returns where the main thread is, and for how long it has been waiting there."""
         assert self._main.ident is not None, "the main thread has begun"
         with frame_of_thread(self._main.ident) as frame:
@@ -194,13 +194,13 @@ class HangReports:
         failed = self.failure
         if waiting is None:
             self._waits_since, self._next_report_s = now, self._report_s
-            return State(self.rank, site.where, path, failed=failed)
+            return StuckState(self.rank, site.where, path, failed=failed)
         if _mark(waiting) or (busy and self._computes_on_cpu):
             self._waits_since, self._next_report_s = now, self._report_s
         since_s = now - self._waits_since
-        return State(self.rank, site.where, path, name, since_s, failed)
+        return StuckState(self.rank, site.where, path, name, since_s, failed)
 
-    def _reachable_store(self, state: State) -> Store:
+    def _reachable_store(self, state: StuckState) -> Store:
         """Returns the store, over a connection of the thread once the main thread waits long: it may be using the other one."""
         if self._own_store is None and state.waits and state.since_s > self._report_s / 2:
             self._own_store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
@@ -214,12 +214,12 @@ class HangReports:
         first_rank = bytes(store.compare_set(self._key("opened"), "", str(self.rank))).decode()
         return first_rank == str(self.rank)
 
-    def _answer(self, store: Store, state: State) -> None:
+    def _answer(self, store: Store, state: StuckState) -> None:
         store.set(self._key(f"state/{self.rank}"), json.dumps(asdict(state)))
         self._round += 1
         self._next_report_s = max(2 * state.since_s, self._report_s)  # this wait has been reported
 
-    def _report(self, store: Store, mine: State) -> None:
+    def _report(self, store: Store, mine: StuckState) -> None:
         """Collects the answers of the other ranks, and logs the report."""
         states, left = self._collect(store)
         self._answer(store, mine)
@@ -232,8 +232,8 @@ class HangReports:
                 words = {rank: _in_words(state) for rank, state in sorted({**states, self.rank: mine}.items())}
                 store.set(_LAST, json.dumps(words))
 
-    def _collect(self, store: Store) -> tuple[dict[int, State], list[Departure]]:
-        states: dict[int, State] = {}
+    def _collect(self, store: Store) -> tuple[dict[int, StuckState], list[Departure]]:
+        states: dict[int, StuckState] = {}
         left: list[Departure] = []
         until = time.monotonic() + 2 * self._check_s + _ANSWER_S
         while time.monotonic() < until and len(states) + len(left) < self.size - 1:
@@ -245,10 +245,10 @@ class HangReports:
             for rank in missing:
                 key = self._key(f"state/{rank}")
                 if store.check([key]):
-                    states[rank] = State(**json.loads(store.get(key)))
+                    states[rank] = StuckState(**json.loads(store.get(key)))
         return states, left
 
-    def _end_if_hopeless(self, store: Store, state: State) -> None:
+    def _end_if_hopeless(self, store: Store, state: StuckState) -> None:
         """Ends this process if it waits for a rank whose backward pass has failed, and its own has not failed."""
         # With some plans the forward pass communicates too. A rank that skipped the step is then in its next forward pass. The
         # others may have taken its messages for those of the backward pass, and wait in the forward pass after it.
@@ -268,7 +268,7 @@ class HangReports:
                 os._exit(1)
 
 
-def report(states: dict[int, State], left: list[Departure], size: int, timeout_s: float) -> str:
+def report(states: dict[int, StuckState], left: list[Departure], size: int, timeout_s: float) -> str:
     """Returns the text of a report; "" if all ranks are at the same place, and none is missing.
 
     Args:
@@ -302,7 +302,7 @@ def report(states: dict[int, State], left: list[Departure], size: int, timeout_s
     return "\n".join(lines)
 
 
-def _in_words(state: State) -> str:
+def _in_words(state: StuckState) -> str:
     text = f"elsewhere, at {state.where}"
     if state.waits:
         text = f"waiting in {state.operation} at {state.where}"

@@ -47,7 +47,7 @@ class _Broken(RuntimeError):
 
 
 @dataclass(frozen=True)
-class _Place:
+class _ListeningPlace:
     """Holds where a rank listens.
 
     Attributes:
@@ -147,7 +147,7 @@ class Links:
         listeners: list[socket.socket] = []
         try:
             failure = ""
-            place = _Place(socket.gethostname(), [], secrets.token_hex(_TOKEN_BYTES))
+            place = _ListeningPlace(socket.gethostname(), [], secrets.token_hex(_TOKEN_BYTES))
             try:
                 for address in interface.own_addresses(tcp_store.host(rendezvous.store())):
                     listeners.append(_listener(address))
@@ -186,7 +186,7 @@ class Links:
         ranks = {distance: (self.rank - distance) % self.size for distance in self.distances}
         keys = [str(rank) for rank in ranks.values()]
         for (distance, rank), place_as_json in zip(ranks.items(), store.multi_get(keys), strict=True):
-            place = _Place(**json.loads(place_as_json))
+            place = _ListeningPlace(**json.loads(place_as_json))
             reasons = []
             is_elsewhere = place.host != own_host
             # A loopback address of another host is tried last, but not skipped: containers with different host names may

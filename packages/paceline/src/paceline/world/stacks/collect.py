@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from paceline.world.stacks import procfs
-from paceline.world.stacks.dump import STACKS, Files
+from paceline.world.stacks.dump import STACKS, DumpFiles
 from paceline.world.stacks.groups import ProcessStacks
 from paceline.world.stacks.parse import Thread, threads_of, threads_of_py_spy
 
@@ -102,7 +102,7 @@ def _ask(pids: Sequence[int], writes_for: Mapping[int, int | None], folder: Path
     path_of: dict[int, Path] = {}
     size_before: dict[int, int] = {}
     for pid in pids:
-        path = Files(folder, writes_for[pid] or pid).stacks
+        path = DumpFiles(folder, writes_for[pid] or pid).stacks
         is_running = procfs.state(pid) not in ("T", "Z", "")
         if not is_running or not procfs.catches(pid, STACKS) or not path.exists():
             continue

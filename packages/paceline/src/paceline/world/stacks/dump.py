@@ -26,7 +26,7 @@ REPORTING = "reporting"  # the file that a process of a host locks while it repo
 
 
 @dataclass(frozen=True)
-class Files:
+class DumpFiles:
     """Names the files of one process, in the folder that all ranks of a host share.
 
     Args:
@@ -58,14 +58,14 @@ def enter(folder: Path) -> None:
 
     If the script later installs a handler of its own for SIGUSR1, that one counts.
     """
-    files = Files(folder, os.getpid())
+    files = DumpFiles(folder, os.getpid())
     if STACKS:
         faulthandler.register(STACKS, file=_appending(files.stacks), all_threads=True)
     if hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
         faulthandler.register(signal.SIGUSR1, file=_appending(files.asked), all_threads=True)
 
 
-def leave(files: Files) -> None:
+def leave(files: DumpFiles) -> None:
     """Removes the files of this process; the last process of a host removes the folder too."""
     for path in (files.stacks, files.asked):
         path.unlink(missing_ok=True)

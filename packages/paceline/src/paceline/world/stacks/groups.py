@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.world.stacks.parse import Frame, Position, Thread, position
+from paceline.world.stacks.parse import Frame, FramePosition, Thread, position
 
 _STATES = {"T": "stopped", "t": "held by a debugger", "D": "waiting for a disk or a network drive", "Z": "ended"}
 _SHOWN_COLLECTIVES = 5
@@ -47,7 +47,7 @@ class ProcessStacks:
         return self.threads[-1].frames if self.threads else ()
 
     @property
-    def position(self) -> Position | None:
+    def position(self) -> FramePosition | None:
         """Where the main thread is."""
         return position(self.main)
 
@@ -58,7 +58,7 @@ class ProcessStacks:
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """Holds ranks that are at the same place.
 
     Attributes:
@@ -89,16 +89,16 @@ class Group:
         return f"{ranks_text(self.ranks)}{on_host}"
 
 
-def grouped(processes: Iterable[ProcessStacks]) -> list[Group]:
+def grouped(processes: Iterable[ProcessStacks]) -> list[RankGroup]:
     """Groups processes by their place: the largest group is first; of equal groups, the one with the lowest rank."""
     members_of: dict[tuple[object, ...], list[ProcessStacks]] = {}
     for process in sorted(processes, key=lambda process: process.rank or 0):
         members_of.setdefault(_key(process), []).append(process)
-    groups = [Group(tuple(members), _text(members), _brief(members[0])) for members in members_of.values()]
+    groups = [RankGroup(tuple(members), _text(members), _brief(members[0])) for members in members_of.values()]
     return sorted(groups, key=lambda group: -len(group.members))
 
 
-def in_one_sentence(groups: Sequence[Group]) -> str:
+def in_one_sentence(groups: Sequence[RankGroup]) -> str:
     """Returns a sentence for the journal and for errors: "3 ranks (0-2) in all_reduce at train.py:88, rank 3 ..."."""
     parts = [f"{group.name} {group.brief}" for group in groups]
     still_s = max((group.still_s for group in groups), default=0.0)
@@ -106,7 +106,7 @@ def in_one_sentence(groups: Sequence[Group]) -> str:
     return f"{', '.join(parts)}{duration}"
 
 
-def short_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) -> str:
+def short_report(headline: str, groups: Sequence[RankGroup], footer: Sequence[str]) -> str:
     """Returns the text for the terminal: a line for each group, and what the workers of data loaders do.
 
     Args:
@@ -123,7 +123,7 @@ def short_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) 
     return "\n".join(lines)
 
 
-def full_report(headline: str, groups: Sequence[Group], footer: Sequence[str]) -> str:
+def full_report(headline: str, groups: Sequence[RankGroup], footer: Sequence[str]) -> str:
     """Returns the text for the file: the short report, then the stacks of each process. The arguments are the same."""
     parts = [short_report(headline, groups, footer)]
     for group in groups:
@@ -201,7 +201,7 @@ def _brief(process: ProcessStacks) -> str:
     return words + line
 
 
-def _workers(group: Group) -> list[str]:
+def _workers(group: RankGroup) -> list[str]:
     """Returns what the child processes of these ranks do, with one line for those that do the same.
 
     An idle worker of a loader waits in lines of torch. It has no line of the user on its stack, and is not listed.

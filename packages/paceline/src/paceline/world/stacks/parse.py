@@ -74,7 +74,7 @@ class Thread:
 
 
 @dataclass(frozen=True)
-class Position:
+class FramePosition:
     """Holds where a thread is.
 
     Attributes:
@@ -148,7 +148,7 @@ def _threads(text: str, begin: re.Pattern[str], call: re.Pattern[str]) -> tuple[
     return tuple(Thread(tuple(frames)) for frames in threads)
 
 
-def position(frames: Sequence[Frame]) -> Position | None:
+def position(frames: Sequence[Frame]) -> FramePosition | None:
     """Returns where a thread is, by a line of the script; None for an empty stack.
 
     This is the innermost line of the user. If another library runs the script (a `Trainer`) and the user has no line on the
@@ -160,7 +160,7 @@ def position(frames: Sequence[Frame]) -> Position | None:
     lines_of_others = [index for index, frame in enumerate(frames) if frame.is_script]
     index = next(iter(lines_of_user or lines_of_others), 0)
     frame = frames[index]
-    return Position(_operation(frames[:index]), frame.file, frame.line, frame.function)
+    return FramePosition(_operation(frames[:index]), frame.file, frame.line, frame.function)
 
 
 def _operation(inner: Sequence[Frame]) -> str:

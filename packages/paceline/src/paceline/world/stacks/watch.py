@@ -18,7 +18,7 @@ from typing import Any
 from paceline.world.hangs.progress import ProgressReport, RankLife, stuck_for
 from paceline.world.stacks import procfs
 from paceline.world.stacks.collect import Pause, collect
-from paceline.world.stacks.dump import REPORTING, Files
+from paceline.world.stacks.dump import REPORTING, DumpFiles
 from paceline.world.stacks.groups import ProcessStacks, full_report, grouped, in_one_sentence, short_report
 
 LOOK_S = 1.0  # seconds between two looks
@@ -69,7 +69,7 @@ class HostWatch:
     def progress_of(self, pid: int) -> dict[str, Any]:
         """Returns the report of a rank about its progress; {} if there is none, or no longer."""
         try:
-            values: dict[str, Any] = json.loads(Files(self.folder, pid).progress.read_text())
+            values: dict[str, Any] = json.loads(DumpFiles(self.folder, pid).progress.read_text())
         except (OSError, ValueError):
             return {}  # the rank has left, or has just begun to write
         return values
@@ -96,7 +96,7 @@ class HostWatch:
         was_asked = False
         for pid in pids:
             try:
-                size = Files(self.folder, pid).asked.stat().st_size
+                size = DumpFiles(self.folder, pid).asked.stat().st_size
             except FileNotFoundError:
                 size = 0
             was_asked |= size > self._asked.get(pid, 0)
@@ -138,7 +138,7 @@ class HostWatch:
 
     def _time_of(self, pid: int) -> int:
         try:
-            return Files(self.folder, pid).progress.stat().st_mtime_ns
+            return DumpFiles(self.folder, pid).progress.stat().st_mtime_ns
         except FileNotFoundError:
             return 0
 

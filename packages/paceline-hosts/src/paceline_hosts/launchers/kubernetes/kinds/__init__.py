@@ -12,9 +12,9 @@ from collections.abc import Mapping
 
 from paceline_hosts.launchers.kubernetes.kinds.job import IndexedJob
 from paceline_hosts.launchers.kubernetes.kinds.jobset import JobSet
-from paceline_hosts.launchers.kubernetes.kinds.kind import Kind
+from paceline_hosts.launchers.kubernetes.kinds.kind import WorkloadKind
 from paceline_hosts.launchers.kubernetes.kinds.pytorchjob import PyTorchJob
 from paceline_hosts.launchers.kubernetes.kinds.trainjob import TrainJob
 
 # The launcher uses the first of these that the cluster has, unless `--kind` names another one.
-KINDS: Mapping[str, Kind] = {kind.name: kind for kind in (JobSet(), TrainJob(), PyTorchJob(), IndexedJob())}
+KINDS: Mapping[str, WorkloadKind] = {kind.name: kind for kind in (JobSet(), TrainJob(), PyTorchJob(), IndexedJob())}

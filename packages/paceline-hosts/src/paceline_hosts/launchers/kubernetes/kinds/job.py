@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline_hosts.launchers.kubernetes.kinds.kind import SERVICES, Kind, Resource
+from paceline_hosts.launchers.kubernetes.kinds.kind import SERVICES, Resource, WorkloadKind
 from paceline_hosts.launchers.kubernetes.pod import (
     KEEP_S,
     Manifest,
@@ -14,7 +14,7 @@ from paceline_hosts.launchers.kubernetes.pod import (
 from paceline_hosts.launchers.kubernetes.run import PodRun
 
 
-class IndexedJob(Kind):
+class IndexedJob(WorkloadKind):
     """A Job, whose controller replaces the pods that fail. The other pods notice the loss of one, and end by themselves."""
 
     name = "job"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline_hosts.launchers.kubernetes.kinds.kind import Kind, Resource
+from paceline_hosts.launchers.kubernetes.kinds.kind import Resource, WorkloadKind
 from paceline_hosts.launchers.kubernetes.pod import (
     KEEP_S,
     Manifest,
@@ -39,7 +39,7 @@ def jobset_spec(run: PodRun, template: Manifest, job_labels: dict[str, str] | No
     }
 
 
-class JobSet(Kind):
+class JobSet(WorkloadKind):
     """A JobSet, whose controller creates the headless service."""
 
     name = "jobset"

@@ -1,4 +1,4 @@
-"""`Kind` describes how one kind of Kubernetes object runs a run: its manifests, and how its status is read."""
+"""`WorkloadKind` describes how one kind of Kubernetes object runs a run: its manifests, and how its status is read."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SERVICES = Resource("", "v1", "services")
 
 
 @dataclass(frozen=True)
-class State:
+class WorkloadState:
     """Holds whether a run has ended, and why.
 
     Attributes:
@@ -58,7 +58,7 @@ class State:
     message: str = ""
 
 
-class Kind:
+class WorkloadKind:
     """Renders the objects of a run, and reads their status. Each kind is a subclass.
 
     Attributes:
@@ -102,15 +102,15 @@ class Kind:
             objects.append((CONFIG_MAPS, config_map(run)))
         return objects
 
-    def state(self, manifest: Mapping[str, Any]) -> State:
+    def state(self, manifest: Mapping[str, Any]) -> WorkloadState:
         """Reads the status of the main object."""
         conditions = manifest.get("status", {}).get("conditions") or ()
         for condition in conditions:
             is_end = condition.get("type") in (self.succeeded, self.failed)
             if is_end and condition.get("status") == "True":
                 has_failed = condition["type"] == self.failed
-                return State(True, has_failed, condition.get("reason", ""), condition.get("message", ""))
-        return State()
+                return WorkloadState(True, has_failed, condition.get("reason", ""), condition.get("message", ""))
+        return WorkloadState()
 
     def node_of(self, pod: Mapping[str, Any]) -> int:
         """Returns the number of the node that a pod is; a Job writes it into an annotation, or into a label."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline_hosts.launchers.kubernetes.kinds.kind import Kind, Resource
+from paceline_hosts.launchers.kubernetes.kinds.kind import Resource, WorkloadKind
 from paceline_hosts.launchers.kubernetes.pod import KEEP_S, Manifest, pod_template
 from paceline_hosts.launchers.kubernetes.run import PodRun
 
 
-class PyTorchJob(Kind):
+class PyTorchJob(WorkloadKind):
     """A PyTorchJob, whose operator sets RANK and WORLD_SIZE, which count pods, and creates a service for each pod."""
 
     name = "pytorchjob"

@@ -7,14 +7,14 @@ volumes themselves.
 from __future__ import annotations
 
 from paceline_hosts.launchers.kubernetes.kinds.jobset import jobset_spec
-from paceline_hosts.launchers.kubernetes.kinds.kind import Kind, Resource
+from paceline_hosts.launchers.kubernetes.kinds.kind import Resource, WorkloadKind
 from paceline_hosts.launchers.kubernetes.pod import Manifest, metadata, pod_template
 from paceline_hosts.launchers.kubernetes.run import PodRun
 
 RUNTIMES = Resource("trainer.kubeflow.org", "v1alpha1", "trainingruntimes")
 
 
-class TrainJob(Kind):
+class TrainJob(WorkloadKind):
     """A TrainJob, whose controller creates a JobSet and sets the variables of torchrun in its pods."""
 
     name = "trainjob"

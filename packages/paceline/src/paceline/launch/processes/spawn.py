@@ -16,7 +16,8 @@ from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.exits import PREEMPTED
-from paceline.launch.launcher import Job, Process
+from paceline.launch.job import Job
+from paceline.launch.launcher import Process
 from paceline.launch.processes.signals import kill_with_parent
 from paceline.launch.worker.lines import write_whole_lines
 from paceline.world.stacks import procfs

@@ -1,4 +1,4 @@
-"""`Getters`: the engine's many small questions about its config and its place among the ranks."""
+"""`ConfigView`: the engine's many small questions about its config, its batch and its place among the ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from paceline.accelerator import Accelerator
 from paceline.compat.absent import refuse
 from paceline_deepspeed import native_way
 from paceline_deepspeed.config import Batch, DeepSpeedConfig
-from paceline_deepspeed.monitors import Events
 
 # Name of a method of DeepSpeed's -> key of the config.
 _KEYS = {
@@ -78,21 +77,25 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 _CAST_MODULES = ["Linear", "Conv1d", "Conv2d", "Conv3d"]  # what DeepSpeed's autocast covers by itself
 
 
-class Getters:
-    """The part of the engine that answers from its config and its batch; the engine sets the attributes below."""
+class ConfigView:
+    """Answers, by DeepSpeed's names of methods, what a config says. The engine looks up here what it has no name for.
 
-    accelerator: Accelerator
-    config: DeepSpeedConfig
-    batch: Batch
-    events: Events
-    optimizer: Any
-    _applied: bool
+    Args:
+        accelerator: the run.
+        config: what was asked for.
+        batch: the batch triangle.
+    """
+
+    def __init__(self, accelerator: Accelerator, config: DeepSpeedConfig, batch: Batch) -> None:
+        self.accelerator = accelerator
+        self.config = config
+        self.batch = batch
 
     # -- the batch -------------------------------------------------------------------------------------------------
 
-    def get_wall_clock_timers(self) -> dict[str, float]:
-        """Milliseconds of the micro-batch and the step that ended last, by DeepSpeed's names."""
-        return dict(self.events.timers.last)
+    def rebatch(self, batch: Batch) -> None:
+        """Takes another batch triangle from the next window on."""
+        self.batch = batch
 
     def train_batch_size(self) -> int:
         return self.batch.train
@@ -264,33 +267,6 @@ class Getters:
         info = self.config["autotuning.model_info"] or {}
         return bool(self.config["autotuning.enabled"] and info.get("profile", False))
 
-    def was_step_applied(self) -> bool:
-        """Whether the last `step()` changed the weights: not inside a window, and not after an overflow."""
-        return self._applied
-
-    # -- the optimizer's numbers -----------------------------------------------------------------------------------
-
-    def get_lr(self) -> list[float]:
-        return [group["lr"] for group in self._groups()]
-
-    def set_lr(self, lr: float) -> None:
-        for group in self._groups():
-            group["lr"] = lr
-
-    def get_mom(self) -> list[Any]:
-        """Betas (or momentum) of each group."""
-        return [group.get("betas", group.get("momentum", 0.0)) for group in self._groups()]
-
-    def get_type(self) -> list[Any]:
-        """Returns the `type` of each group; 0.0, as DeepSpeed does, for a group without one."""
-        return [group.get("type", 0.0) for group in self._groups()]
-
-    def _groups(self) -> list[dict[str, Any]]:
-        if self.optimizer is None:
-            return []
-        groups: list[dict[str, Any]] = self.optimizer.param_groups
-        return groups
-
     # -- the ranks -------------------------------------------------------------------------------------------------
 
     @property
@@ -343,7 +319,7 @@ class Getters:
 def _getter(key: str) -> Callable[[Any], Any]:
     """Makes a method that reads one key; a function written in the loop below would read the loop's last key."""
 
-    def get(self: Getters) -> Any:
+    def get(self: ConfigView) -> Any:
         return self.config[key]
 
     get.__doc__ = f"`{key}` of the config."
@@ -351,19 +327,19 @@ def _getter(key: str) -> Callable[[Any], Any]:
 
 
 for _name, _key in _KEYS.items():
-    setattr(Getters, _name, _getter(_key))
+    setattr(ConfigView, _name, _getter(_key))
 for _start, _key_start, _ends in _ALIKE:
     for _end in _ends.split():
-        setattr(Getters, _start + _end, _getter(_key_start + _end))
+        setattr(ConfigView, _start + _end, _getter(_key_start + _end))
 
 
-def _never(self: Getters) -> bool:
+def _never(self: ConfigView) -> bool:
     """Returns False: no config switches this on here."""
     return False
 
 
 def _refusal(name: str) -> Callable[..., NoReturn]:
-    def refused(self: Getters, *args: Any, **keywords: Any) -> NoReturn:
+    def refused(self: ConfigView, *args: Any, **keywords: Any) -> NoReturn:
         refuse(f"DeepSpeedEngine.{name}", *native_way(name))
 
     refused.__doc__ = "Is not carried."
@@ -371,6 +347,6 @@ def _refusal(name: str) -> Callable[..., NoReturn]:
 
 
 for _name in _OFF.split():
-    setattr(Getters, _name, _never)
+    setattr(ConfigView, _name, _never)
 for _name in _REFUSED.split():
-    setattr(Getters, _name, _refusal(_name))
+    setattr(ConfigView, _name, _refusal(_name))

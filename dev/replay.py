@@ -1,0 +1,113 @@
+"""Would `make test` have run the tests that notice a change? Asks the history: `python dev/replay.py FROM..TO [--run N]`.
+
+A commit that changes our sources and a file of tests says by itself which tests belong to the change. The change of the
+sources alone must choose these files. The graph is that of today; files that were moved since are found by `MOVED`, or by the
+end of their paths.
+
+With `--run N`, the newest N of these commits are also tried: their change of the sources is taken back in a copy of the
+repository, and the files of tests that came with it are run there. Those that pass do not notice it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests"))
+
+from choose_tests import FilesOfTests, Sources, chosen, git  # noqa: E402
+
+# Where the folders of 2026-11-28 lie since the cut into five parts; `src/paceline/` comes last.
+MOVED = {
+    "src/paceline/compat/accelerate/": "packages/paceline-accelerate/src/paceline_accelerate/",
+    "src/paceline/compat/deepspeed/": "packages/paceline-deepspeed/src/paceline_deepspeed/",
+    "src/paceline/verify/": "packages/paceline-lens/src/paceline_lens/verify/",
+    "src/paceline/watch/": "packages/paceline-lens/src/paceline_lens/watch/",
+    "src/paceline/tune/": "packages/paceline-lens/src/paceline_lens/tune/",
+    "src/paceline/doctor/": "packages/paceline-hosts/src/paceline_hosts/doctor/",
+    "src/paceline/launch/launchers/": "packages/paceline-hosts/src/paceline_hosts/launchers/",
+    "src/paceline/": "packages/paceline/src/paceline/",
+}
+
+
+@cache
+def of_today(name: str) -> str:
+    """Where a file is today; "" if it is not found."""
+    for before, now in {"": "", **MOVED}.items():
+        moved = now + name.removeprefix(before)
+        if name.startswith(before) and (ROOT / moved).exists():
+            return moved
+    tail = "/".join(Path(name).parts[-2:])
+    found = [path for path in git("ls-files", f"*/{tail}") if Path(path).parts[0] in ("packages", "tests")]
+    return found[0] if len(found) == 1 else ""
+
+
+def changes(revisions: str) -> list[tuple[str, set[str], set[str]]]:
+    """Commits, newest first, with the sources and the files of tests that each changes, as they are called today."""
+    rows = []
+    for commit in git("log", "--no-merges", "--format=%h", revisions):
+        files = {of_today(name) for name in git("show", "--name-only", "--format=", commit)}
+        sources = {name for name in files if name.startswith("packages/") and name.endswith(".py")}
+        tests = {name for name in files if name.startswith("tests/") and Path(name).name.startswith("test_")}
+        if sources and tests:
+            rows.append((commit, sources, tests))
+    return rows
+
+
+def notices(commit: str, sources: set[str], tests: set[str]) -> str:
+    """What the tests of a commit say without its change of the sources: "noticed", "not noticed" or why it cannot be told."""
+    with tempfile.TemporaryDirectory() as folder:
+        git("worktree", "add", "--quiet", "--detach", folder, commit)
+        try:
+            patch = subprocess.run(
+                ["git", "diff", f"{commit}~", commit, "--", *sorted(sources)], cwd=ROOT, capture_output=True, check=True
+            ).stdout
+            subprocess.run(["git", "apply", "--reverse"], cwd=folder, input=patch, check=True)
+            paths = [*map(str, Path(folder).glob("packages/*/src")), f"{folder}/tests"]
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+            words = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not long", *sorted(tests)]
+            result = subprocess.run(words, cwd=folder, env=environment, capture_output=True, text=True)
+        finally:
+            git("worktree", "remove", "--force", folder)
+    return {0: "not noticed", 1: "noticed", 2: "noticed"}.get(
+        result.returncode, f"pytest ended with {result.returncode}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("revisions")
+    parser.add_argument("--run", type=int, default=0, metavar="N")
+    args = parser.parse_args()
+    tests = FilesOfTests(Sources())
+    needs = {str(file.relative_to(ROOT)): tests.needs(file) for file in tests.files}
+    num_missed = 0
+    num_files = 0
+    rows = changes(args.revisions)
+    for number, (commit, sources, of_commit) in enumerate(rows):
+        words = chosen(sources, needs)
+        files = set(needs) if words is None else {word.partition("::")[0] for word in words}
+        missed = of_commit - files
+        num_files += len(files)
+        num_missed += bool(missed)
+        outcome = notices(commit, sources, of_commit) if number < args.run else ""
+        print(
+            commit,
+            f"{len(files):4d} of {len(needs)} files",
+            outcome,
+            "MISSED: " + " ".join(sorted(missed)) if missed else "",
+        )
+    if rows:
+        print(
+            f"{len(rows)} commits, {len(rows) - num_missed} chose all of their tests; {num_files / len(rows):.0f} files each"
+        )
+
+
+if __name__ == "__main__":
+    main()
