@@ -81,16 +81,17 @@ class Picture:
         if x == to_x:
             tip = f"M{to_x:g} {to_y:g}l-4 -7h8z"
         else:
-            tip = f"M{to_x:g} {to_y:g}l-7 -4v8z"
+            back = 7 if to_x < x else -7
+            tip = f"M{to_x:g} {to_y:g}l{back} -4v8z"
         self._shapes.append(f'<path class="tip" d="{tip}"/>')
 
     def dot(self, x: float, y: float, kind: str) -> None:
         """A point on a line of time."""
         self._shapes.append(f'<circle cx="{x:g}" cy="{y:g}" r="5" class="{kind}"/>')
 
-    def line(self, x: float, y: float, to_y: float) -> None:
-        """An upright line."""
-        self._shapes.append(f'<path class="line" d="M{x:g} {y:g}V{to_y:g}"/>')
+    def line(self, x: float, y: float, to_x: float, to_y: float) -> None:
+        """A straight line."""
+        self._shapes.append(f'<path class="line" d="M{x:g} {y:g}L{to_x:g} {to_y:g}"/>')
 
     def svg(self) -> str:
         """The file."""
@@ -255,7 +256,7 @@ def recovery(recorded: dict[str, Any]) -> Picture:
             picture.text(x + 16, top + 33 + 17 * row, line, "quiet")
         picture.y += 32 + 17 * len(lines)
         if number < len(moments) - 1:
-            picture.line(x, top + 16, picture.y + 6)
+            picture.line(x, top + 16, x, picture.y + 6)
         picture.dot(x, top + 11, "bad" if number == 0 else "part0")
     return picture
 
@@ -279,6 +280,45 @@ def recovery_moments(data: dict[str, Any]) -> list[tuple[float, str, list[str]]]
         (hellos[-1]["s"], "both ranks have started again", ready),
         (first["s"], "steps go on", resumed),
     ]
+
+
+# -- the way of a run ----------------------------------------------------------------------------------------------
+
+RUN = (
+    ("paceline launch train.py", ["one process for each device, with", "RANK, WORLD_SIZE and an address"], "launch"),
+    ("Accelerator(...)", ["settings of all sources, a draft of the plan;", "the process group"], "config, plan, world"),
+    ("prepare(model, optimizer, loader)", ["the plan, or one error with all problems;", "model and optimizer divided"],
+     "parallel, optim, data"),
+    ("for batch in loader:", ["this rank's samples of the batch"], "data"),
+    ("    backward(loss)", ["the loss scaled; gradients averaged", "over all ranks as they become ready"], "optim, parallel"),
+    ("    optimizer.step()", ["at the end of a window: gradients checked,", "clipped; then one step on each rank"], "optim"),
+    ("save_state(), load_state()", ["model, optimizer, random states, position;", "for any number of ranks"], "checkpoint"),
+)  # fmt: skip
+
+
+def run(_recorded: dict[str, Any]) -> Picture:
+    """What each line of a script does, from the start to a checkpoint, and which package does it."""
+    says = ". ".join(f"{line.strip()}: {' '.join(does)} ({where})" for line, does, where in RUN)
+    picture = Picture(
+        "What happens in a run", f"Each line of a script, what it does, and the package that does it. {says}."
+    )
+    first_of_loop = picture.y
+    for number, (line, does, where) in enumerate(RUN):
+        if line.startswith("for"):
+            first_of_loop = picture.y
+        top, indent = picture.y, 16 * line.startswith(" ")
+        bottom = picture.box(LEFT + indent, top, RIGHT - LEFT - indent - 18, [line.strip(), *does])
+        picture.text(RIGHT - 26, top + 19, where, "quiet", "end")
+        if number < len(RUN) - 1:
+            picture.arrow(LEFT + 60, bottom, LEFT + 60, bottom + 16)
+        if line.strip().startswith("optimizer"):
+            # The loop goes back to the next batch.
+            picture.line(RIGHT - 18, bottom - 20, RIGHT - 6, bottom - 20)
+            picture.line(RIGHT - 6, bottom - 20, RIGHT - 6, first_of_loop + 24)
+            picture.arrow(RIGHT - 6, first_of_loop + 24, RIGHT - 18, first_of_loop + 24)
+        picture.y = bottom + 16
+    picture.y -= 8
+    return picture
 
 
 # -- launcher, ranks, journal, page ---------------------------------------------------------------------------------
@@ -327,7 +367,7 @@ def watch(_recorded: dict[str, Any]) -> Picture:
     return picture
 
 
-PICTURES = {"plans": plans, "step": step, "save": save, "recovery": recovery, "watch": watch}
+PICTURES = {"plans": plans, "step": step, "save": save, "recovery": recovery, "watch": watch, "run": run}
 
 
 def draw() -> dict[str, str]:

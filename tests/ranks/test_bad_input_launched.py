@@ -237,3 +237,23 @@ def test_debug_mode_shows_every_frame(monkeypatch):
     assert "in kind_of" not in traceback_text(caught())
     monkeypatch.setenv("PACELINE_DEBUG", "1")
     assert "in kind_of" in traceback_text(caught())
+
+
+def test_a_file_that_several_ranks_write_is_told_once(run, tmp_path):
+    done = run(
+        """
+        from torch.utils.tensorboard import SummaryWriter
+        rank = os.environ["RANK"]
+        for name in ("same.pt", f"own-{rank}.pt", "same.pt", os.devnull):
+            torch.save({"weight": torch.ones(2)}, name)
+        for folder in ("curves", f"curves/{rank}"):
+            writer = SummaryWriter(folder)
+            writer.add_scalar("loss", 1.0, 1)
+            writer.close()
+        """,
+        procs=3,
+    )
+    assert done.returncode == 0, done.stderr
+    told = [line for line in done.stderr.splitlines() if "several ranks" in line]
+    assert [line.count(name) for line, name in zip(told, ("same.pt", str(tmp_path / "curves")), strict=True)] == [1, 1]
+    assert not told[1].partition("curves")[2].startswith("/")

@@ -20,7 +20,7 @@ from warm_python import executable
 from paceline import Accelerator
 from paceline.base.errors import CollectiveError
 from paceline.testing import RankFailed, run_ranks
-from paceline.world import rendezvous
+from paceline.world import lifetime, rendezvous
 from paceline.world.hangs import report as hang_reports
 from paceline.world.works import finish_threads
 
@@ -47,7 +47,7 @@ def log_to_stdout() -> None:
 
 def sleep_until_reported() -> None:
     """Lets the others wait until they have asked this rank where it is, and a little longer."""
-    reports = rendezvous.companion_of(hang_reports.HangReports)
+    reports = lifetime.kept(hang_reports.HangReports)
     assert reports is not None
     asked, until = reports._round, time.monotonic() + 30
     while reports._round == asked and time.monotonic() < until:

@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
-from paceline.world import rendezvous, runtime
+from paceline.world import lifetime, rendezvous, runtime
 from paceline.world.world import World
 
 PATIENCE_S = 10.0
@@ -36,7 +36,7 @@ class Attendance:
         number = next(_engines)
         if world.size > 1 and runtime.current().others_answer:
             self._store = rendezvous.part(f"attendance/{number}")
-            rendezvous.on_leave(lambda why: self._store.set(f"ended/{world.rank}", why))
+            lifetime.at_end_of_group(lambda why: self._store.set(f"ended/{world.rank}", why))
 
     def begins(self, micro_batch: int) -> None:
         """This rank begins a micro-batch that trains; one that began already, with several forward passes, counts once."""

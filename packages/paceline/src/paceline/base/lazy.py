@@ -34,19 +34,25 @@ def lazy_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
 
 
 def _unknown(package: str, name: str, names: Sequence[str]) -> Exception:
-    """Returns the error about a name that a package does not have, with the one that was probably meant."""
+    """Returns the error about a name that a package does not have."""
+    # Python adds the name that was probably meant when it prints an AttributeError.
+    if not is_imported_by_name(sys._getframe(2)):
+        return AttributeError(f"module {package!r} has no attribute {name!r}")
     # Imported here: a program that asks for no wrong name waits for it no longer.
     from difflib import get_close_matches
 
-    message = f"module {package!r} has no attribute {name!r}"
     close = get_close_matches(name, names, 1, 0.75)
     if not close or close[0].lower() == name:  # `paceline.accelerator` is a module
-        return AttributeError(message)
-    hint = f". Did you mean: {close[0]!r}?"
-    # Python replaces an AttributeError in `from paceline import Acelerator` by an error of its own, which names nothing.
-    if sys._getframe(2).f_code.co_name == "_handle_fromlist":
-        return ImportError(f"cannot import name {name!r} from {package!r}{hint}", name=package)
-    return AttributeError(message + hint)
+        return AttributeError(f"module {package!r} has no attribute {name!r}")
+    return ImportError(f"cannot import name {name!r} from {package!r}. Did you mean: {close[0]!r}?", name=package)
+
+
+def is_imported_by_name(caller: FrameType) -> bool:
+    """Whether a module's `__getattr__` was called for `from package import Name`, by the frame of its caller.
+
+    Python replaces an AttributeError there by an error of its own, which (before 3.12) names nothing that was meant.
+    """
+    return caller.f_code.co_name == "_handle_fromlist"
 
 
 @contextmanager

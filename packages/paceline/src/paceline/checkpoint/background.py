@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Callable
 
-from paceline.world import rendezvous
+from paceline.world import lifetime
 
 _log = logging.getLogger("paceline.checkpoint")
 _all: weakref.WeakSet[Background] = weakref.WeakSet()
@@ -52,7 +52,7 @@ class Background:
         _watch_for_end_of_python()
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(work,), name="paceline-save")
-        self._forget = rendezvous.before_leaving(self._leave)
+        self._forget = lifetime.at_end_of_run(lambda _: self._leave())
         self._thread.start()
 
     def wait(self) -> Exception | None:

@@ -4,7 +4,7 @@ import accelerate.utils             find_spec -> an empty `ServedModule`
 from accelerate.utils import X      ServedModule.__getattr__("X")
                                       carried            our object, loaded now
                                       the library has it a stand-in whose use raises
-                                      never existed      ImportError with the nearest name
+                                      never existed      ImportError with the nearest name, AttributeError elsewhere
 patch("accelerate.utils.other.X")   ServedModule.__setattr__: those of our modules call the replacement too that a table names
 importlib.metadata.version(...)     from `folder_for_children`, which stands in the path
 """
@@ -14,7 +14,6 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.metadata
-import importlib.util
 import logging
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,6 +22,7 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
+from paceline.base.lazy import is_imported_by_name
 from paceline.base.parts import ADDED, missing
 from paceline.compat.absent import absent
 from paceline.compat.names import Names, folder_for_children
@@ -54,11 +54,6 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         """Returns the spec of a module of the library; None for modules of other libraries."""
         if name in self.modules:
             return ModuleSpec(name, self, origin=f"served by {__name__}", is_package=self.is_package(name))
-        parent, _, child = name.rpartition(".")
-        # `__import__("accelerate.utils", fromlist=[""])` asks for a child without a name, and expects no error.
-        if parent in self.modules and child and child not in self.modules[parent] and not only_asked():
-            # `from accelerate import Child` gets here if there is no such name. Only this error can suggest the right one.
-            raise ModuleNotFoundError(self._no_such_name(parent, child))
         return None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
@@ -188,7 +183,13 @@ class ServedModule(ModuleType):
         if name.startswith("__") and name != "__version__":
             # The message is Python's own, plus a note: who prints `accelerate.__file__` wants to know what is imported.
             raise AttributeError(f"module {self.__name__!r} (served by Paceline) has no attribute {name!r}")
-        value = self._server.look_up(self.__name__, name)
+        try:
+            value = self._server.look_up(self.__name__, name)
+        except AttributeError as error:
+            # `__import__("accelerate.utils", fromlist=[""])` asks for an attribute without a name, and expects no error.
+            if name and is_imported_by_name(sys._getframe(1)):
+                raise ImportError(str(error), name=self.__name__) from None
+            raise
         self.__dict__[name] = value
         return value
 
@@ -238,16 +239,3 @@ def _imported(module: str, name: str) -> ModuleType:
         if extra not in ADDED:
             raise
         raise missing(extra, f"what stands for {name} is", f"{module} needs it") from None
-
-
-def only_asked() -> bool:
-    """Whether `importlib.util.find_spec` only asks if a module exists, and nothing is being imported."""
-    # A finder cannot see who calls it, so the calling frames are searched.
-    frame: Any = sys._getframe(1)
-    for _ in range(6):
-        frame = frame.f_back
-        if frame is None:
-            return False
-        if frame.f_code is importlib.util.find_spec.__code__:
-            return True
-    return False

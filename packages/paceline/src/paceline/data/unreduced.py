@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from paceline.base.log import logger
 from paceline.torch_internals.groups import collectives_so_far
-from paceline.world import rendezvous
+from paceline.world import lifetime, rendezvous
 from paceline.world.events import Events
 from paceline.world.places import user_frame
 from paceline.world.world import World
@@ -73,7 +73,7 @@ class UnreducedMetrics:
                 events.trains.subscribe(self._decide),
             ]
             itself = weakref.ref(self)
-            rendezvous.before_leaving(lambda: _at_the_end(itself()))
+            lifetime.at_end_of_run(lambda _: _at_the_end(itself()))
 
     def stop(self) -> None:
         """Looks no longer."""

@@ -14,9 +14,8 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
@@ -25,7 +24,7 @@ from paceline.base.errors import WorldError
 from paceline.base.log import logger
 from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
-from paceline.world import runtime
+from paceline.world import lifetime, runtime
 from paceline.world.departures import announce
 from paceline.world.works import finish_threads
 from paceline.world.world import World
@@ -37,17 +36,6 @@ DEFAULT_TIMEOUT_S = 600.0
 _dist: Any = dist  # torch's stubs lack its stores and debug levels
 
 
-class Companion(Protocol):
-    """An object that lives as long as this process is in its group, such as a thread that watches the group."""
-
-    def close(self, why: str) -> None:
-        """Called when this process leaves the group, with the reason."""
-        ...
-
-
-C = TypeVar("C", bound=Companion)
-
-
 @dataclass
 class _JoinedGroup:
     """What this process keeps while it is in a group."""
@@ -56,8 +44,6 @@ class _JoinedGroup:
     ours: bool  # whether `join` made the group, so that `leave` may end it
     pid: int
     rank: int
-    on_leave: list[Callable[[str], None]] = field(default_factory=list)
-    companions: dict[type[Companion], Companion] = field(default_factory=dict)
 
 
 _CONNECTED = "connected"  # key of the store: how many ranks have initialised the group
@@ -69,7 +55,6 @@ _UNFINISHED_S = 5.0  # how long a process that ends waits for asynchronous works
 _UNFINISHED_AFTER_FAILURE_S = 0.5
 
 _joined: _JoinedGroup | None = None
-_before: dict[object, tuple[int, Callable[[], None]]] = {}  # what `leave` calls first, with the process id of who asked
 atexit.register(lambda: leave(at_exit=True))
 
 
@@ -137,7 +122,7 @@ def join(
 def leave(at_exit: bool = False) -> None:
     """Ends the group if `join` made it; a group that the user made stays. It may be called at any time, and again.
 
-    A save in the background ends first (`before_leaving`). `leave` also runs when the interpreter ends.
+    What the run and the group keep ends first (`lifetime.py`). `leave` also runs when the interpreter ends.
 
     Args:
         at_exit: whether the interpreter ends. Then `leave` also waits for works in a group that the user made.
@@ -146,42 +131,42 @@ def leave(at_exit: bool = False) -> None:
         Each rank calls it for itself. The other ranks must have finished their collectives with this one.
     """
     global _joined
-    while _before:
-        pid, call = _before.pop(next(iter(_before)))
-        # A forked child inherits this table, but not the threads and connections that the calls would end.
-        if pid == os.getpid():
-            call()
+    # In an exit handler the exception that ends the script is no longer being handled; Python keeps it in `last_value`.
+    failure = sys.exception() or getattr(sys, "last_value", None)
+    lifetime.end("has ended, or left" if failure is None else f"has ended: {type(failure).__name__}: {failure}")
     joined = _joined
     _joined = None
     if joined is None or joined.pid != os.getpid():
         return
-    # In an exit handler the exception that ends the script is no longer being handled; Python keeps it in `last_value`.
-    failure = sys.exception() or getattr(sys, "last_value", None)
-    why = "has ended, or left"
-    if failure is not None:
-        why = f"has ended: {type(failure).__name__}: {failure}"
-    # Companions may keep groups, whose connections would stay open. So no reference to one stays here.
-    joined.companions.clear()
-    while joined.on_leave:
-        # It writes into the store. If rank 0 is gone, so is the store, and nobody is left to read the reason.
-        with contextlib.suppress(dist.DistNetworkError):
-            joined.on_leave.pop(0)(why)
-    # A short script may end before other ranks have connected. They would fail if this rank closed its connections.
-    if failure is None and joined.ours and dist.is_initialized() and store_answers(joined.store):
-        _wait_for_all(joined.store, _CONNECTED, dist.get_world_size(), _CONNECT_S)
-    # A group that the user made may be used after `end_training`, so only at exit this rank says that it has left it.
-    if (joined.ours or at_exit) and store_answers(joined.store):
-        # The store may end between the check and this write. Then rank 0 is gone, and nobody is left to read it.
-        with contextlib.suppress(RuntimeError):
-            announce(joined.store, joined.rank, failure)
-            joined.store.add(_LEFT, 1)
-    if not dist.is_initialized():
-        return
+    if failure is None and joined.ours:
+        _wait_until_connected(joined)
+    # A group that the user made may be used after `end_training`, so only at exit this rank has left it.
     if joined.ours or at_exit:
-        _finish_works(failure is not None)
-    if not joined.ours:
+        _say_goodbye(joined, failure)
+        if dist.is_initialized():
+            _finish_works(failure is not None)
+    if joined.ours and dist.is_initialized():
+        _destroy(joined, failure)
+
+
+def _wait_until_connected(joined: _JoinedGroup) -> None:
+    """Waits until all ranks have connected: a short script may end before, and they would fail if its connections closed."""
+    if dist.is_initialized() and store_answers(joined.store):
+        _wait_for_all(joined.store, _CONNECTED, dist.get_world_size(), _CONNECT_S)
+
+
+def _say_goodbye(joined: _JoinedGroup, failure: BaseException | None) -> None:
+    """Writes down that this rank leaves, and why."""
+    if not store_answers(joined.store):
         return
-    # The store ends with rank 0, so rank 0 waits until the others do not need it any more.
+    # The store may end between the check and this write. Then rank 0 is gone, and nobody is left to read it.
+    with contextlib.suppress(RuntimeError):
+        announce(joined.store, joined.rank, failure)
+        joined.store.add(_LEFT, 1)
+
+
+def _destroy(joined: _JoinedGroup, failure: BaseException | None) -> None:
+    """Destroys the group. The store ends with rank 0, so rank 0 waits until the others do not need it any more."""
     size = dist.get_world_size()
     is_needed = failure is None and joined.rank == 0 and not _wait_for_all(joined.store, _LEFT, size, _LEAVE_S)
     # After an error the other ranks may be gone, and NCCL would wait for them as it destroys the group.
@@ -218,39 +203,6 @@ def _wait_for_all(store: Store, key: str, size: int, seconds: float) -> bool:
     except dist.DistNetworkError:
         pass  # the store has ended, so no rank that needs it is left
     return True
-
-
-def before_leaving(call: Callable[[], None]) -> Callable[[], None]:
-    """Makes `leave` call `call` first, while the group still exists, and also if there is no group.
-
-    Returns:
-        A function that takes this back.
-    """
-    key = object()
-    _before[key] = (os.getpid(), call)
-
-    def forget() -> None:
-        _before.pop(key, None)
-
-    return forget
-
-
-def on_leave(call: Callable[[str], None]) -> None:
-    """Makes `leave` call `call` with the reason for which this process leaves its group."""
-    _current().on_leave.append(call)
-
-
-def accompany(companion: Companion) -> None:
-    """Keeps an object until this process leaves its group, and closes it then. It replaces an earlier one of its class."""
-    _current().companions[type(companion)] = companion
-    on_leave(companion.close)
-
-
-def companion_of(kind: type[C]) -> C | None:
-    """Returns the object of this class that `accompany` keeps; None if there is none, as in a forked child."""
-    if _joined is None or _joined.pid != os.getpid():
-        return None
-    return cast("C | None", _joined.companions.get(kind))
 
 
 def part(name: str) -> Store:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from paceline.checkpoint.store.lock import this_run
 from paceline.checkpoint.store.store import Store
-from paceline.world import rendezvous
+from paceline.world import lifetime
 
 
 class FolderLocks:
@@ -36,7 +36,7 @@ class FolderLocks:
             # In a notebook, the run may end only because its last reference is gone. The finalizer runs then too.
             finalizer = weakref.finalize(self, release)
             self._until_the_end[folder] = finalizer
-            rendezvous.before_leaving(finalizer)
+            lifetime.at_end_of_run(lambda _: finalizer())
         else:
             self._of_this_save = release
 

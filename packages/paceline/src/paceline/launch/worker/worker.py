@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 from paceline.base import env as environment
 from paceline.base.terminal import say
 from paceline.launch.job import Target
-from paceline.launch.worker import show_once
+from paceline.launch.worker import same_files, show_once
 from paceline.launch.worker.pickling import write_value
 from paceline.launch.worker.traceback_text import traceback_text
 from paceline.world.stacks import dump
@@ -60,7 +60,10 @@ def run(
             before()
         become(target, compat)
 
-    show_once.install(show_once.of_report(report) if shared else None)
+    shown = show_once.of_report(report)
+    show_once.install(shown if shared else None)
+    if environment.get("WORLD_SIZE") not in (None, 1):
+        same_files.watch(same_files.Claims(report, shown))
     path = os.path.abspath(target.name)  # the script may change the working directory
     code = watched(work, report)
     if code == 0 and target.kind == "script" and environment.get("RANK") == 0:

@@ -27,7 +27,7 @@ from typing import Any, cast
 import torch.distributed as dist
 
 from paceline.base.errors import CollectiveError
-from paceline.world import rendezvous
+from paceline.world import lifetime, rendezvous
 from paceline.world.places import call_site
 
 _POLL_S = 0.02  # between two looks of a rank that waits for another
@@ -48,10 +48,10 @@ class Watch:
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
-        session = rendezvous.companion_of(_Session)
+        session = lifetime.kept(_Session)
         if session is None:
             session = _Session()
-            rendezvous.accompany(session)
+            lifetime.keep(session)
         self.session = session
         self.timeout_s = rendezvous.timeout(timeout_s)
         self.ranks: list[int] = dist.get_process_group_ranks(group)
@@ -219,7 +219,7 @@ class _Session:
 
 def suggestion() -> str:
     """Returns an addition to the fix of a failed collective: to use debug mode, unless it is on."""
-    if rendezvous.companion_of(_Session) is not None:
+    if lifetime.kept(_Session) is not None:
         return ""
     return "; with `--debug` (PACELINE_DEBUG=1) the error names the line of each rank"
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from paceline.base.log import logger
 from paceline.torch_internals.flight_recorder import last_collectives
-from paceline.world import rendezvous
+from paceline.world import lifetime, rendezvous
 from paceline.world.hangs.progress import Look, Progress, ProgressReport
 from paceline.world.places import frame_of_thread, line_of
 from paceline.world.stacks import dump, procfs
@@ -65,10 +65,10 @@ def watch(world: World, stuck_after: str, computes_on_cpu: bool) -> ProgressThre
     folder = dump.folder_of_launcher() or dump.folder_under_torchrun()
     if folder is None or stuck_after == "0":
         return None
-    thread = rendezvous.companion_of(ProgressThread)
+    thread = lifetime.kept(ProgressThread)
     if thread is None or not thread.alive:
         thread = ProgressThread(folder, world, stuck_after, computes_on_cpu)
-        rendezvous.accompany(thread)
+        lifetime.keep(thread)
     return thread
 
 

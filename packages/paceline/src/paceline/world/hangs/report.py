@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from paceline.base.log import logger
-from paceline.world import rendezvous
+from paceline.world import lifetime, rendezvous
 from paceline.world.departures import Departure, departures
 from paceline.world.places import call_site, frame_of_thread, operation, path_of, waiting_frame
 
@@ -77,21 +77,21 @@ def watch(report_s: float, timeout_s: float | None, computes_on_cpu: bool) -> No
         timeout_s: seconds after which a collective fails, for the text of the report.
         computes_on_cpu: whether a busy thread computes. With an accelerator, a busy thread may only be waiting.
     """
-    reports = rendezvous.companion_of(HangReports)
+    reports = lifetime.kept(HangReports)
     if report_s and (reports is None or not reports.alive):
-        rendezvous.accompany(HangReports(report_s, rendezvous.timeout(timeout_s), computes_on_cpu))
+        lifetime.keep(HangReports(report_s, rendezvous.timeout(timeout_s), computes_on_cpu))
 
 
 def backward_failed(error: BaseException) -> None:
     """Writes into the store that the backward pass of this rank has failed, possibly on this rank only."""
-    reports = rendezvous.companion_of(HangReports)
+    reports = lifetime.kept(HangReports)
     if reports is not None and reports.alive:
         reports.set_failure(f"{type(error).__name__}: {error}".strip().splitlines()[0])
 
 
 def backward_passed() -> None:
     """Removes that error, because a later backward pass of this rank has succeeded."""
-    reports = rendezvous.companion_of(HangReports)
+    reports = lifetime.kept(HangReports)
     if reports is not None and reports.failure and reports.alive:
         reports.set_failure("")
 

@@ -26,7 +26,7 @@ import torch.distributed as dist
 
 from paceline.base.errors import WorldError
 from paceline.torch_internals.groups import timeout_of
-from paceline.world import rendezvous
+from paceline.world import lifetime, rendezvous
 from paceline.world.network import interface, tcp_store
 
 if TYPE_CHECKING:
@@ -318,10 +318,10 @@ def links_of(group: dist.ProcessGroup) -> Links:
     Ranks:
         All ranks of the group, the first time.
     """
-    links_of_groups = rendezvous.companion_of(_LinksOfGroups)
+    links_of_groups = lifetime.kept(_LinksOfGroups)
     if links_of_groups is None:
         links_of_groups = _LinksOfGroups()
-        rendezvous.accompany(links_of_groups)
+        lifetime.keep(links_of_groups)
     if group not in links_of_groups.links:
         links_of_groups.links[group] = Links(group)
     return links_of_groups.links[group]
