@@ -15,12 +15,13 @@ from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
-from paceline.base.parts import extra_with, require
+from paceline.base.parts import names_of_parts, require
 from paceline.base.terminal import say
 from paceline.cli.script import add_script
 from paceline.config.given import Given
+from paceline.config.libraries import LIBRARIES
 from paceline.config.sources import Launch, resolve_launch
-from paceline.launch.launcher import JOBS_ELSEWHERE, LAUNCHERS
+from paceline.launch.launcher import LAUNCHERS
 
 DEFAULT_HOSTFILE = "/job/hostfile"
 _PORT = 29500
@@ -79,7 +80,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.cli.launch import carry_out
     from paceline.launch.host import check_target
-    from paceline.launch.make_job import job_of, target_of
+    from paceline.launch.make_job import job_elsewhere, job_of, target_of
 
     _check(args)
     env = environment.snapshot()
@@ -90,7 +91,7 @@ def run(args: argparse.Namespace) -> int:
         return _tune(args, resolved)
     if at_hosts:
         activate = args.venv_script or ""
-        job = JOBS_ELSEWHERE.get("hosts")(
+        job = job_elsewhere(
             resolved, args.script, args.script_args, env, local_rank=not args.no_local_rank, activate=activate
         )
     else:
@@ -123,11 +124,10 @@ def _check(args: argparse.Namespace) -> None:
         fix = "remove --no_python, because a module needs Python"
         problems.append(Problem("deepspeed-flag", "--module and --no_python cannot both be given.", fix=fix))
     launcher_name = args.launcher.lower()
-    # A launcher of a part that is not installed is refused only where it is needed, for other hosts.
-    exists = launcher_name in LAUNCHERS.names() or extra_with(LAUNCHERS.group, launcher_name)
-    if not exists or launcher_name == "local":
-        launchers = ", ".join(name for name in LAUNCHERS.names() if name != "local")
-        why = f"known: {launchers}"
+    # The default is pdsh. A launcher of a part that is not installed is refused only where it is needed, for other hosts.
+    known = {*LAUNCHERS.names(), *names_of_parts(LAUNCHERS.group)} - {"local"}
+    if launcher_name not in known:
+        why = f"known: {', '.join(sorted(known))}"
         fix = "use one of these; openmpi serves for any MPI that mpirun belongs to"
         problems.append(Problem("deepspeed-flag", f"there is no launcher {args.launcher!r}.", why, fix))
     for name in ("num_nodes", "num_gpus"):
@@ -145,8 +145,9 @@ def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str])
     from paceline.launch.hostfile import text_of
 
     served = [library for library in env.get("PACELINE_COMPAT", "").split(",") if library not in ("", "deepspeed")]
-    # Libraries that are used with DeepSpeed import accelerate, as peft does.
-    if "accelerate" not in served and PathFinder.find_spec("accelerate") is None:
+    # Libraries that are used with DeepSpeed import accelerate, as peft does. Without that part they fail by themselves.
+    is_installed = PathFinder.find_spec("accelerate") is not None
+    if "accelerate" not in served and "accelerate" in LIBRARIES.names() and not is_installed:
         served.append("accelerate")
     said: Said = {
         "compat": (",".join([*served, "deepspeed"]), "paceline deepspeed"),

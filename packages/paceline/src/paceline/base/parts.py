@@ -75,6 +75,14 @@ def extra_with(group: str, name: str) -> str:
     return ""
 
 
+def names_of_parts(group: str) -> list[str]:
+    """Returns which names of a group the parts add, whether they are installed or not."""
+    names: list[str] = []
+    for groups in ADDED.values():
+        names += groups.get(group, ())
+    return names
+
+
 def absent_names(group: str) -> list[str]:
     """Returns, for each extra that is not installed, which names of a group it adds and how it is installed."""
     absent = []

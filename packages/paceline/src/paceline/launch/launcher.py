@@ -30,7 +30,7 @@ LAUNCHERS = Registry(
     },
 )
 # "hosts" -> function as `paceline_hosts.hosts.job_on_hosts`, which makes the job of settings that name other hosts.
-JOBS_ELSEWHERE = Registry("paceline.jobs_elsewhere", "start of processes on")
+JOBS_ELSEWHERE = Registry("paceline.jobs_elsewhere", "way to start processes on other hosts")
 # Variable that a scheduler sets within an allocation -> function (settings, environment) -> settings, completed by that.
 ALLOCATIONS = Registry("paceline.allocations", "allocation")
 

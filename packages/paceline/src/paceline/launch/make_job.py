@@ -9,12 +9,13 @@ from collections.abc import Collection, Mapping, Sequence
 from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.base.host_port import host_and_port
 from paceline.base.lazy import fast_imports
+from paceline.base.parts import missing
 from paceline.config.kinds import least_and_most
 from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
 from paceline.launch.job import Job, Target
-from paceline.launch.launcher import LAUNCHERS, Hosts
+from paceline.launch.launcher import JOBS_ELSEWHERE, LAUNCHERS, Hosts
 from paceline.launch.recording import NEW_FOLDER
 from paceline.world.detect.kubernetes import counts_pods
 from paceline.world.world import World
@@ -355,6 +356,30 @@ def starts_elsewhere(settings: Launch) -> bool:
     if settings.launch.hostfile is not None:
         return True
     return "launcher" in settings.given and hosts_of(settings) == "chosen"
+
+
+def job_elsewhere(
+    settings: Launch,
+    script: str,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    local_rank: bool = False,
+    activate: str = "",
+) -> Job:
+    """Returns the job of settings that name other hosts (`starts_elsewhere`).
+
+    `paceline_hosts.hosts.job_on_hosts` explains the arguments.
+
+
+    Raises:
+        ConfigError: `part-missing`, where the extra hosts is not installed; those of `paceline_hosts.hosts.job_on_hosts`.
+    """
+    if "hosts" not in JOBS_ELSEWHERE.names():
+        why = f"hostfile={settings.launch.hostfile} ({settings.given['hostfile']})"
+        raise missing("hosts", "the start of processes on the hosts of a hostfile is", why)
+    job: Job = JOBS_ELSEWHERE.get("hosts")(settings, script, args, env, local_rank=local_rank, activate=activate)
+    return job
 
 
 def hosts_of(settings: Launch) -> Hosts:
