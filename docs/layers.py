@@ -44,8 +44,7 @@ LAYERS = (
     Layer(
         {
             "plan": "`Plan`, `Decision`, facts about a model, and the rules that resolve a plan",
-            "launch": "the launcher of this host; `processes`: the workers of a host; `worker`: what runs in each of them; "
-            "`network`: connections between launchers; `membership`: which nodes take part",
+            "launch": "the launcher of this host; `processes`: the workers of a host; `worker`: what runs in each of them",
             "watch": "the journal of a run, how it travels between hosts, and the registry of runs",
         }
     ),

@@ -24,10 +24,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from paceline.launch.membership.membership import Membership
-from paceline.launch.membership.messages import Message, decode, encode
-from paceline.launch.membership.rounds import Member, Report, Round, Rules
-from paceline.launch.membership.witness import RecordSigner, Request, Witness
+from paceline.launch.rounds import Member, Report, Round
+from paceline_hosts.membership.membership import Membership
+from paceline_hosts.membership.messages import Message, decode, encode
+from paceline_hosts.membership.rules import Rules
+from paceline_hosts.membership.witness import RecordSigner, Request, Witness
 
 Kind = Literal[
     "start",

@@ -12,9 +12,9 @@ import socket
 import statistics
 import time
 
-from paceline.launch.membership.messages import Heartbeat
-from paceline.launch.network.connection import Connection
-from paceline.launch.network.tls import Tls
+from paceline_hosts.membership.messages import Heartbeat
+from paceline_hosts.network.connection import Connection
+from paceline_hosts.network.tls import Tls
 
 SECRET = "a secret of this benchmark"
 MESSAGES = 200

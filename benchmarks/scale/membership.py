@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from simulated_network import Host, Simulation
 
-from paceline.launch.membership.messages import Heartbeat, HeartbeatAck, Proposal, encode
-from paceline.launch.membership.rounds import Rules
+from paceline_hosts.membership.messages import Heartbeat, HeartbeatAck, Proposal, encode
+from paceline_hosts.membership.rules import Rules
 from scale import growth
 
 HOSTS = (8, 32, 128, 512)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
 import venv
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
 from pathlib import Path
 
 import pytest
+from free_ports import free_port
 
 from paceline.base.parts import ADDED, PACKAGES
 
@@ -57,8 +60,11 @@ class Environment:
         }
 
     def run(self, words: Sequence[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        return self.start([str(self.python), *words], cwd, **variables)
+
+    def start(self, command: Sequence[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            [str(self.python), *words], cwd=cwd, env={**self.environment, **variables}, capture_output=True, text=True,
+            command, cwd=cwd, env={**self.environment, **variables}, capture_output=True, text=True,
             timeout=200, check=False,
         )  # fmt: skip
 
@@ -89,6 +95,93 @@ def test_the_core_trains_saves_resumes_and_plans(core: Environment, tmp_path: Pa
         assert f"from step {2 * number}\n" in done.stdout
     done = core.run(["-m", "paceline", "plan", "--procs", "2", "train.py"], tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_core_trains_under_mpirun(core: Environment, tmp_path: Path) -> None:
+    mpirun = shutil.which("mpirun")
+    if mpirun is None:
+        pytest.skip("mpirun is not installed")
+    (tmp_path / "train.py").write_text(TRAIN)
+    allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    command = [mpirun, "--oversubscribe", "-np", "2", str(core.python), "train.py"]
+    done = core.start(command, tmp_path, OMP_NUM_THREADS="1", **allowed)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("from step 0\n") == 1  # two ranks, of which the first prints
+
+
+def test_the_core_trains_as_tasks_of_srun(core: Environment, tmp_path: Path) -> None:
+    """The variables that srun sets; `tests/hosts/test_slurm.py` has srun itself."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    port = free_port()
+    shared = {
+        "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_TASKS_PER_NODE": "2",
+        "SLURM_NODEID": "0", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    with ThreadPoolExecutor(2) as pool:
+        tasks = []
+        for rank in ("0", "1"):
+            variables = {**shared, "SLURM_PROCID": rank, "SLURM_LOCALID": rank}
+            tasks.append(pool.submit(core.run, ["train.py"], tmp_path, **variables))
+    done = [task.result() for task in tasks]
+    assert [task.returncode for task in done] == [0, 0], done[0].stderr + done[1].stderr
+    assert [task.stdout for task in done] == ["from step 0\n", ""]
+
+
+ONE_OF_TWO_TASKS = {
+    "SLURM_JOB_ID": "41", "SLURM_STEP_ID": "0", "SLURM_NTASKS": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_PROCID": "0",
+    "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+    "SLURM_STEP_NODELIST": "localhost,other",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "variables"),
+    [
+        (["--nodes", "2"], {}),
+        (["--nodes", "1:2", "--main-address", "localhost"], {}),
+        (["--hostfile", "hosts"], {}),
+        ([], ONE_OF_TWO_TASKS),
+    ],
+    ids=["nodes", "a range of nodes", "hostfile", "launcher as a task"],
+)
+def test_several_nodes_without_the_part_for_hosts(
+    core: Environment, tmp_path: Path, flags: list[str], variables: dict[str, str]
+) -> None:
+    """The command that the error names installs the part; nothing starts, and nobody waits for another node."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    done = core.run(["-m", "paceline", "launch", "--cpu", "--procs", "2", *flags, "train.py"], tmp_path, **variables)
+    assert done.returncode == 2 and "[part-missing]" in done.stderr, done.stderr
+    assert f"pip install -e {ROOT / 'packages' / 'paceline-hosts'}" in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_of_several_nodes_is_shown_without_the_part_for_hosts(core: Environment, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = core.run(["-m", "paceline", "launch", "--cpu", "--nodes", "2", "--dry-run", "train.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_command_of_deepspeed_starts_one_host_without_the_part_for_hosts(
+    environment_with: Callable[..., Environment], tmp_path: Path
+) -> None:
+    """Its default launcher, pdsh, belongs to the part for hosts, and is not needed on one host."""
+    environment = environment_with("paceline-deepspeed")
+    (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'])")
+    (tmp_path / "hosts").write_text("localhost slots=2\n")
+    (tmp_path / "two").write_text("localhost slots=1\nother slots=1\n")
+    command = ["-m", "paceline", "deepspeed"]
+    for flags in (["--num_gpus", "2"], ["--hostfile", "hosts", "--include", "localhost:0,1"]):
+        done = environment.run([*command, *flags, "train.py"], tmp_path, PACELINE_CPU="1")
+        assert done.returncode == 0, done.stderr
+        assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]
+    for flags in (["--hostfile", "two"], ["--hostfile", "two", "--no_ssh", "--node_rank", "0"]):
+        done = environment.run([*command, *flags, "train.py"], tmp_path, PACELINE_CPU="1")
+        assert done.returncode == 2 and "[part-missing]" in done.stderr, done.stderr
+        assert "packages/paceline-hosts" in done.stderr
+    done = environment.run([*command, "--launcher", "pssh", "train.py"], tmp_path)
+    assert done.returncode == 2 and "[deepspeed-flag]" in done.stderr and "pdsh" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ FIELDS = Path(__file__).with_name("fields_written_elsewhere.txt")
 RINGS = {
     "loaders, and the stack of those that are iterated": "paceline.data: active loader origins",
     "membership: one state in five classes": """
-        paceline.launch.membership: errors following leadership membership search store
+        paceline_hosts.membership: errors following leadership membership search store
     """,
 }
 

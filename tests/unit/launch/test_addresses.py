@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from paceline.launch.job import Job, Target
-from paceline.launch.network import addresses
-from paceline.launch.network.addresses import await_main_address
+from paceline_hosts.network import addresses
+from paceline_hosts.network.addresses import await_main_address
 
 IN_POD = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
 NAME = "train-node-0-0.train"

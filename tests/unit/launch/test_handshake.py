@@ -10,8 +10,8 @@ import pytest
 
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
-from paceline.launch.network import secret
-from paceline.launch.network.handshake import MAGIC, Handshake, HandshakeError
+from paceline_hosts.network import secret
+from paceline_hosts.network.handshake import MAGIC, Handshake, HandshakeError
 
 SECRET = "0123456789abcdef"
 

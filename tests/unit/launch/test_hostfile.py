@@ -8,7 +8,7 @@ import pytest
 
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.launch.hostfile import Slots, choose, read
-from paceline.launch.hosts import forwarded
+from paceline_hosts.hosts import forwarded
 
 TEXT = """
 # two racks

@@ -14,11 +14,11 @@ from paceline.cli import main as cli
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
-from paceline.launch.assignment import Assignment
-from paceline.launch.hosts import job_on_hosts, without_hostfile
 from paceline.launch.job import Job
 from paceline.launch.launcher import LAUNCHERS, Outcome, Rendered
-from paceline.launch.make_job import job_of
+from paceline.launch.make_job import job_of, without_hostfile
+from paceline_hosts.assignment import Assignment, assignment_of
+from paceline_hosts.hosts import job_on_hosts
 
 ENV = {"HOME": "/nonexistent", "NCCL_DEBUG": "s3cret", "PYTHONPATH": "/a b"}
 
@@ -83,15 +83,13 @@ def test_what_each_launcher_runs(name: str, hostfile: str) -> None:
 
 
 def test_an_assignment_travels(hostfile: str) -> None:
-    assignment = job(hostfile=hostfile, include="node1:1", zero=2, procs="auto").assignment
-    assert assignment is not None
+    assignment = assignment_of(job(hostfile=hostfile, include="node1:1", zero=2, procs="auto"))
     arrived = Assignment.from_message(json.loads(json.dumps(assignment.to_message())))
     assert arrived.hosts == assignment.hosts
     mine, _ = job_of(arrived.settings_of(0, None), arrived.script, arrived.args, ENV)
     assert (mine.procs, mine.nodes, mine.env["CUDA_VISIBLE_DEVICES"]) == (1, 1, "1")
     assert json.loads(mine.env["PACELINE_SETTINGS"])["zero"] == [2, "command line", "--zero"]
-    both = job(hostfile=hostfile).assignment
-    assert both is not None
+    both = assignment_of(job(hostfile=hostfile))
     second, _ = job_of(both.settings_of(1, ("10.0.0.1", 4000)), "train.py", [], ENV)
     assert (second.node_rank, second.nodes, second.main_address, second.main_port) == (1, 2, "10.0.0.1", 4000)
 

@@ -8,14 +8,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.launch import journals
-from paceline.launch.journals import JournalExchange
-from paceline.launch.membership.membership import Membership
-from paceline.launch.membership.messages import JournalAnswer, JournalParts, Message, decode, encode
-from paceline.launch.membership.rounds import Member, Rules
-from paceline.watch.forwarding import PART_BYTES
+from paceline.launch.rounds import Member
 from paceline.watch.journal import JournalWriter, RunHeader, rank_file, write_header
 from paceline.watch.records import Tick
+from paceline_hosts import journals
+from paceline_hosts.forwarding import PART_BYTES
+from paceline_hosts.journals import JournalExchange
+from paceline_hosts.membership.membership import Membership
+from paceline_hosts.membership.messages import JournalAnswer, JournalParts, Message, decode, encode
+from paceline_hosts.membership.rules import Rules
 
 
 class Launcher:

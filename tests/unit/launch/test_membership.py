@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 from simulated_network import Simulation
 
-from paceline.launch.membership import errors
-from paceline.launch.membership.rounds import Rules, has_quorum
+from paceline_hosts.membership import errors
+from paceline_hosts.membership.rules import Rules, has_quorum
 
 FAST = Rules(least=1, most=3, max_restarts=3, join_timeout_s=60)
 

@@ -12,12 +12,13 @@ from dataclasses import replace
 import pytest
 from simulated_network import Fault, Schedule, Simulation, explained, violation_of
 
-from paceline.launch.membership import errors, membership
-from paceline.launch.membership.following import Following
-from paceline.launch.membership.leadership import Leadership
-from paceline.launch.membership.membership import Membership
-from paceline.launch.membership.peers import Peers
-from paceline.launch.membership.rounds import Report, Rules
+from paceline.launch.rounds import Report
+from paceline_hosts.membership import errors, membership
+from paceline_hosts.membership.following import Following
+from paceline_hosts.membership.leadership import Leadership
+from paceline_hosts.membership.membership import Membership
+from paceline_hosts.membership.peers import Peers
+from paceline_hosts.membership.rules import Rules
 
 SEEDS = 1000
 CHUNK = 250

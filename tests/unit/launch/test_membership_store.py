@@ -13,10 +13,11 @@ import pytest
 from simulated_network import STORE, Fault, Schedule, Simulation, Violation, stored_after, violation_of
 from strangers import message, value
 
-from paceline.launch.membership import errors
-from paceline.launch.membership.messages import Join, decode, encode
-from paceline.launch.membership.rounds import Member, Place, Rules, has_quorum
-from paceline.launch.membership.witness import STALE_S, BadSignature, Record, RecordSigner, Request, Standing, Witness
+from paceline.launch.rounds import Member, Place
+from paceline_hosts.membership import errors
+from paceline_hosts.membership.messages import Join, decode, encode
+from paceline_hosts.membership.rules import Rules, has_quorum
+from paceline_hosts.membership.witness import STALE_S, BadSignature, Record, RecordSigner, Request, Standing, Witness
 
 RULES = Rules(least=1, most=3, max_restarts=3, join_timeout_s=30)
 SECRET = "0123456789abcdef"
@@ -363,7 +364,7 @@ def a_vote_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def the_first_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a round with its first goes on without the store, as it does where there is none."""
-    from paceline.launch.membership import store as membership_store
+    from paceline_hosts.membership import store as membership_store
 
     monkeypatch.setattr(
         membership_store, "has_quorum", lambda here, sets, dead, vote=None: has_quorum(here, sets, dead, vote or None)

@@ -13,11 +13,12 @@ import strangers
 
 from paceline.base.errors import Problem
 from paceline.base.json_fields import hints
-from paceline.launch.membership import messages
-from paceline.launch.membership.membership import Membership
-from paceline.launch.membership.messages import Join, Message, Proposal, RunEnded, StopProcesses, decode, encode
-from paceline.launch.membership.rounds import End, Member, Report, Round, Rules
+from paceline.launch.rounds import End, Member, Report, Round
 from paceline.world.stacks.groups import ProcessStacks
+from paceline_hosts.membership import messages
+from paceline_hosts.membership.membership import Membership
+from paceline_hosts.membership.messages import Join, Message, Proposal, RunEnded, StopProcesses, decode, encode
+from paceline_hosts.membership.rules import Rules
 
 A, B = Member("a", "host a", 1, "10.0.0.1", 1), Member("b", "host b", 2, "10.0.0.2", 2)
 

@@ -11,13 +11,14 @@ import pytest
 from paceline.base.errors import ConfigError
 from paceline.launch import host
 from paceline.launch.job import Job, Target
-from paceline.launch.membership.membership import Membership
-from paceline.launch.membership.messages import Heartbeat, Message
-from paceline.launch.membership.rounds import Member, Report, Rules
-from paceline.launch.network import nodes
-from paceline.launch.network.addresses import main_places
-from paceline.launch.network.connection import Connection
-from paceline.launch.network.nodes import Nodes
+from paceline.launch.rounds import Member, Report
+from paceline_hosts.membership.membership import Membership
+from paceline_hosts.membership.messages import Heartbeat, Message
+from paceline_hosts.membership.rules import Rules
+from paceline_hosts.network import nodes
+from paceline_hosts.network.addresses import main_places
+from paceline_hosts.network.connection import Connection
+from paceline_hosts.network.nodes import NodesByMembership
 
 SECRET = "0123456789abcdef"
 
@@ -29,8 +30,9 @@ class Closing(Membership):
         self.peers.actions.append(("close", 3))
 
 
-def meeting(membership: Membership, listener: socket.socket | None = None) -> Nodes:
-    return Nodes(Job(Target("script", "train.py")), listener, membership, SECRET)
+def meeting(membership: Membership, listener: socket.socket | None = None) -> NodesByMembership:
+    listener = listener or host.listen_at("127.0.0.1", 0)
+    return NodesByMembership(Job(Target("script", "train.py")), listener, membership, SECRET)
 
 
 def test_a_connection_that_was_ended_by_what_came_before_it_is_not_served() -> None:
@@ -74,7 +76,7 @@ def test_who_waits_for_the_others_says_for_whom(
 
 
 @pytest.fixture
-def leader() -> Iterator[Nodes]:
+def leader() -> Iterator[NodesByMembership]:
     listener = host.listen_at("127.0.0.1", 0)
     me = Member("a", "here", 1, *listener.getsockname())
     own = meeting(Membership(me, Rules(1, 2), True, [], time.monotonic()), listener)
@@ -84,7 +86,7 @@ def leader() -> Iterator[Nodes]:
 
 
 def test_strangers_have_little_room_and_little_time(
-    leader: Nodes, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    leader: NodesByMembership, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = leader.membership.me.place
     links = [socket.create_connection(place) for _ in range(nodes._MAX_HANDSHAKES + 5)]

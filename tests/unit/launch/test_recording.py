@@ -13,8 +13,8 @@ from paceline.cli.launch import wait_recorded
 from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
 from paceline.launch.launcher import Failure, Outcome
-from paceline.launch.membership.rounds import Member, Round
 from paceline.launch.recording import NEW_FOLDER, VIEWS, LaunchRecording
+from paceline.launch.rounds import Member, Round
 from paceline.watch import records
 from paceline.watch.journal import JournalReader
 from paceline.watch.registry import registered_runs

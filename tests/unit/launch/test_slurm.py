@@ -17,9 +17,9 @@ from paceline.cli.main import parser_for
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
-from paceline.launch.assignment import Assignment
 from paceline.launch.hostfile import Slots
 from paceline.launch.job import Job, Target
+from paceline_hosts.assignment import Assignment, assignment_of
 from paceline_hosts.clusters.slurm import SlurmSettings
 from paceline_hosts.launchers.slurm import LAUNCHER, put_back, queue, step_command
 from paceline_hosts.launchers.slurm.allocation import SlurmAllocation, allocation_of, completed
@@ -121,7 +121,7 @@ def test_the_script_says_the_same_again() -> None:
     command = shlex.split(batch_script(one, SlurmSettings()).splitlines()[-1])
     args = parser_for("launch").parse_args(command[5:])
     again = resolve_launch(schema.given(args), {}, search=False)
-    before = one.assigned.settings
+    before = assignment_of(one).settings
     assert again.run == before.run
     assert (again.launch.threads, again.launch.log_dir, again.launch.launcher_args) == (2, "a b", "-v")
     assert (args.script, args.script_args) == ("train.py", ["--lr", "1 2"])
@@ -142,7 +142,7 @@ def test_no_secret_is_shown() -> None:
     rendered = LAUNCHER.render(replace(one, cluster=SlurmSettings()))
     step = LAUNCHER.render(replace(one, allocation=SlurmAllocation("12", ("node0", "node1"))))
     for text in (rendered.document, rendered.text(), step.text()):
-        assert one.assigned.secret not in text
+        assert assignment_of(one).secret not in text
 
 
 def test_allocations() -> None:

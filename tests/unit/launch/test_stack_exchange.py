@@ -6,13 +6,14 @@ from types import SimpleNamespace
 
 import pytest
 
-from paceline.launch import stack_exchange
-from paceline.launch.membership.membership import Membership
-from paceline.launch.membership.messages import Message, StacksAsked, StacksCollected, StacksWanted, decode, encode
-from paceline.launch.membership.rounds import Member, Rules
-from paceline.launch.stack_exchange import StackExchange
+from paceline.launch.rounds import Member
 from paceline.world.stacks.groups import ProcessStacks
 from paceline.world.stacks.parse import Frame, Thread
+from paceline_hosts import stack_exchange
+from paceline_hosts.membership.membership import Membership
+from paceline_hosts.membership.messages import Message, StacksAsked, StacksCollected, StacksWanted, decode, encode
+from paceline_hosts.membership.rules import Rules
+from paceline_hosts.stack_exchange import StackExchange
 
 
 class Launcher:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from paceline.base.errors import ConfigError, LaunchError
-from paceline.launch.membership.witness import Record, RecordSigner, Request
-from paceline.launch.network import store_link as stores
-from paceline.launch.network.store_client import Etcd, answer_to, store_of
-from paceline.launch.network.store_link import Endpoint, StoreLink
+from paceline_hosts.membership.witness import Record, RecordSigner, Request
+from paceline_hosts.network import store_link as stores
+from paceline_hosts.network.store_client import Etcd, answer_to, store_of
+from paceline_hosts.network.store_link import Endpoint, StoreLink
 
 SECRET = "0123456789abcdef"
 SIGNER = RecordSigner(SECRET, "paceline")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,8 +33,8 @@ class Exchange:
         self.questions.append(headline)
         return self.leads_well
 
-    def answer(self, processes: list[ProcessStacks]) -> None:
-        self.answers.append(processes)
+    def answer(self, processes: Sequence[ProcessStacks]) -> None:
+        self.answers.append(list(processes))
         self.is_wanted = False
 
     def asked(self) -> str:
@@ -50,18 +51,21 @@ def stacks(rank: int, line: int, host: str = "") -> ProcessStacks:
     return ProcessStacks(os.getpid(), (Thread((Frame("/home/me/train.py", line, "main"),)),), rank=rank, host=host)
 
 
-def watch(folder: Path, monkeypatch: pytest.MonkeyPatch, on_hang: str) -> tuple[StuckWatch, Exchange, list[Any]]:
+def watch(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, on_hang: Any, *, others: bool = True
+) -> tuple[StuckWatch, Exchange, list[Any]]:
     """A launcher whose one rank, 1, stands still, and what it records."""
     exchange = Exchange()
     recorded: list[Any] = []
     recording = SimpleNamespace(folder=folder, stuck=lambda *entry: recorded.append(entry))
-    monkeypatch.setattr(stuck, "StackExchange", lambda *_: exchange)
     monkeypatch.setattr(stuck, "stacks_of", lambda *_: [stacks(1, 10)])
     monkeypatch.setattr(stuck, "LOOK_S", 0.0)
     monkeypatch.setattr(stuck.HostWatch, "stuck_for", lambda *_: 70.0)
     monkeypatch.setattr(stuck.HostWatch, "headline", lambda *_: "no rank has made progress")
     job = Job(Target("script", "train.py"), on_hang=on_hang)
-    return StuckWatch(job, folder, lambda _: None, recording, None), exchange, recorded  # type: ignore[arg-type]
+    stacks_of_others = exchange if others else None
+    watching = StuckWatch(job, folder, lambda _: None, recording, stacks_of_others)  # type: ignore[arg-type]
+    return watching, exchange, recorded
 
 
 def worker(rank: int = 1, code: int | None = None) -> Any:
@@ -124,3 +128,13 @@ def test_a_host_whose_processes_have_ended_answers_with_nothing(
     exchange.is_wanted = True
     assert not member.look([worker(code=0)], SIGNALS)
     assert exchange.answers == [[]]
+
+
+def test_a_launcher_of_one_node_reports_its_own_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    alone, _, recorded = watch(tmp_path, monkeypatch, "restart", others=False)
+    assert not alone.look([worker(code=0)], SIGNALS)
+    assert alone.look([worker()], SIGNALS) and len(recorded) == 1
+    assert "rank 1, pid" in (tmp_path / "stacks-1.txt").read_text()
+    assert "rank 1: at /home/me/train.py:10" in capsys.readouterr().err

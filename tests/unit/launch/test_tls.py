@@ -13,12 +13,12 @@ import pytest
 from strangers import message
 
 from paceline.base.errors import LaunchError
-from paceline.launch.membership import errors
-from paceline.launch.membership.messages import Heartbeat, Message, Proposal
-from paceline.launch.membership.rounds import Member, Round
-from paceline.launch.network import tls
-from paceline.launch.network.connection import Connection
-from paceline.launch.network.tls import Tls
+from paceline.launch.rounds import Member, Round
+from paceline_hosts.membership import errors
+from paceline_hosts.membership.messages import Heartbeat, Message, Proposal
+from paceline_hosts.network import tls
+from paceline_hosts.network.connection import Connection
+from paceline_hosts.network.tls import Tls
 
 SECRET = "0123456789abcdef"
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="there is no openssl")

@@ -9,7 +9,7 @@ from paceline.base.json_fields import read
 from paceline.base.ours import our_folders
 from paceline.world.stacks.groups import ProcessStacks, grouped, in_one_sentence, short_report
 from paceline.world.stacks.parse import Frame, Thread
-from paceline.world.stacks.transfer import LONGEST, received, to_send
+from paceline_hosts.stack_transfer import LONGEST, received, to_send
 
 OWN = f"{our_folders()[0]}accelerator.py"
 STACK = (Frame(OWN, 5, "backward"), Frame("/home/me/train.py", 3, "main"))

@@ -15,10 +15,11 @@ from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
-from paceline.base.parts import require
+from paceline.base.parts import names_of_parts, require
 from paceline.base.terminal import say
 from paceline.cli.script import add_script
 from paceline.config.given import Given
+from paceline.config.libraries import LIBRARIES
 from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.launcher import LAUNCHERS
 
@@ -85,8 +86,7 @@ def run(args: argparse.Namespace) -> int:
     """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.cli.launch import carry_out
     from paceline.launch.host import check_target
-    from paceline.launch.hosts import job_on_hosts
-    from paceline.launch.make_job import job_of, target_of
+    from paceline.launch.make_job import job_elsewhere, job_of, target_of
 
     _check(args)
     env = environment.snapshot()
@@ -97,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
         return _tune(args, resolved)
     if at_hosts:
         activate = args.venv_script or ""
-        job = job_on_hosts(
+        job = job_elsewhere(
             resolved, args.script, args.script_args, env, local_rank=not args.no_local_rank, activate=activate
         )
     else:
@@ -130,9 +130,10 @@ def _check(args: argparse.Namespace) -> None:
         fix = "remove --no_python, because a module needs Python"
         problems.append(Problem("deepspeed-flag", "--module and --no_python cannot both be given.", fix=fix))
     launcher_name = args.launcher.lower()
-    if launcher_name not in LAUNCHERS.names() or launcher_name == "local":
-        launchers = ", ".join(name for name in LAUNCHERS.names() if name != "local")
-        why = f"known: {launchers}"
+    # The default is pdsh. A launcher of a part that is not installed is refused only where it is needed, for other hosts.
+    known = {*LAUNCHERS.names(), *names_of_parts(LAUNCHERS.group)} - {"local"}
+    if launcher_name not in known:
+        why = f"known: {', '.join(sorted(known))}"
         fix = "use one of these; openmpi serves for any MPI that mpirun belongs to"
         problems.append(Problem("deepspeed-flag", f"there is no launcher {args.launcher!r}.", why, fix))
     for name in ("num_nodes", "num_gpus"):
@@ -147,11 +148,12 @@ def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str])
     """Translates the flags into Paceline's settings, and returns whether processes are started on other hosts."""
     from paceline.launch import hostfile
     from paceline.launch.host import is_this_host
-    from paceline.launch.hosts import text_of
+    from paceline.launch.hostfile import text_of
 
     served = [library for library in env.get("PACELINE_COMPAT", "").split(",") if library not in ("", "deepspeed")]
-    # Libraries that are used with DeepSpeed import accelerate, as peft does.
-    if "accelerate" not in served and PathFinder.find_spec("accelerate") is None:
+    # Libraries that are used with DeepSpeed import accelerate, as peft does. Without that part they fail by themselves.
+    is_installed = PathFinder.find_spec("accelerate") is not None
+    if "accelerate" not in served and "accelerate" in LIBRARIES.names() and not is_installed:
         served.append("accelerate")
     said: Said = {
         "compat": (",".join([*served, "deepspeed"]), "paceline deepspeed"),

@@ -16,8 +16,8 @@ from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
-from paceline.launch.hosts import job_on_hosts
 from paceline.launch.worker.pickling import call_packed, pack, pickled
+from paceline_hosts.hosts import job_on_hosts
 from paceline_hosts.launchers.ray.handle import RayHandle
 from paceline_hosts.launchers.ray.node import FOLDER, FUNCTION, VALUE
 

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 from paceline.config.sources import Launch
 from paceline.launch import host
-from paceline.launch.hosts import forwarded, job_on_hosts, without_hostfile
+from paceline.launch.make_job import without_hostfile
 from paceline.world.detect import slurm
+from paceline_hosts.assignment import assignment_of
+from paceline_hosts.hosts import forwarded, job_on_hosts
 from paceline_hosts.launchers import ssh
 
 AGENT = "paceline_hosts.doctor.host.agent"
@@ -49,7 +51,7 @@ def reach(settings: Launch, env: Mapping[str, str]) -> Reached:
     carried = forwarded(env, os.getcwd())
     if settings.launch.hostfile is not None:
         job = job_on_hosts(settings, AGENT, (), env)
-        names = tuple(slots.host for slots in job.assigned.hosts)
+        names = tuple(slots.host for slots in assignment_of(job).hosts)
         return Reached(names, tuple(ssh.connections(job, AGENT)), carried, job.reach.port, "ssh")
     without_hostfile(settings)
     here = (sys.executable, "-m", AGENT)

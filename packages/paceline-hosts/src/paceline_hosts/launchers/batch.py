@@ -19,10 +19,10 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
-from paceline.launch.assignment import VARIABLE
 from paceline.launch.job import Job
 from paceline.launch.launcher import Outcome
 from paceline.launch.processes.signals import Signals, kill_with_parent
+from paceline_hosts.assignment import VARIABLE, assignment_of
 from paceline_hosts.remote.agent import MARK
 from paceline_hosts.remote.channels import unfit_hosts_error
 
@@ -83,7 +83,7 @@ def environment_with(job: Job, place: tuple[str, int] | None, node: int | None =
         place: the address and port where node 0 listens; None if it is the only node.
         node: the number of the host that the program starts; None if it starts and numbers all hosts, as mpirun and srun do.
     """
-    assignment = json.dumps({"orders": job.assigned.to_message(), "place": place, "node": node}, default=str)
+    assignment = json.dumps({"orders": assignment_of(job).to_message(), "place": place, "node": node}, default=str)
     return {**environment.snapshot(), VARIABLE: assignment}
 
 
@@ -97,7 +97,7 @@ def check(job: Job, command: Sequence[str]) -> tuple[str, int] | None:
     Raises:
         LaunchError: `launch-hosts`, with the problems of each host.
     """
-    assignment = job.assigned
+    assignment = assignment_of(job)
     answers: dict[int, dict[str, Any]] = {}
     why = ""
     try:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import shutil
 
-from paceline.launch.assignment import VARIABLE
 from paceline.launch.job import Job
 from paceline.launch.launcher import Hosts, Rendered
+from paceline_hosts.assignment import VARIABLE, assignment_of
 from paceline_hosts.launchers.batch import PYTHON, BatchHandle, check, environment_with
 
 
@@ -22,13 +22,13 @@ class OpenMpiLauncher:
 
     def render(self, job: Job) -> Rendered:
         """Returns the command that checks the hosts, and the command that starts them."""
-        hosts = job.assigned.hosts
+        hosts = assignment_of(job).hosts
         # mpirun must not bind a launcher to a core, because the launcher divides the cores of its host itself. Nor may mpirun
         # kill it soon after a signal, because its processes get time to save.
         place = ("--host", ",".join(f"{at.host}:1" for at in hosts), "--map-by", "ppr:1:node", "--bind-to", "none")
         patience = ("--mca", "odls_base_sigkill_timeout", str(int(job.grace_s)))
         words = ("mpirun", "-np", str(len(hosts)), *place, *patience, "-x", VARIABLE)
-        path = ("-x", "PYTHONPATH") if "PYTHONPATH" in job.assigned.env else ()
+        path = ("-x", "PYTHONPATH") if "PYTHONPATH" in assignment_of(job).env else ()
         ssh = ("--mca", "plm_rsh_args", f"-p {job.reach.port}") if job.reach.port else ()
         words = (*words, *path, *ssh, *job.reach.args, *PYTHON)
         return Rendered(job, job.target.command, steps=((*words, "survey"), (*words, "run")))

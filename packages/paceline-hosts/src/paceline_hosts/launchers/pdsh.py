@@ -14,6 +14,7 @@ import shutil
 from paceline.base import env as environment
 from paceline.launch.job import Job
 from paceline.launch.launcher import Hosts, Rendered
+from paceline_hosts.assignment import assignment_of
 from paceline_hosts.launchers.batch import BatchHandle
 from paceline_hosts.launchers.ssh import OPTIONS, connect, shell_line
 from paceline_hosts.remote.channels import HostChannels
@@ -34,7 +35,7 @@ class PdshLauncher:
 
     def render(self, job: Job) -> Rendered:
         """Returns the command that starts all hosts. `submit` replaces RUN in the names of its files."""
-        names = ",".join(host.host for host in job.assigned.hosts)
+        names = ",".join(host.host for host in assignment_of(job).hosts)
         words = ("pdsh", "-S", "-N", "-R", "ssh", "-f", str(_FAN_OUT), "-w", names)
         return Rendered(job, job.target.command, steps=((*words, shell_line(job, "stored", _name("RUN"))),))
 
@@ -46,11 +47,11 @@ class PdshLauncher:
         """
         job = rendered.job
         run = secrets.token_hex(8)
-        channels = HostChannels(job, [connect(job, at.host) for at in job.assigned.hosts])
+        channels = HostChannels(job, [connect(job, at.host) for at in assignment_of(job).hosts])
         channels.prepare()
         try:
             messages = {}
-            for node, host in enumerate(job.assigned.hosts):
+            for node, host in enumerate(assignment_of(job).hosts):
                 messages[node] = {"store": _name(run).replace("%h", host.host), "place": channels.place}
             channels.ask(messages)
         finally:

@@ -13,6 +13,7 @@ import sys
 from paceline.launch import host
 from paceline.launch.job import Job
 from paceline.launch.launcher import Hosts, Rendered
+from paceline_hosts.assignment import assignment_of
 from paceline_hosts.remote.channels import HostChannels
 
 REMOTE = "paceline_hosts.remote"
@@ -34,7 +35,7 @@ class SshLauncher:
 
     def render(self, job: Job) -> Rendered:
         """Returns the commands that this host runs to reach each of the others."""
-        steps = tuple(connect(job, at.host) for at in job.assigned.hosts)
+        steps = tuple(connect(job, at.host) for at in assignment_of(job).hosts)
         return Rendered(job, job.target.command, steps=steps)
 
     def submit(self, rendered: Rendered) -> HostChannels:
@@ -58,7 +59,7 @@ def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:
     commands = []
     # At another port than ssh's own, the name of this host may reach a container on it.
     is_usual_port = job.reach.port in (None, 22)
-    for at in job.assigned.hosts:
+    for at in assignment_of(job).hosts:
         is_this_host = is_usual_port and host.is_this_host(at.host)
         commands.append(here(job, module) if is_this_host else connect(job, at.host, module))
     return commands

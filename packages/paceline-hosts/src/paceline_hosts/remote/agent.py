@@ -40,12 +40,12 @@ from paceline.base.temporary import temporary_folder
 from paceline.base.terminal import say
 from paceline.base.version import VERSION
 from paceline.launch import host
-from paceline.launch.assignment import VARIABLE, Assignment, python_version
 from paceline.launch.launcher import LAUNCHERS
 from paceline.launch.make_job import job_of, target_of
-from paceline.launch.membership.rounds import Place
 from paceline.launch.processes.signals import Signals, kill_with_parent
+from paceline.launch.rounds import Place
 from paceline.world.network.interface import address_towards
+from paceline_hosts.assignment import VARIABLE, Assignment, python_version
 
 # The prefix of a line that is an answer, and not output of a shell or a script.
 MARK = "\x01paceline "

@@ -23,9 +23,10 @@ from typing import Any
 from paceline.base.errors import LaunchError
 from paceline.launch.job import Job
 from paceline.launch.launcher import Outcome
-from paceline.launch.membership.rounds import Place
 from paceline.launch.processes.output import show
 from paceline.launch.processes.signals import Signals
+from paceline.launch.rounds import Place
+from paceline_hosts.assignment import assignment_of
 from paceline_hosts.remote.agent import MARK
 
 Messages = Mapping[int, dict[str, Any]]  # by the number of the node
@@ -248,7 +249,7 @@ class RunChannels(Channels):
     def __init__(self, job: Job, names: Sequence[str], commands: Sequence[Sequence[str]]) -> None:
         super().__init__(names, commands, job.reach.port)
         self.job = job
-        self.hosts = [slots.host for slots in job.assigned.hosts]
+        self.hosts = [slots.host for slots in assignment_of(job).hosts]
         self.place: Place | None = None
 
     def ask(self, messages: Messages) -> Messages:
@@ -277,7 +278,7 @@ class RunChannels(Channels):
         Raises:
             LaunchError: `launch-hosts`, with the problems of each host. All connections are closed then.
         """
-        message = self.job.assigned.to_message()
+        message = assignment_of(self.job).to_message()
         try:
             ready = self.ask({node: {"orders": message, "node": node} for node in range(len(self.hosts))})
             self.raise_if_any({node: answer["problems"] for node, answer in ready.items()})
@@ -352,7 +353,7 @@ class HostChannels(RunChannels):
     """
 
     def __init__(self, job: Job, commands: Sequence[Sequence[str]]) -> None:
-        names = [slots.host for slots in job.assigned.hosts]
+        names = [slots.host for slots in assignment_of(job).hosts]
         super().__init__(job, names, commands)
 
     def ask(self, messages: Messages) -> Messages:

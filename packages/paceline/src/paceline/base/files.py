@@ -29,3 +29,13 @@ def replace_text(path: Path, text: str) -> None:
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def is_there(path: Path) -> bool:
+    """Returns whether a file exists, also if another host has created it a moment ago on a network drive."""
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+    except FileExistsError:
+        return True
+    path.unlink()
+    return False

@@ -17,7 +17,9 @@ PACKAGES = ("paceline", "paceline_accelerate", "paceline_deepspeed", "paceline_h
 ADDED: dict[str, dict[str, tuple[str, ...]]] = {
     "hosts": {
         "paceline.commands": ("doctor",),
+        "paceline.jobs_elsewhere": ("hosts",),
         "paceline.launchers": ("kubernetes", "openmpi", "pdsh", "ray", "slurm", "ssh"),
+        "paceline.nodes": ("membership",),
     },
     "lens": {
         "paceline.commands": ("metrics", "ps", "tune", "verify", "watch"),
@@ -71,6 +73,14 @@ def extra_with(group: str, name: str) -> str:
         if name in groups.get(group, ()):
             return extra
     return ""
+
+
+def names_of_parts(group: str) -> list[str]:
+    """Returns which names of a group the parts add, whether they are installed or not."""
+    names: list[str] = []
+    for groups in ADDED.values():
+        names += groups.get(group, ())
+    return names
 
 
 def absent_names(group: str) -> list[str]:

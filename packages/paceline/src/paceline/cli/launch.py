@@ -32,8 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Runs the script to its end, and returns the exit code of the first rank that failed, or 0."""
     from paceline.launch.host import check_target
-    from paceline.launch.hosts import job_on_hosts, starts_elsewhere, without_hostfile
-    from paceline.launch.make_job import job_of, target_of
+    from paceline.launch.make_job import job_elsewhere, job_of, starts_elsewhere, target_of, without_hostfile
 
     resolved = resolve_launch(schema.given(args))
     need_script(args, "paceline launch", "--procs 2")
@@ -46,7 +45,7 @@ def run(args: argparse.Namespace) -> int:
                 resolved = ALLOCATIONS.get(variable)(resolved, env)
     notices: list[str] = []
     if starts_elsewhere(resolved):
-        job = job_on_hosts(resolved, args.script, args.script_args, env)
+        job = job_elsewhere(resolved, args.script, args.script_args, env)
     else:
         without_hostfile(resolved)
         check_target(target_of(resolved.launch, args.script, args.script_args))

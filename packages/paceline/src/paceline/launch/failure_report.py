@@ -13,8 +13,8 @@ from paceline.config.libraries import LIBRARIES
 from paceline.config.schema import launch_flags
 from paceline.launch.job import Job, Target
 from paceline.launch.launcher import Outcome
-from paceline.launch.membership.rounds import Round
 from paceline.launch.processes.core_files import BACKTRACE
+from paceline.launch.rounds import Round
 from paceline.launch.script_libraries import ScriptLibrary, script_libraries
 
 _HINTS = {

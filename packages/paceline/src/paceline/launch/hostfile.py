@@ -4,7 +4,7 @@
     node1 slots=4
 
 A filter is `HOST[:SLOT,SLOT...][@HOST...]`; a host alone means all its slots. Hosts keep the order of the file, and so do
-their ranks. The functions are pure.
+their ranks. The functions are pure, except `text_of`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from paceline.base.errors import ConfigError, Problem
 from paceline.config.given import nearest
@@ -64,6 +65,22 @@ def read(text: str, where: str) -> tuple[Slots, ...]:
     if problems:
         raise ConfigError.of(problems)
     return tuple(hosts.values())
+
+
+def text_of(path: str) -> str:
+    """Returns the text of a hostfile.
+
+    Raises:
+        ConfigError: `hostfile`, where it cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        why = "it is not text"
+        if isinstance(error, OSError):
+            why = (error.strerror or "").lower()
+        fix = "write one: a line `HOST slots=N` for each host"
+        raise ConfigError("hostfile", f"the hostfile {path} cannot be read.", why, fix) from None
 
 
 def choose(

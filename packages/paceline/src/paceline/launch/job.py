@@ -5,11 +5,10 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from paceline.config.settings import OnHang
-    from paceline.launch.assignment import Assignment
 
 
 @dataclass(frozen=True)
@@ -61,6 +60,26 @@ class Reach:
     timeout_s: float = 120.0
 
 
+class HostSlots(Protocol):
+    """A host, and the numbers of its slots: one process for each."""
+
+    @property
+    def host(self) -> str: ...
+
+    @property
+    def ids(self) -> tuple[int, ...]: ...
+
+
+class OnHosts(Protocol):
+    """What a job on other hosts is to the core: the hosts in the order of their ranks, and the variables that go along."""
+
+    @property
+    def hosts(self) -> tuple[HostSlots, ...]: ...
+
+    @property
+    def env(self) -> Mapping[str, str]: ...
+
+
 @dataclass(frozen=True)
 class Job:
     """What is to run, where, and how it is watched.
@@ -91,7 +110,7 @@ class Job:
         on_hang: what happens to a run that is stuck, after the report: "report" (nothing), "restart" or "leave".
         assignment, reach: for a job on other hosts: what they run, and how they are reached.
         cluster: the settings of the launcher itself, an object of its class in `config/clusters`; None if it has none.
-        store: the URL of a store outside the nodes (`network/store_link.py`); "" for none.
+        store: the URL of a store outside the nodes (`network/store_link.py` of the extra hosts); "" for none.
         tls: whether launchers use TLS: "no", "yes", or files joined by commas (`network/tls.py`).
         secret: by which the launchers of several nodes recognise each other; "" for that of the user (`network/secret.py`).
         watch: the folder for the journal of a watched run; `recording.NEW_FOLDER` for a new one, "" for no journal.
@@ -123,7 +142,7 @@ class Job:
     cores: tuple[int, ...] = ()
     core_files: bool = False
     on_hang: OnHang = "report"
-    assignment: Assignment | None = None
+    assignment: OnHosts | None = None
     reach: Reach = Reach()
     cluster: Any = None
     store: str = field(default="", repr=False)  # it may hold a password
@@ -132,9 +151,3 @@ class Job:
     watch: str = ""
     metrics_port: int | None = None
     allocation: Any = None
-
-    @property
-    def assigned(self) -> Assignment:
-        """The assignment of a job on other hosts."""
-        assert self.assignment is not None, "a job of other hosts has an assignment"
-        return self.assignment

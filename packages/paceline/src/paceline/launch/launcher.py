@@ -11,14 +11,11 @@ import shlex
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from paceline.base.exits import STUCK
 from paceline.base.registry import Registry
-from paceline.launch.job import Job
-
-if TYPE_CHECKING:
-    from paceline.launch.assignment import Assignment
+from paceline.launch.job import Job, OnHosts
 
 LAUNCHERS = Registry(
     "paceline.launchers",
@@ -32,6 +29,8 @@ LAUNCHERS = Registry(
         "mpirun": "openmpi",
     },
 )
+# "hosts" -> function as `paceline_hosts.hosts.job_on_hosts`, which makes the job of settings that name other hosts.
+JOBS_ELSEWHERE = Registry("paceline.jobs_elsewhere", "way to start processes on other hosts")
 # Variable that a scheduler sets within an allocation -> function (settings, environment) -> settings, completed by that.
 ALLOCATIONS = Registry("paceline.allocations", "allocation")
 
@@ -91,7 +90,7 @@ class Rendered:
             lines.append(f"      and those of the other {job.nodes - 1} nodes, found when they meet")
         return "\n".join(lines)
 
-    def _text_on(self, assignment: Assignment) -> str:
+    def _text_on(self, assignment: OnHosts) -> str:
         """Returns the text for a job on other hosts. Values of variables are not shown, because they may be secrets."""
         lines = [f"command: {shlex.join(self.command)}", "", "started by:"]
         lines += [f"  {shlex.join(step)}" for step in self.steps]

@@ -6,18 +6,21 @@ import gc
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
-from paceline.base.errors import ConfigError, LaunchError
+from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.base.host_port import host_and_port
 from paceline.base.lazy import fast_imports
+from paceline.base.parts import missing
 from paceline.config.kinds import least_and_most
 from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
 from paceline.launch.job import Job, Target
+from paceline.launch.launcher import JOBS_ELSEWHERE, LAUNCHERS, Hosts
 from paceline.launch.recording import NEW_FOLDER
 from paceline.world.detect.kubernetes import counts_pods
 from paceline.world.world import World
 
+_NEEDS_HOSTS = ("include", "exclude", "ssh_port", "launcher", "launcher_args")
 _SEVERAL_NODES_PORT = 29500
 _MOST_CORES = 65_536
 _CROWDED = 8  # processes for each core
@@ -346,3 +349,82 @@ def _streams(settings: Launch, procs: int) -> dict[int, int] | None:
             fix=f"name local ranks 0 to {procs - 1}",
         )
     return streams_by_rank
+
+
+def starts_elsewhere(settings: Launch) -> bool:
+    """Returns whether other hosts run the job: the hosts of a hostfile, or hosts that the launcher chooses."""
+    if settings.launch.hostfile is not None:
+        return True
+    return "launcher" in settings.given and hosts_of(settings) == "chosen"
+
+
+def job_elsewhere(
+    settings: Launch,
+    script: str,
+    args: Sequence[str],
+    env: Mapping[str, str],
+    *,
+    local_rank: bool = False,
+    activate: str = "",
+) -> Job:
+    """Returns the job of settings that name other hosts (`starts_elsewhere`).
+
+    `paceline_hosts.hosts.job_on_hosts` explains the arguments.
+
+
+    Raises:
+        ConfigError: `part-missing`, where the extra hosts is not installed; those of `paceline_hosts.hosts.job_on_hosts`.
+    """
+    if "hosts" not in JOBS_ELSEWHERE.names():
+        why = f"hostfile={settings.launch.hostfile} ({settings.given['hostfile']})"
+        raise missing("hosts", "the start of processes on the hosts of a hostfile is", why)
+    job: Job = JOBS_ELSEWHERE.get("hosts")(settings, script, args, env, local_rank=local_rank, activate=activate)
+    return job
+
+
+def hosts_of(settings: Launch) -> Hosts:
+    """Returns where the launcher of the settings starts processes.
+
+    A launcher without `hosts` starts them on those of a hostfile.
+    """
+    hosts: Hosts = getattr(LAUNCHERS.get(settings.launch.launcher), "hosts", "named")
+    if hosts != "either":
+        return hosts
+    return "chosen" if settings.launch.hostfile is None else "named"
+
+
+def without_hostfile(settings: Launch) -> None:
+    """Checks that no setting was given that only works with a hostfile.
+
+    Raises:
+        ConfigError: `host-flags`, naming all of it.
+    """
+    problems = of_other_launchers(settings, "local")
+    if problems:
+        raise ConfigError.of(problems)
+    idle = []
+    for name in _NEEDS_HOSTS:
+        if name in settings.given:
+            idle.append(f"{name}={getattr(settings.launch, name)} ({settings.given[name]})")
+    if idle:
+        raise ConfigError(
+            "host-flags", "there are no hosts to choose from or to reach.", idle, "name them: --hostfile FILE"
+        )
+
+
+def of_other_launchers(settings: Launch, launcher: str) -> list[Problem]:
+    """Returns the problems with settings of other launchers.
+
+    Args:
+        settings: the merged settings.
+        launcher: the name of the launcher that starts this job.
+    """
+    given = settings.given
+    problems = []
+    for other, values in settings.cluster.items():
+        for name in vars(values):
+            if other != launcher and name in given:
+                why = f"{name}={getattr(values, name)} ({given[name]}); the launcher is {launcher}"
+                fix = f"leave it out, or say --on {other}"
+                problems.append(Problem("host-flags", f"{name} is a setting of the launcher {other}.", why, fix))
+    return problems

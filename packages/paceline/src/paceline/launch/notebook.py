@@ -78,7 +78,7 @@ def notebook_launcher(
 
     Raises:
         LaunchError: `rank-failed` or `node-failed` after the report, `launch-inside`, `launch-pickle`,
-            `launch-accelerator`, those of `host.check` and, on several nodes, those of `Nodes.open_for`.
+            `launch-accelerator`, those of `host.check` and, on several nodes, those of `nodes_of`.
         ConfigError: `config-value`, `launch-arguments`.
     """
     # Not deleted: IPython shows the arguments of each call in a traceback, and could not show those of this one then.

@@ -32,7 +32,7 @@ from paceline.launch import host
 from paceline.launch.failure_report import describe, problem_of
 from paceline.launch.job import Job, Target
 from paceline.launch.launcher import Outcome
-from paceline.launch.membership.rounds import Round
+from paceline.launch.rounds import Round
 from paceline.watch import records
 from paceline.watch.journal import (
     JournalWriter,

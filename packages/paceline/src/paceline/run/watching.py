@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from paceline.base import env
-from paceline.base.files import expanded
+from paceline.base.files import expanded, is_there
 from paceline.base.log import logger
 from paceline.observe.memory import resident
 from paceline.observe.step_flops import StepFlops
@@ -28,7 +28,6 @@ from paceline.planner.estimate import Need, estimate
 from paceline.planner.known_forecasts import key_of, recall
 from paceline.run.run import Run
 from paceline.torch_internals.modules import is_compiled
-from paceline.watch.forwarding import is_there
 from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
 from paceline.watch.records import AnomalyFound, CheckpointSaved, Hello, PlanMade
 from paceline.world.events import SavedCheckpoint

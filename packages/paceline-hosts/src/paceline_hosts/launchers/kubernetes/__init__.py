@@ -13,6 +13,7 @@ from paceline.base.terminal import say
 from paceline.launch.job import Job
 from paceline.launch.launcher import Hosts, Rendered
 from paceline.launch.make_job import shown_ranks
+from paceline_hosts.assignment import assignment_of
 
 if TYPE_CHECKING:
     from paceline_hosts.launchers.kubernetes.submission import Submission
@@ -41,7 +42,7 @@ class KubernetesLauncher:
         run = pod_run(job)
         kind = KINDS.get(job.cluster.kind, KINDS["jobset"])
         notices: tuple[str, ...] = ()
-        if not run.gpus and not job.assigned.settings.run.cpu:
+        if not run.gpus and not assignment_of(job).settings.run.cpu:
             notices = (
                 f"no GPU is requested; `--gpus {job.procs}` requests {job.procs} for each pod, `--cpu` says that none "
                 "is needed.",
@@ -65,7 +66,7 @@ class KubernetesLauncher:
         settings = rendered.job.cluster
         run = pod_run(rendered.job)
         # The lines of a run are only seen while somebody reads them from the cluster, so this command does so by default.
-        wait = rendered.job.assigned.settings.launch.wait is not False
+        wait = assignment_of(rendered.job).settings.launch.wait is not False
         cluster = Cluster.open(settings.kube_context or "", settings.namespace or "")
         try:
             with as_error(cluster.namespace):
@@ -83,7 +84,7 @@ class KubernetesLauncher:
 
 def _shown_nodes(job: Job) -> frozenset[int] | None:
     """Returns the nodes with a rank whose output is shown; None for all."""
-    ranks = shown_ranks(job.assigned.settings, job.procs)
+    ranks = shown_ranks(assignment_of(job).settings, job.procs)
     if ranks is None:
         return None
     return frozenset(rank // job.procs for rank in ranks)

@@ -14,10 +14,11 @@ from paceline.config.flags import flags_of
 from paceline.config.settings import settings_of
 from paceline.config.sources import HANDED, Launch
 from paceline.launch.job import Job
-from paceline.launch.network.tls import contents_for_run
+from paceline_hosts.assignment import assignment_of
 from paceline_hosts.clusters.kubernetes import KubernetesSettings
 from paceline_hosts.launchers.kubernetes import values as values_file
 from paceline_hosts.launchers.kubernetes.values import ManifestValues
+from paceline_hosts.network.tls import contents_for_run
 
 NO_PACELINE = 127  # the exit code of a shell for a command that does not exist
 SCRIPT_FOLDER = "/paceline/script"
@@ -93,7 +94,7 @@ def pod_run(job: Job) -> PodRun:
         ConfigError: `host-flags`, `kubernetes-values`, `kubernetes-image`, `kubernetes-script`.
         LaunchError: `launch-tls`.
     """
-    assignment = job.assigned
+    assignment = assignment_of(job)
     cluster = job.cluster
     settings = assignment.settings
     _without_effect(job)
@@ -146,7 +147,7 @@ def _without_effect(job: Job) -> None:
     Raises:
         ConfigError: `host-flags`, all at once.
     """
-    settings = job.assigned.settings
+    settings = assignment_of(job).settings
     launch, given = settings.launch, settings.given
     reasons = {
         "main_address": "pod 0 is where the others find it",

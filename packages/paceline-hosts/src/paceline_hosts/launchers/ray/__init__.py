@@ -15,6 +15,7 @@ import shlex
 from paceline.base.errors import ConfigError
 from paceline.launch.job import Job
 from paceline.launch.launcher import Hosts, Rendered
+from paceline_hosts.assignment import assignment_of
 from paceline_hosts.clusters.ray import RaySettings
 from paceline_hosts.launchers.ray import cluster
 from paceline_hosts.launchers.ray.handle import RayHandle
@@ -44,7 +45,7 @@ class RayLauncher:
             f"command: {shlex.join(job.target.command)}",
             "",
             f"placement group: {count} x ({cluster.shown(bundle)}{more}), {settings.ray_strategy.upper()}",
-            f"variables that go along: {', '.join(job.assigned.env) or 'none'}",
+            f"variables that go along: {', '.join(assignment_of(job).env) or 'none'}",
             "",
             "rank  local rank  node",
         ]
@@ -59,7 +60,7 @@ class RayLauncher:
         Raises:
             LaunchError: `ray-cluster`, `ray-resources`, `launch-hosts`.
         """
-        launch = rendered.job.assigned.settings.launch
+        launch = assignment_of(rendered.job).settings.launch
         if launch.wait is False:
             why = "Ray ends all that a command has begun when that command ends"
             fix = "leave it out; `ray job submit --no-wait -- paceline launch --on ray ...` has Ray keep the command itself"

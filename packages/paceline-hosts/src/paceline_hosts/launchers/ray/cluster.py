@@ -18,6 +18,7 @@ from paceline.base.errors import LaunchError
 from paceline.base.host_port import host_and_port
 from paceline.base.terminal import say
 from paceline.launch.job import Job
+from paceline_hosts.assignment import assignment_of
 from paceline_hosts.clusters.ray import RaySettings
 
 _CONNECT_S = 5.0
@@ -60,7 +61,7 @@ def bundle_of(settings: RaySettings, procs: int, gpus: int) -> dict[str, float]:
 
 def gpus_of(job: Job) -> int | None:
     """Returns the GPUs of each host; None if nothing was set, so that the cluster decides whether there are any."""
-    settings = job.assigned.settings
+    settings = assignment_of(job).settings
     if settings.run.cpu:
         return 0
     return settings.launch.gpus_per_node

@@ -9,6 +9,7 @@ from paceline.base.terminal import say
 from paceline.launch.job import Job
 from paceline.launch.launcher import Outcome
 from paceline.launch.processes.signals import Signals
+from paceline_hosts.assignment import assignment_of
 from paceline_hosts.clusters.ray import RaySettings
 from paceline_hosts.launchers.ray import cluster
 from paceline_hosts.launchers.ray.hosts import Demand, RayHosts, lost_error
@@ -103,7 +104,7 @@ def _demand(job: Job, function: bytes | None) -> Demand:
     if gpus is None:
         has_any = any(node.resources.get("GPU") for node in cluster.nodes_of_cluster())
         gpus = job.procs if has_any else 0
-    assignment = job.assigned
+    assignment = assignment_of(job)
     env = dict(assignment.env)
     if assignment.settings.launch.threads is None:
         env.setdefault("OMP_NUM_THREADS", str(settings.ray_cpus))

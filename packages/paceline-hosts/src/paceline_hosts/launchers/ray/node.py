@@ -25,7 +25,7 @@ from paceline.base import env as environment
 from paceline.base.temporary import temporary_folder
 from paceline.base.version import VERSION
 from paceline.launch import host
-from paceline.launch.assignment import python_version
+from paceline_hosts.assignment import python_version
 
 # Where the processes of a node find the function that they are to call, and leave what it returned (`function.py`).
 FOLDER = "PACELINE_RAY_FOLDER"

@@ -21,6 +21,7 @@ from paceline.launch import host
 from paceline.launch.job import Job
 from paceline.launch.launcher import Handle, Hosts, Outcome, Rendered
 from paceline.launch.processes.output import say_error
+from paceline_hosts.assignment import assignment_of
 from paceline_hosts.launchers.batch import PYTHON
 from paceline_hosts.launchers.slurm import queue
 from paceline_hosts.launchers.slurm.allocation import SlurmAllocation, allocation_of
@@ -54,8 +55,8 @@ class SlurmLauncher:
             return job
         if job.nodes > len(allocation.nodes):
             raise too_few_nodes_error(job, allocation)
-        slots = [replace(at, host=name) for at, name in zip(job.assigned.hosts, allocation.nodes, strict=False)]
-        assignment = replace(job.assigned, hosts=tuple(slots), own_devices=True)
+        slots = [replace(at, host=name) for at, name in zip(assignment_of(job).hosts, allocation.nodes, strict=False)]
+        assignment = replace(assignment_of(job), hosts=tuple(slots), own_devices=True)
         return replace(job, assignment=assignment, allocation=allocation)
 
     def render(self, job: Job) -> Rendered:
@@ -64,7 +65,7 @@ class SlurmLauncher:
         Raises:
             ConfigError: `slurm-time`.
         """
-        if job.allocation is None and job.assigned.settings.launch.hostfile is None:
+        if job.allocation is None and assignment_of(job).settings.launch.hostfile is None:
             settings = settings_of_job(job)
             return Rendered(
                 job, job.target.command, document=batch_script(job, settings), notices=notices(job, settings)
@@ -82,8 +83,8 @@ class SlurmLauncher:
             return StepHandle(rendered)
         if job.target.kind == "script":
             host.check_target(job.target)  # a job may wait for hours before it could report this
-        number = queue.submit(rendered.document, wanted(job), job.assigned.settings.variables)
-        return QueuedHandle(number, job.assigned.settings.launch.wait is True)
+        number = queue.submit(rendered.document, wanted(job), assignment_of(job).settings.variables)
+        return QueuedHandle(number, assignment_of(job).settings.launch.wait is True)
 
 
 class QueuedHandle:
@@ -146,7 +147,7 @@ class StepHandle:
 
 def step_command(job: Job) -> tuple[str, ...]:
     """Returns the srun that starts a launcher on each node."""
-    hosts = job.assigned.hosts
+    hosts = assignment_of(job).hosts
     number = str(len(hosts))
     words = ["srun", "--nodes", number, "--ntasks", number, "--ntasks-per-node", "1"]
     words += ["-w", ",".join(host.host for host in hosts)]

@@ -15,8 +15,8 @@ from paceline.base.errors import ConfigError
 from paceline.base.version import VERSION
 from paceline.config.flags import flags_of
 from paceline.config.settings import settings_of
-from paceline.launch.assignment import Assignment
 from paceline.launch.job import Job
+from paceline_hosts.assignment import Assignment, assignment_of
 from paceline_hosts.clusters.slurm import SlurmSettings
 
 _SIGNAL_LATE_S = 60.0  # SLURM sends the warning up to this much earlier than it was asked to
@@ -45,7 +45,7 @@ def batch_script(job: Job, settings: SlurmSettings) -> str:
     Raises:
         ConfigError: `slurm-time`, if the warning would come before the job has started.
     """
-    assignment = job.assigned
+    assignment = assignment_of(job)
     nodes = f"{job.least}-{job.nodes}" if job.least else str(job.nodes)
     requeue = settings.requeue is not False
     words = [f"--job-name={PurePath(job.target.name).stem}", f"--nodes={nodes}"]
@@ -78,8 +78,8 @@ def batch_script(job: Job, settings: SlurmSettings) -> str:
 
 def notices(job: Job, settings: SlurmSettings) -> tuple[str, ...]:
     """Returns what is easily forgotten: without a request for GPUs a job waits for its nodes, and then runs on their CPUs."""
-    asks_for_gpus = job.assigned.settings.launch.gpus_per_node or "gpu" in settings.sbatch_args
-    if asks_for_gpus or job.assigned.settings.run.cpu:
+    asks_for_gpus = assignment_of(job).settings.launch.gpus_per_node or "gpu" in settings.sbatch_args
+    if asks_for_gpus or assignment_of(job).settings.run.cpu:
         return ()
     return (
         f"no GPU is requested; `--gpus {job.procs}` requests {job.procs} on each node, `--cpu` says that none is needed.",
@@ -96,7 +96,7 @@ def wanted(job: Job) -> list[str]:
     """Returns what is requested from SLURM, each value with its source."""
     settings = settings_of_job(job)
     rows = []
-    for row in job.assigned.settings.decisions:
+    for row in assignment_of(job).settings.decisions:
         if row.field in _ASKED_FOR and row.source != "default":
             rows.append(f"{row.field}={row.value} ({row.where})")
     return [*rows, f"CPUs of each node: {cpus_of(job, settings)}"]
@@ -104,7 +104,7 @@ def wanted(job: Job) -> list[str]:
 
 def cpus_of(job: Job, settings: SlurmSettings) -> int:
     """Returns the number of CPUs that are requested on each node."""
-    threads = job.assigned.settings.launch.threads
+    threads = assignment_of(job).settings.launch.threads
     return job.procs * (settings.cpus_per_proc or threads or 1)
 
 

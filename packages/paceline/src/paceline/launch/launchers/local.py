@@ -2,7 +2,7 @@
 
     wait:  import torch (fork) -> for each round [wait for the members -> start -> watch -> stop -> report] -> Outcome
 
-`membership/` decides who takes part and whether another round follows, on one host as on several.
+`Nodes` (`launch/nodes.py`) decides who takes part and whether another round follows, on one host as on several.
 
 With "fork" the processes are copies of a parent that has imported torch, so it is imported once and not once for each rank.
 (The only process of a script imports torch itself.) The parent starts no thread and uses no device, because a fork copies
@@ -34,10 +34,8 @@ from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.failure_report import begun, describe
 from paceline.launch.job import Job
-from paceline.launch.journals import JournalExchange
 from paceline.launch.launcher import Failure, Hosts, Outcome, Process, Rendered
-from paceline.launch.membership.rounds import End, Place, Report, Round
-from paceline.launch.network.nodes import Nodes
+from paceline.launch.nodes import need_part, nodes_of
 from paceline.launch.processes import core_files
 from paceline.launch.processes.failure import AFTER_FAILURE_S, end_frozen, first_failure, stuck
 from paceline.launch.processes.output import Output
@@ -54,6 +52,7 @@ from paceline.launch.processes.spawn import (
 )
 from paceline.launch.processes.stuck import StuckWatch
 from paceline.launch.recording import LaunchRecording
+from paceline.launch.rounds import End, Report, Round
 from paceline.launch.script_libraries import script_libraries
 from paceline.launch.worker import pickling, worker
 
@@ -84,7 +83,9 @@ class LocalLauncher:
 
         Raises:
             LaunchError: those of `host.check`.
+            ConfigError: `part-missing`, for several nodes without the extra hosts.
         """
+        need_part(rendered.job)
         host.check(rendered.job)
         return LocalHandle(rendered)
 
@@ -157,13 +158,12 @@ class LocalHandle:
         This also returns in a forked process, with `in_worker` set, at the end of the script.
 
         Raises:
-            LaunchError: those of `Nodes.open_for`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
+            LaunchError: those of `nodes_of`; `launch-address`, where the nodes do not find each other; `launch-nodes`,
                 where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
         place = temporary_folder()
         self.recording = LaunchRecording(self.job)
-        self.nodes = Nodes.open_for(self.job)
-        self.journals = JournalExchange(self.nodes.membership)
+        self.nodes = nodes_of(self.job)
         if self.job.core_files:
             obstacle = core_files.allow()
             if obstacle:
@@ -180,7 +180,7 @@ class LocalHandle:
                 gc.freeze()  # so that no garbage collection touches, and thereby copies, memory that the processes share
         elif self.job.target.function is not None:
             (folder / FUNCTION_FILE).write_bytes(pickling.pack(self.job.target.function))
-        self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording, self.nodes.membership)
+        self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording, self.nodes.stacks)
         self.recording.begin()
         try:
             self.nodes.processes_ended(Report("new"))
@@ -198,10 +198,8 @@ class LocalHandle:
                     # This is a forked process. It runs the script here, inside the call of `wait`.
                     return Outcome(self._work(str(report)), in_worker=True)
                 self.report = self._attempt()
-                # Before the leader hears that these processes have ended, which may end the run.
-                self.journals.send_rest(is_final=False)
                 self.nodes.processes_ended(self.report)
-            outcome = self._outcome(self.nodes.membership.end)
+            outcome = self._outcome(self.nodes.end)
             if outcome.reason:
                 self.recording.failed(outcome)
             # The recording keeps the first end that it is given; the one in `finally` is for an unexpected exception.
@@ -214,9 +212,6 @@ class LocalHandle:
             if os.getpid() == self._launcher_pid:  # not in a forked process
                 self.recording.end(1, "the launcher failed")
                 self.signals.leave()
-                # The journals go before the connections are closed, over which they travel.
-                self.journals.send_rest(is_final=True)
-                self.journals.await_last(self.nodes.pause)
                 self.nodes.close()
                 self.recording.close()
                 self.reaper.close()
@@ -239,10 +234,9 @@ class LocalHandle:
 
     def _record(self, decided: Round) -> None:
         """Records that a round begins, and sets the variables that tell the processes where to record."""
-        membership = self.nodes.membership
-        self.recording.round(decided, decided.index_of(membership.me.id), leads=membership.leadership is not None)
+        self.recording.round(decided, self.nodes.index_in(decided), leads=self.nodes.leads)
         if self.recording.folder is not None:
-            self.journals.open(self.recording.folder)
+            self.nodes.record_into(self.recording.folder)
         self.job = replace(self.job, env={**self.job.env, **self.recording.env})
 
     @property
@@ -330,8 +324,9 @@ class LocalHandle:
         """Starts all processes of a round. Returns None; in a forked process, the file for its report."""
         assert self.round is not None, "a round has begun"
         decided = self.round
-        store = self._place_of_rank_0(decided)
-        node = decided.index_of(self.nodes.membership.me.id)
+        # Rank 0 holds the store.
+        store = self.nodes.address_of_rank_0(decided), decided.store_port
+        node = self.nodes.index_in(decided)
         self.workers = []
         run = f"{self.job.options.get('run_id', 'paceline')}@{decided.founded_at!r}"
         procs = [member.procs for member in decided.members]
@@ -368,20 +363,6 @@ class LocalHandle:
         self.output.started()
         return None
 
-    def _place_of_rank_0(self, decided: Round) -> Place:
-        """Returns the address and port of the store, which rank 0 holds.
-
-        If the launcher on the host of rank 0 leads, the others use the address at which they reach that launcher: the address
-        that a host has for itself may mean another host elsewhere (127.0.1.1).
-        """
-        first = decided.members[0]
-        address = first.address
-        if not self.nodes.several:
-            address = self.job.main_address
-        elif first.id == self.nodes.membership.leader_id:
-            address = self.nodes.membership.known_members[first.id].address
-        return address, decided.store_port
-
     def _is_shared(self, process: Process) -> bool:
         return self.job.procs > 1 and self.output.is_shared(process)
 
@@ -395,7 +376,6 @@ class LocalHandle:
         """Watches one round to its end, and stops all processes that are left."""
         assert self.round is not None, "a round has begun"
         pause = self.nodes.pause
-        membership = self.nodes.membership
         # Several of these conditions may hold at once. A signal to the launcher comes first: how the processes end after it
         # is no failure.
         try:
@@ -404,13 +384,13 @@ class LocalHandle:
                 return self._asked_to_end()
             if self.stuck.failure is not None:
                 return self._end_stuck(self.stuck.failure)
-            if membership.stop_request is not None:
-                how, _ = membership.stop_request
+            if self.nodes.stop_request is not None:
+                how, _ = self.nodes.stop_request
                 grace_s = self.job.grace_s if how == "save" else AFTER_FAILURE_S
                 stop(self.workers, signal.SIGTERM, grace_s, pause, lambda: self._hurry(how))
                 return self._report()
             core_s = core_files.WRITE_S if self.job.core_files else 0.0
-            self.failure = first_failure(self.workers, self.round.index_of(membership.me.id), pause, core_s)
+            self.failure = first_failure(self.workers, self.nodes.index_in(self.round), pause, core_s)
             if self.failure is not None and self.job.core_files:
                 self.failure = core_files.with_backtrace(self.failure, self.job.target, pause)
             if self.failure is not None:
@@ -455,7 +435,7 @@ class LocalHandle:
 
     def _hurry(self, how: str) -> bool:
         """Returns whether processes that may save must end at once: another node was lost, or a second signal has arrived."""
-        halt = self.nodes.membership.stop_request
+        halt = self.nodes.stop_request
         return len(self.signals.ending) > 1 or (how == "save" and halt is not None and halt[0] == "end")
 
     def _report(self) -> Report:
@@ -465,7 +445,7 @@ class LocalHandle:
             return Report("done")
         if PREEMPTED in codes and codes <= {0, PREEMPTED}:
             return Report("preempted")
-        if PREEMPTED in codes and self.nodes.membership.stop_request is None and not self.signals.ending:
+        if PREEMPTED in codes and self.nodes.stop_request is None and not self.signals.ending:
             return Report(
                 "failed", f"some processes did not leave within {self.job.grace_s:g} s after others had saved"
             )
@@ -480,8 +460,10 @@ class LocalHandle:
             if descriptor is not None:
                 ends[descriptor] = child
         others = self.nodes.fileno()
-        for number in (self.signals.read, *ends, *self.output.pipes, others):
+        for number in (self.signals.read, *ends, *self.output.pipes):
             poll.register(number, select.POLLIN)
+        if others is not None:
+            poll.register(others, select.POLLIN)
         interval_s = self.job.monitor_interval_s
         if len(ends) == len(self.workers):
             interval_s *= 10  # the kernel reports each end at once, so the interval is only a fallback
@@ -497,7 +479,6 @@ class LocalHandle:
                         # It stays readable after the end, and each call of `poll` would return at once.
                         poll.unregister(number)
                 self.nodes.poll()
-                self.journals.poll()
                 self.recording.poll()
                 end_frozen(self.workers, self.job.timeout_s)
                 if self.stuck.look(self.workers, self.signals):
@@ -506,7 +487,7 @@ class LocalHandle:
                 codes = {child.poll() for child in self.workers}
                 have_ended = None not in codes
                 failed = bool(codes - {None, 0, PREEMPTED}) or any(map(stuck, self.workers))
-                asked = self.nodes.membership.stop_request is not None
+                asked = self.nodes.stop_request is not None
                 if have_ended or failed or asked or self._left_behind():
                     return
         finally:

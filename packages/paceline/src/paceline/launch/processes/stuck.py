@@ -6,8 +6,8 @@ ranks                                in a file
 no rank makes progress               it makes the same report, once for each standstill, and then does what --on-hang says
 (`world/hangs/progress.py`)
 
-The launcher that leads makes the report; the others ask it for one (`stack_exchange.py`). While there is no leader, a
-launcher reports the ranks of its own host.
+Of several nodes, the launcher that leads makes the report, and the others ask it for one (`OtherStacks`). While there is no
+leader, a launcher reports the ranks of its own host.
 """
 
 from __future__ import annotations
@@ -22,11 +22,10 @@ from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.job import Job
 from paceline.launch.launcher import Failure
-from paceline.launch.membership.membership import Membership
+from paceline.launch.nodes import OtherStacks
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.spawn import Worker
 from paceline.launch.recording import LaunchRecording
-from paceline.launch.stack_exchange import StackExchange
 from paceline.world.stacks.groups import ProcessStacks
 from paceline.world.stacks.watch import LOOK_S, HostWatch, StackReport, report_of_stacks, stacks_of
 
@@ -43,7 +42,7 @@ class StuckWatch:
         folder: the folder with the files of the ranks.
         pause: waits for some seconds; messages of other nodes are served meanwhile.
         recording: the recording of the run.
-        membership: the membership of this launcher.
+        others: the stacks of other nodes; None where there are no other nodes.
 
     Attributes:
         failure: set when the run is stuck and must be ended.
@@ -55,13 +54,13 @@ class StuckWatch:
         folder: Path,
         pause: Callable[[float], object],
         recording: LaunchRecording,
-        membership: Membership,
+        others: OtherStacks | None,
     ) -> None:
         self._job = job
         self._folder = folder
         self._pause = pause
         self._recording = recording
-        self._exchange = StackExchange(membership, pause)
+        self._others = others
         self.begin()
 
     def begin(self) -> None:
@@ -82,26 +81,27 @@ class StuckWatch:
     def look(self, workers: list[Worker], signals: Signals) -> bool:
         """Makes the reports that are due. Returns whether the run must be ended."""
         now = time.monotonic()
-        is_asked = signals.stacks_wanted or self._exchange.is_wanted
+        is_asked = signals.stacks_wanted or self._others_want_stacks
         if now - self._looked_at < LOOK_S and not is_asked:
             return False
         self._looked_at = now
         running = [worker for worker in workers if worker.poll() is None]
         if not running:
-            # An empty answer keeps the leader from waiting for this host.
-            self._exchange.answer([])
+            if self._others is not None:
+                # An empty answer keeps the leader from waiting for this host.
+                self._others.answer([])
             return False
         pids = [worker.pid for worker in running]
         self._name_stopped(running)
-        if self._exchange.is_wanted:
-            self._answer(running)
+        if self._others is not None and self._others.is_wanted:
+            self._answer(running, self._others)
         if self._host.was_asked(pids) or signals.stacks_wanted:
             self._report(running, self._host.headline(pids))
             # The launcher has passed the signal on to each rank. That was the same request, so it is taken back here.
             signals.stacks_wanted = False
             self._host.was_asked(pids)
-        else:
-            headline = self._exchange.asked()
+        elif self._others is not None:
+            headline = self._others.asked()
             if headline:
                 self._report(running, headline)
         stuck_s = self._host.stuck_for(pids)
@@ -133,22 +133,26 @@ class StuckWatch:
     def _report(self, running: list[Worker], headline: str) -> StackReport:
         """Reports the ranks of all hosts, or asks the launcher that leads to do so. Returns what is known on this host."""
         notes = []
-        if self._exchange.follows:
-            leader = self._exchange.leader
-            if self._exchange.ask_leader(headline):
+        others = self._others
+        if others is not None and others.follows:
+            leader = others.leader
+            if others.ask_leader(headline):
                 say(f"{leader} reports the stacks of all ranks: {headline}")
-                return self._answer(running)
+                return self._answer(running, others)
             notes.append(f"{leader} did not answer; the ranks of other hosts are missing here")
-        asked = self._exchange.begin()
+        asked = set[str]() if others is None else others.begin()
         stacks = self._stacks(running)
-        of_others, missing = self._exchange.gather(asked)
+        of_others: list[ProcessStacks] = []
+        if others is not None:
+            of_others, missing = others.gather(asked)
+            notes += missing
         if of_others:
             # Host names are only shown if there are several hosts.
             own_host = host.name()
             stacks = [replace(process, host=own_host) for process in stacks]
             stacks += of_others
         folder = self._recording.folder or Path(self._job.log_dir or "")
-        report = report_of_stacks(stacks, headline, folder, [*notes, *missing])
+        report = report_of_stacks(stacks, headline, folder, notes)
         print(report.text, file=sys.stderr, flush=True)
         file = "" if report.file is None else str(report.file.absolute())
         # If all ranks are at the same place, none of them holds up the others, and this list is empty.
@@ -158,10 +162,14 @@ class StuckWatch:
             self._latest = time.monotonic(), report
         return report
 
-    def _answer(self, running: list[Worker]) -> StackReport:
+    @property
+    def _others_want_stacks(self) -> bool:
+        return self._others is not None and self._others.is_wanted
+
+    def _answer(self, running: list[Worker], others: OtherStacks) -> StackReport:
         """Sends the leader the stacks of this host. Returns a report of them alone, which is not printed."""
         stacks = self._stacks(running)
-        self._exchange.answer(stacks)
+        others.answer(stacks)
         self._latest = time.monotonic(), report_of_stacks(stacks, "", None)
         return self._latest[1]
 

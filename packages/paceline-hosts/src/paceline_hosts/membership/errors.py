@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import Problem
 from paceline.base.version import VERSION
-from paceline.launch.membership.rounds import End, Member, Place, Rules
+from paceline.launch.rounds import End, Member, Place
+from paceline_hosts.membership.rules import Rules
 
 if TYPE_CHECKING:
-    from paceline.launch.membership.membership import Membership
+    from paceline_hosts.membership.membership import Membership
 
 _SETTING_NAMES = (
     "number of nodes",

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from paceline.base.files import is_there
 from paceline.watch.journal import OWN_FILE
 
 # The most bytes of a message. A heartbeat waits until the message is sent: 50 ms at 10 Mbit/s.
@@ -187,16 +188,6 @@ def unmark(folder: Path, sender: str) -> None:
     """Removes the file of `mark`."""
     with suppress(OSError):  # it does not exist any more; or it stays, and does no harm
         _mark_of(folder, sender).unlink()
-
-
-def is_there(path: Path) -> bool:
-    """Returns whether a file exists, also if another host has created it a moment ago on a network drive."""
-    try:
-        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-    except FileExistsError:
-        return True
-    path.unlink()
-    return False
 
 
 def _mark_of(folder: Path, sender: str) -> Path:

@@ -11,7 +11,7 @@ from paceline.base.errors import LaunchError
 from paceline.base.host_port import host_and_port
 from paceline.launch import host
 from paceline.launch.job import Job
-from paceline.launch.membership.rounds import Place
+from paceline.launch.rounds import Place
 from paceline.world.detect.kubernetes import in_pod
 from paceline.world.network.interface import address_towards
 

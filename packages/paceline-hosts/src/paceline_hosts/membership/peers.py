@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.launch.membership.messages import Announce, Heartbeat, HeartbeatAck, Join, Message, Probe
-from paceline.launch.membership.rounds import Place, Rules
+from paceline.launch.rounds import Place
+from paceline_hosts.membership.messages import Announce, Heartbeat, HeartbeatAck, Join, Message, Probe
+from paceline_hosts.membership.rules import Rules
 
 NEVER = float("-inf")
 ANSWER_S = 1.0  # a launcher that is alive answers a question within this time

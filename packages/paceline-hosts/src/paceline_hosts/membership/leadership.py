@@ -18,8 +18,16 @@ from typing import TYPE_CHECKING, Literal
 
 from paceline.base.errors import Problem
 from paceline.base.exits import PREEMPTED
-from paceline.launch.membership import errors
-from paceline.launch.membership.messages import (
+from paceline.launch.rounds import (
+    End,
+    Member,
+    Place,
+    Report,
+    Round,
+    StopMode,  # fmt: skip
+)
+from paceline_hosts.membership import errors
+from paceline_hosts.membership.messages import (
     Accept,
     Announce,
     Commit,
@@ -35,15 +43,14 @@ from paceline.launch.membership.messages import (
     Proposal,
     RunEnded,
     Status,
-    StopMode,
     StopProcesses,
     SwitchRun,
-)  # fmt: skip
-from paceline.launch.membership.rounds import Cause, End, LossKind, Member, Place, Report, Round
+)
+from paceline_hosts.membership.rules import Cause, LossKind
 
 if TYPE_CHECKING:
-    from paceline.launch.membership.membership import Membership
-    from paceline.launch.membership.peers import Request
+    from paceline_hosts.membership.membership import Membership
+    from paceline_hosts.membership.peers import Request
 
 _ANNOUNCE_S = 0.5
 # A later entry explains the end of a round better: a host that is lost makes the processes of other hosts fail.

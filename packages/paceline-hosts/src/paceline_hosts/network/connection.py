@@ -7,9 +7,9 @@ import ssl
 import time
 from contextlib import suppress
 
-from paceline.launch.membership.messages import Message, decode, encode
-from paceline.launch.network.handshake import Handshake, HandshakeError
-from paceline.launch.network.tls import Tls, fingerprint_of
+from paceline_hosts.membership.messages import Message, decode, encode
+from paceline_hosts.network.handshake import Handshake, HandshakeError
+from paceline_hosts.network.tls import Tls, fingerprint_of
 
 
 class Connection:

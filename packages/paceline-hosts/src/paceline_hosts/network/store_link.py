@@ -17,9 +17,9 @@ from urllib.parse import unquote, urlsplit
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
-from paceline.launch.membership.errors import other_version
-from paceline.launch.membership.rounds import Place
-from paceline.launch.membership.witness import BadSignature, Record, RecordSigner, Request
+from paceline.launch.rounds import Place
+from paceline_hosts.membership.errors import other_version
+from paceline_hosts.membership.witness import BadSignature, Record, RecordSigner, Request
 
 KINDS = {"etcd": 2379, "etcds": 2379, "c10d": 29400}
 _CONNECT_TIMEOUT_S = 10.0  # for the first answer of the store, when a launcher starts
@@ -150,7 +150,7 @@ class StoreLink:
 
     def _start(self) -> None:
         # The session keeps Ctrl-C in the terminal from the process: it must not end before the launcher.
-        command = [sys.executable, "-m", "paceline.launch.network.store_client"]
+        command = [sys.executable, "-m", "paceline_hosts.network.store_client"]
         around = environment.snapshot()
         # The path of this package, because the interpreter alone might find another one, or none.
         paths = [str(Path(__file__).resolve().parents[3])]

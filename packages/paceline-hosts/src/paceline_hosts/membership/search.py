@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from paceline.launch.membership.messages import Heartbeat, HeartbeatAck, Join, Message, NoLeader, Redirect, Refused
-from paceline.launch.membership.peers import NEVER, SETTLE_S, Request
-from paceline.launch.membership.rounds import End, LossKind, Place, newest_members_first
+from paceline.launch.rounds import End, Place
+from paceline_hosts.membership.messages import Heartbeat, HeartbeatAck, Join, Message, NoLeader, Redirect, Refused
+from paceline_hosts.membership.peers import NEVER, SETTLE_S, Request
+from paceline_hosts.membership.rules import LossKind, newest_members_first
 
 if TYPE_CHECKING:
-    from paceline.launch.membership.membership import Membership
+    from paceline_hosts.membership.membership import Membership
 
 _ASK_AGAIN_S = 0.5
 _MAX_MEMBERS_ASKED = 16

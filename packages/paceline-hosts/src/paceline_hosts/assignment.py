@@ -12,12 +12,19 @@ from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, RunSettings
 from paceline.config.sources import Launch
 from paceline.launch.hostfile import Slots
-from paceline.launch.network import secret
+from paceline.launch.job import Job
+from paceline_hosts.network import secret
 
 # mpirun and srun pass the assignment to each host in this variable, as JSON. An older version of Paceline called an assignment
 # "orders". This name and the key "orders" of the messages must not change: a host with another version reads them, and then
 # reports its version.
 VARIABLE = "PACELINE_ORDERS"
+
+
+def assignment_of(job: Job) -> Assignment:
+    """Returns the assignment of a job on other hosts."""
+    assert isinstance(job.assignment, Assignment), "a job of other hosts has an assignment"
+    return job.assignment
 
 
 def python_version() -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.launch.membership.messages import (
+from paceline_hosts.membership.messages import (
     Accept,
     Commit,
     Decline,
@@ -28,7 +28,7 @@ from paceline.launch.membership.messages import (
 )
 
 if TYPE_CHECKING:
-    from paceline.launch.membership.membership import Membership
+    from paceline_hosts.membership.membership import Membership
 
 
 class Following:

@@ -12,14 +12,13 @@ from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.config.kinds import least_and_most
 from paceline.config.sources import Launch
 from paceline.launch import hostfile
-from paceline.launch.assignment import VARIABLE, Assignment
 from paceline.launch.hostfile import Slots
 from paceline.launch.job import Job, Reach
-from paceline.launch.launcher import LAUNCHERS, Hosts
-from paceline.launch.make_job import target_of
+from paceline.launch.launcher import LAUNCHERS
+from paceline.launch.make_job import hosts_of, of_other_launchers, target_of
 from paceline.launch.script_libraries import script_libraries
+from paceline_hosts.assignment import VARIABLE, Assignment
 
-_NEEDS_HOSTS = ("include", "exclude", "ssh_port", "launcher", "launcher_args")
 _OF_ONE_NODE = ("node_rank", "gpu_ids")
 # Variables with these prefixes are sent to the other hosts, and so are the lines of files that libraries name for that
 # (`ScriptLibrary.host_variables`). They travel inside the connection: no value appears on a command line or in a log.
@@ -85,16 +84,9 @@ def job_on_hosts(
         reach=Reach(launch.ssh_port, tuple(shlex.split(launch.launcher_args)), activate),
         cluster=settings.cluster.get(launch.launcher),
     )
-    if _hosts_of(settings) == "chosen" and hasattr(launcher, "placed"):
+    if hosts_of(settings) == "chosen" and hasattr(launcher, "placed"):
         job = launcher.placed(job, env)
     return job
-
-
-def starts_elsewhere(settings: Launch) -> bool:
-    """Returns whether other hosts run the job: the hosts of a hostfile, or hosts that the launcher chooses."""
-    if settings.launch.hostfile is not None:
-        return True
-    return "launcher" in settings.given and _hosts_of(settings) == "chosen"
 
 
 def chosen(settings: Launch) -> tuple[Slots, ...]:
@@ -103,7 +95,7 @@ def chosen(settings: Launch) -> tuple[Slots, ...]:
     Raises:
         ConfigError: `hostfile`, `host-filter`, `host-flags`; all problems of flags at once.
     """
-    if _hosts_of(settings) == "named":
+    if hosts_of(settings) == "named":
         return _from_hostfile(settings)
     return _to_be_chosen(settings)
 
@@ -126,7 +118,7 @@ def _from_hostfile(settings: Launch) -> tuple[Slots, ...]:
     procs = None
     if "procs" in given and launch.procs != "auto":
         procs = int(launch.procs)
-    hosts = hostfile.read(text_of(launch.hostfile), launch.hostfile)
+    hosts = hostfile.read(hostfile.text_of(launch.hostfile), launch.hostfile)
     return hostfile.choose(hosts, include=launch.include, exclude=launch.exclude, nodes=nodes, procs=procs)
 
 
@@ -186,67 +178,6 @@ def _of_a_hostfile(settings: Launch) -> list[Problem]:
         what = f"the launcher {launch.launcher} has to be told how many processes each host runs."
         fix = "say --procs N; on hosts with GPUs --gpus-per-node N is enough: one process for each"
         problems.append(Problem("host-flags", what, "--procs is not set", fix))
-    return problems
-
-
-def without_hostfile(settings: Launch) -> None:
-    """Checks that no setting was given that only works with a hostfile.
-
-    Raises:
-        ConfigError: `host-flags`, naming all of it.
-    """
-    problems = of_other_launchers(settings, "local")
-    if problems:
-        raise ConfigError.of(problems)
-    idle = []
-    for name in _NEEDS_HOSTS:
-        if name in settings.given:
-            idle.append(f"{name}={getattr(settings.launch, name)} ({settings.given[name]})")
-    if idle:
-        raise ConfigError(
-            "host-flags", "there are no hosts to choose from or to reach.", idle, "name them: --hostfile FILE"
-        )
-
-
-def text_of(path: str) -> str:
-    """Returns the text of a hostfile.
-
-    Raises:
-        ConfigError: `hostfile`, where it cannot be read.
-    """
-    try:
-        return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        why = "it is not text"
-        if isinstance(error, OSError):
-            why = (error.strerror or "").lower()
-        fix = "write one: a line `HOST slots=N` for each host"
-        raise ConfigError("hostfile", f"the hostfile {path} cannot be read.", why, fix) from None
-
-
-def _hosts_of(settings: Launch) -> Hosts:
-    """Where the launcher of the settings starts processes. A launcher without `hosts` starts them on those of a hostfile."""
-    hosts: Hosts = getattr(LAUNCHERS.get(settings.launch.launcher), "hosts", "named")
-    if hosts != "either":
-        return hosts
-    return "chosen" if settings.launch.hostfile is None else "named"
-
-
-def of_other_launchers(settings: Launch, launcher: str) -> list[Problem]:
-    """Returns the problems with settings of other launchers.
-
-    Args:
-        settings: the merged settings.
-        launcher: the name of the launcher that starts this job.
-    """
-    given = settings.given
-    problems = []
-    for other, values in settings.cluster.items():
-        for name in vars(values):
-            if other != launcher and name in given:
-                why = f"{name}={getattr(values, name)} ({given[name]}); the launcher is {launcher}"
-                fix = f"leave it out, or say --on {other}"
-                problems.append(Problem("host-flags", f"{name} is a setting of the launcher {other}.", why, fix))
     return problems
 
 

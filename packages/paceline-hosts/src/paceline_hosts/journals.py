@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.base.terminal import say
-from paceline.launch.membership.messages import JournalAnswer, JournalParts
-from paceline.watch.forwarding import Answer, FilePart, JournalCopies, JournalSender, mark, unmark
+from paceline_hosts.forwarding import Answer, FilePart, JournalCopies, JournalSender, mark, unmark
+from paceline_hosts.membership.messages import JournalAnswer, JournalParts
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from paceline.launch.membership.membership import Membership
+    from paceline_hosts.membership.membership import Membership
 
 _PERIOD_S = 1.0
 # How many messages `send_rest` sends at most: 2 MB, which is far more than a host writes in a second.

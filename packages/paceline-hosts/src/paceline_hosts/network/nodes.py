@@ -20,22 +20,26 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.job import Job
-from paceline.launch.membership import errors as membership_errors
-from paceline.launch.membership.membership import Membership
-from paceline.launch.membership.messages import Announce, Join, StopMode
-from paceline.launch.membership.rounds import Member, Place, Report, Round, Rules
-from paceline.launch.membership.witness import RecordSigner, Witness
-from paceline.launch.network import secret
-from paceline.launch.network.addresses import await_main_address, listen, listen_towards, main_places, resolve
-from paceline.launch.network.connection import Connection
-from paceline.launch.network.store_link import Endpoint, StoreLink
-from paceline.launch.network.tls import Tls
+from paceline.launch.rounds import End, Member, Place, Report, Round, StopMode
+from paceline_hosts.journals import JournalExchange
+from paceline_hosts.membership import errors as membership_errors
+from paceline_hosts.membership.membership import Membership
+from paceline_hosts.membership.messages import Announce, Join
+from paceline_hosts.membership.rules import Rules
+from paceline_hosts.membership.witness import RecordSigner, Witness
+from paceline_hosts.network import secret
+from paceline_hosts.network.addresses import await_main_address, listen, listen_towards, main_places, resolve
+from paceline_hosts.network.connection import Connection
+from paceline_hosts.network.store_link import Endpoint, StoreLink
+from paceline_hosts.network.tls import Tls
+from paceline_hosts.stack_exchange import StackExchange
 
 _DEFAULT_JOIN_TIMEOUT_S = 300.0
 _TICK_S = 0.2
@@ -53,24 +57,28 @@ _HANDSHAKE_TIMEOUT_S = 5.0
 _MAX_HANDSHAKES = 64
 
 
-class Nodes:
-    """The other nodes of a job, as the launcher of this node sees them.
+class NodesByMembership:
+    """The nodes of a job that find each other: an implementation of `Nodes` of `launch/nodes.py`.
 
     Args:
         job: the job.
-        listener: the socket at which this launcher listens; None for a job on one node.
+        listener: the socket at which this launcher listens.
         membership: the state machine that decides who takes part. This class carries its messages.
         secret: the secret that the others must prove to have.
         store: the process that speaks to the store; None where the run uses none.
 
     Attributes:
+        several: True; the others may join later.
+        stacks: the exchange of stacks with the other launchers.
         reserved_port: a socket that reserves a port on this host for rank 0 of the next round.
     """
+
+    several = True
 
     def __init__(
         self,
         job: Job,
-        listener: socket.socket | None,
+        listener: socket.socket,
         membership: Membership,
         secret: str = "",
         store: StoreLink | None = None,
@@ -80,7 +88,9 @@ class Nodes:
         self.membership = membership
         self.secret = secret
         self.store = store
-        self._tls = Tls.of(job.tls) if listener is not None else None
+        self.stacks = StackExchange(membership, self.pause)
+        self._journals = JournalExchange(membership)
+        self._tls = Tls.of(job.tls)
         self.reserved_port: socket.socket | None = None
         self._connections: dict[int, Connection] = {}
         # Connections that others open have even numbers; `Peers.ask` gives odd ones to those that it opens.
@@ -90,14 +100,13 @@ class Nodes:
         # A line is printed for the 1st, 10th, 100th, ... rejected connection, so that a port scan does not fill the log.
         self._next_rejection_report = 1
         self._selector = selectors.DefaultSelector()
-        if listener is not None:
-            listener.setblocking(False)
-            self._selector.register(listener, selectors.EVENT_READ)
+        listener.setblocking(False)
+        self._selector.register(listener, selectors.EVENT_READ)
         if store is not None:
             self._selector.register(store.fileno(), selectors.EVENT_READ, store)
 
     @classmethod
-    def open_for(cls, job: Job) -> Nodes:
+    def open_for(cls, job: Job) -> NodesByMembership:
         """Opens the socket at which this launcher listens. The search for the others begins with the first `poll`.
 
         Raises:
@@ -106,8 +115,6 @@ class Nodes:
         """
         rules = rules_of(job)
         me = Member(f"{os.getpid()}-{os.urandom(6).hex()}", host.name(), job.procs)
-        if rules.most == 1:
-            return cls(job, None, Membership(me, rules, True, (), time.monotonic(), time.time()))
         run_secret = job.secret or secret.of_user()
         me = replace(me, node=job.node_rank if job.numbered else -1)
         if job.store:
@@ -126,7 +133,7 @@ class Nodes:
         return cls(job, listener, membership, run_secret)
 
     @classmethod
-    def _open_with_store(cls, job: Job, me: Member, rules: Rules, run_secret: str) -> Nodes:
+    def _open_with_store(cls, job: Job, me: Member, rules: Rules, run_secret: str) -> NodesByMembership:
         """As `open_for`, for a run whose store says where the others are and who founds the run."""
         endpoint = Endpoint.of(job.store, rules.run, dict(job.options))
         signer = RecordSigner(run_secret, rules.run)
@@ -150,16 +157,45 @@ class Nodes:
         return self._selector.fileno()
 
     @property
-    def several(self) -> bool:
-        """Whether there may be other nodes."""
-        return self.listener is not None
+    def end(self) -> End | None:
+        """How the run has ended; None while it goes on."""
+        return self.membership.end
+
+    @property
+    def stop_request(self) -> tuple[StopMode, str] | None:
+        """How and why the processes of this node must be stopped; None while they may run."""
+        return self.membership.stop_request
+
+    @property
+    def leads(self) -> bool:
+        """Whether this launcher decides for all nodes."""
+        return self.membership.leadership is not None
+
+    def index_in(self, decided: Round) -> int:
+        """Returns the number of this node in a round."""
+        return decided.index_of(self.membership.me.id)
+
+    def address_of_rank_0(self, decided: Round) -> str:
+        """Returns the address at which the processes of this node reach rank 0.
+
+        If the launcher on the host of rank 0 leads, the others use the address at which they reach that launcher: the address
+        that a host has for itself may mean another host elsewhere (127.0.1.1).
+        """
+        first = decided.members[0]
+        if first.id == self.membership.leader_id:
+            return self.membership.known_members[first.id].address
+        return first.address
+
+    def record_into(self, folder: Path) -> None:
+        """Sends the leader what this node records there, where hosts do not share the folder."""
+        self._journals.open(folder)
 
     def next(self, asked_to_end: Callable[[], object]) -> Round | None:
         """Waits for the next round; returns None where the run has ended or `asked_to_end` returns true."""
         silent_until = time.monotonic() + _QUIET_S
         while not asked_to_end():
             self.pause(0.05)
-            if self.several and time.monotonic() > silent_until:
+            if time.monotonic() > silent_until:
                 say(membership_errors.waiting(self.membership))
                 silent_until = math.inf
             begun = self.membership.round_to_start
@@ -172,9 +208,11 @@ class Nodes:
 
     def processes_ended(self, report: Report) -> None:
         """Reports that all processes of this node have ended, or, before the first round, that it is ready to start."""
+        # Before the leader hears that these processes have ended, which may end the run.
+        self._journals.send_rest(is_final=False)
         if self.reserved_port is not None:
             self.reserved_port.close()
-        self.reserved_port = host.hold_port(0 if self.several else self.job.main_port)
+        self.reserved_port = host.hold_port(0)
         port = self.reserved_port.getsockname()[1]
         self.membership.processes_ended(replace(report, store_port=port), time.monotonic())
         self._carry_out()
@@ -186,14 +224,15 @@ class Nodes:
 
     def pause(self, seconds: float) -> None:
         """Waits for some seconds, or less; messages are served meanwhile."""
-        if self.several:
-            self._selector.select(seconds)
-            self.poll()
-        elif self.membership.round_to_start is None and self.membership.end is None:
-            time.sleep(seconds)
+        self._selector.select(seconds)
+        self._serve_due()
 
     def poll(self) -> None:
-        """Serves connections, messages, heartbeats and timeouts that are due; does not wait."""
+        """Serves connections, messages, heartbeats, timeouts and journals that are due; does not wait."""
+        self._serve_due()
+        self._journals.poll()
+
+    def _serve_due(self) -> None:
         for event, _ in self._selector.select(0):
             if event.data is None:
                 self._accept()
@@ -202,7 +241,7 @@ class Nodes:
             elif event.data.key in self._connections:  # an event before this one may have closed it
                 self._serve(event.data)
         now = time.monotonic()
-        if self.several and now - self._last_tick >= _TICK_S:
+        if now - self._last_tick >= _TICK_S:
             self._last_tick = now
             self.membership.tick(now)
             self._close_late(now)
@@ -231,7 +270,6 @@ class Nodes:
             link.close()
 
     def _accept(self) -> None:
-        assert self.listener is not None, "only a listener has no connection"
         with suppress(OSError):  # the caller has closed the connection already
             sock, (peer, *_) = self.listener.accept()
             in_handshake = [connection for connection in self._connections.values() if connection.is_in_handshake]
@@ -357,15 +395,18 @@ class Nodes:
         """In a forked process: closes all sockets without sending anything to the others."""
         for connection in self._connections.values():
             connection.sock.close()
-        for sock in (self.listener, self.reserved_port):
-            if sock is not None:
-                sock.close()
+        self.listener.close()
+        if self.reserved_port is not None:
+            self.reserved_port.close()
         if self.store is not None:
             self.store.leave_in_child()
         self._selector.close()
 
     def close(self) -> None:
         """Tells the others that this launcher ends, and waits a moment until they have read it."""
+        # The journals go before the connections are closed, over which they travel.
+        self._journals.send_rest(is_final=True)
+        self._journals.await_last(self.pause)
         self.membership.leave()
         self._carry_out()
         for connection in list(self._connections.values()):

@@ -6,13 +6,14 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from paceline.base.version import VERSION
-from paceline.launch.membership.errors import other_version
-from paceline.launch.membership.rounds import End, Place, has_quorum
-from paceline.launch.membership.witness import Standing, Witness
+from paceline.launch.rounds import End, Place
+from paceline_hosts.membership.errors import other_version
+from paceline_hosts.membership.rules import has_quorum
+from paceline_hosts.membership.witness import Standing, Witness
 
 if TYPE_CHECKING:
-    from paceline.launch.membership.leadership import Leadership
-    from paceline.launch.membership.membership import Membership
+    from paceline_hosts.membership.leadership import Leadership
+    from paceline_hosts.membership.membership import Membership
 
 
 class StoreOfRun:

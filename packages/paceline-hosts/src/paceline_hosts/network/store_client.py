@@ -1,4 +1,4 @@
-"""The process that speaks to a store for one launcher: `python -m paceline.launch.network.store_client`.
+"""The process that speaks to a store for one launcher: `python -m paceline_hosts.network.store_client`.
 
     launcher --(stdin: first the endpoint, then one request a line)--> this process --(HTTP, or torch's TCPStore)--> store
     launcher <--(stdout: one answer a line)--

@@ -11,12 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from paceline.launch.membership.messages import StacksAsked, StacksCollected, StacksWanted
 from paceline.world.stacks.groups import ProcessStacks
-from paceline.world.stacks.transfer import received, to_send
+from paceline_hosts.membership.messages import StacksAsked, StacksCollected, StacksWanted
+from paceline_hosts.stack_transfer import received, to_send
 
 if TYPE_CHECKING:
-    from paceline.launch.membership.membership import Membership
+    from paceline_hosts.membership.membership import Membership
 
 _ANSWER_S = 5.0  # a leader that does not answer within this is busy with something else, or was lost
 _COLLECT_S = 20.0  # collecting takes up to 2 s, and 10 s more where py-spy is installed

@@ -17,10 +17,11 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
-from paceline.launch.membership import errors
-from paceline.launch.membership.following import Following
-from paceline.launch.membership.leadership import Leadership
-from paceline.launch.membership.messages import (
+from paceline.launch.rounds import End, Member, Place, Report, Round, StopMode
+from paceline_hosts.membership import errors
+from paceline_hosts.membership.following import Following
+from paceline_hosts.membership.leadership import Leadership
+from paceline_hosts.membership.messages import (
     Announce,
     Draining,
     Expelled,
@@ -38,22 +39,12 @@ from paceline.launch.membership.messages import (
     Refused,
     StackMessage,
     Status,
-    StopMode,
 )
-from paceline.launch.membership.peers import NEVER, Peers, Request
-from paceline.launch.membership.rounds import (
-    End,
-    LossKind,
-    Member,
-    Place,
-    Report,
-    Round,
-    Rules,
-    has_quorum,
-)
-from paceline.launch.membership.search import Search
-from paceline.launch.membership.store import StoreOfRun
-from paceline.launch.membership.witness import Witness
+from paceline_hosts.membership.peers import NEVER, Peers, Request
+from paceline_hosts.membership.rules import LossKind, Rules, has_quorum
+from paceline_hosts.membership.search import Search
+from paceline_hosts.membership.store import StoreOfRun
+from paceline_hosts.membership.witness import Witness
 
 _ASK_AGAIN_S = 0.5
 

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, replace
 
 from paceline.base.json_fields import read
 from paceline.base.version import VERSION
-from paceline.launch.membership.peers import NEVER
-from paceline.launch.membership.rounds import Name, Number, Place
+from paceline.launch.rounds import Name, Number, Place
+from paceline_hosts.membership.peers import NEVER
 
 RENEW_S = 2.0
 # A record counts as stale if it was not renewed for so long and no launcher that it names answers.

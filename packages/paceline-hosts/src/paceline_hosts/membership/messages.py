@@ -17,16 +17,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Annotated, Any, Literal, NoReturn, get_args
+from typing import Annotated, Any, NoReturn, get_args
 
 from paceline.base.errors import Problem
 from paceline.base.json_fields import Between, read
-from paceline.launch.membership.rounds import Count, End, Member, Name, Number, Place, Report, Round
-from paceline.watch.forwarding import Answer, FilePart
+from paceline.launch.rounds import Count, End, Member, Name, Number, Place, Report, Round, StopMode
 from paceline.world.stacks.groups import ProcessStacks
+from paceline_hosts.forwarding import Answer, FilePart
 
 Text = Annotated[str, Between(0, 2000)]
-StopMode = Literal["save", "end"]  # whether processes may save before they end
 
 
 @dataclass(frozen=True)
