@@ -85,7 +85,9 @@ def of_today(everything, number):
 
 @pytest.mark.parametrize("width", DRAWN)
 def test_the_outcomes_are_those_of_the_table(width) -> None:
-    cases = [(case, plan) for kind, of_kind in KINDS.items() for case in of_kind for plan in plans_of(kind, width, case)]
+    cases = [
+        (case, plan) for kind, of_kind in KINDS.items() for case in of_kind for plan in plans_of(kind, width, case)
+    ]
     expected = {}
     for outcomes in known().values():
         expected |= {(name, plan): seen for name, by_plan in outcomes.items() for plan, seen in by_plan.items()}

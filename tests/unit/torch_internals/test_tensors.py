@@ -83,3 +83,12 @@ def test_a_part_becomes_a_dtensor_where_it_lies() -> None:
         assert made.to_local().data_ptr() == part.data_ptr() and made.full_tensor().equal(part)
     finally:
         dist.destroy_process_group()
+
+
+def test_what_a_mean_over_targets_was_divided_by() -> None:
+    logits, targets = torch.randn(4, 3, requires_grad=True), torch.tensor([0, -100, 2, 2])
+    loss = torch.nn.functional.cross_entropy
+    assert tensors.targets_of_mean(loss(logits, targets).grad_fn) == (3.0, 4)
+    assert tensors.targets_of_mean(loss(logits, targets, weight=torch.tensor([1.0, 1.0, 2.5])).grad_fn) == (6.0, 4)
+    assert tensors.targets_of_mean(logits.sum().grad_fn) is None
+    assert tensors.targets_of_mean(loss(logits, targets, reduction="sum").grad_fn) is None

@@ -266,9 +266,11 @@ class _Placed(Protocol):
     """The part of an accelerator that says where its process stands."""
 
     parallelism_config: Any
-    process_index: Any
-    num_processes: Any
 
+    @property
+    def process_index(self) -> int: ...
+    @property
+    def num_processes(self) -> int: ...
     @property
     def plan(self) -> Plan: ...
 

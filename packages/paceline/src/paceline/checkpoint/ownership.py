@@ -17,7 +17,7 @@ _log = logging.getLogger("paceline.checkpoint")
 
 
 @dataclass
-class _Folder:
+class _KnownFolder:
     """What this run knows about a folder.
 
     Attributes:
@@ -40,10 +40,10 @@ class Ownership:
 
     def __init__(self) -> None:
         self._name = secrets.token_hex(8)
-        self._folders: dict[str, _Folder] = {}
+        self._folders: dict[str, _KnownFolder] = {}
 
-    def _of(self, folder: str) -> _Folder:
-        return self._folders.setdefault(folder, _Folder([self._name]))
+    def _of(self, folder: str) -> _KnownFolder:
+        return self._folders.setdefault(folder, _KnownFolder([self._name]))
 
     def runs(self, folder: str) -> list[str]:
         """Returns the names for the manifest of a checkpoint in this folder: the first one is that of this run."""

@@ -11,10 +11,10 @@ from typing import Any
 from torch import Tensor
 
 from paceline.base.log import warn_once
+from paceline.torch_internals.tensors import targets_of_mean
 
 _PASSES = 3  # the first backward passes of a run are looked at: on an accelerator, to look waits for the device
 _NODES = 32  # of the graph behind a loss; losses are a few sums and factors away from their mean
-_MEAN = 1  # torch's number for reduction="mean"
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Sum", "Mean", "Stack", "Unsqueeze", "Squeeze", "View")
 _TEXT = (
     "a loss is the mean of `cross_entropy` over only some targets, or over their weights (`ignore_index`, `weight`). Each "
@@ -33,10 +33,11 @@ def look(loss: Tensor, passes: int) -> None:
         if not waiting:
             return
         node = waiting.pop()
-        name = "" if node is None else node.name()
-        if name.startswith("NllLoss"):
-            if node._saved_reduction == _MEAN and float(node._saved_total_weight) != node._saved_target.numel():
-                warn_once("train", _TEXT)
-                return
-        elif name.startswith(_ARITHMETIC):
+        if node is None:
+            continue
+        targets = targets_of_mean(node)
+        if targets is not None and targets[0] != targets[1]:
+            warn_once("train", _TEXT)
+            return
+        if node.name().startswith(_ARITHMETIC):
             waiting += [below for below, _ in node.next_functions]

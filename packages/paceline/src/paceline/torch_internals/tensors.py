@@ -137,3 +137,17 @@ def dtensor(part: Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Siz
 
     spec = DTensorSpec(mesh, tuple(placements), tensor_meta=TensorMeta(shape, tuple(stride), part.dtype))
     return DTensor(part, spec, requires_grad=False)
+
+
+def targets_of_mean(node: Any) -> tuple[float, int] | None:
+    """What `cross_entropy` has divided by, and the number of its targets; None for another node, or another reduction.
+
+    Args:
+        node: a `grad_fn`, whose backward pass has not run yet.
+    """
+    if not node.name().startswith("NllLoss") or node._saved_reduction != _MEAN:
+        return None
+    return float(node._saved_total_weight), node._saved_target.numel()
+
+
+_MEAN = 1  # torch's number for reduction="mean"
