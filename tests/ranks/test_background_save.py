@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import random
 import resource
 import signal
@@ -181,7 +182,7 @@ def test_permission_lost_while_writing(tmp_path, monkeypatch) -> None:
         run.accelerator.save_state(tmp_path / "c", background=True)
         if dist.get_rank() == 0:
             (staged,) = tmp_path.glob(".c.partial-*")
-            staged.rmdir()
+            shutil.rmtree(staged)
             staged.write_text("")
         dist.barrier()
         held.gate.set()

@@ -553,9 +553,9 @@ class Accelerator(Participant):
                 call that saves, loads, waits for a save or ends the run.
             TrainError: `replicas-differ`, where ranks that should train the same model have come apart.
         """
-        self.steps.compare_ranks()
         folder = None if output_dir is None else str(output_dir)
-        return self.states.save(folder, background=background, busy=busy, metrics=metrics)
+        compare = self.steps.compare_ranks
+        return self.states.save(folder, background=background, busy=busy, metrics=metrics, check=compare)
 
     def wait_for_save(self) -> None:
         """Waits for a save in the background to end, and raises its error if it failed. Ranks: all."""

@@ -184,10 +184,12 @@ class States:
         busy: str = "wait",
         metrics: Mapping[str, float] | None = None,
         frozen: bool = True,
+        check: Callable[[], None] = lambda: None,
     ) -> str | None:
         """Saves at `path`, or under the next automatic name. Returns the folder; None if it was skipped. Ranks: all.
 
-        Arguments are those of `Accelerator.save_state`; `frozen=False` leaves out parameters that are not trained.
+        Arguments are those of `Accelerator.save_state`; `frozen=False` leaves out parameters that are not trained, and `check`
+        may raise before anything is collected.
         """
         if busy not in ("wait", "skip"):
             raise CheckpointError(
@@ -200,6 +202,7 @@ class States:
         # One save at a time. A save in the background ends first, and if it failed, its error is raised here.
         with self._run.events.phase("checkpoint"):
             self._checkpointer.wait()
+        check()
         target = path or self._checkpointer.next_path(self._automatic(), self.iteration)
         state = self._state(frozen)
         hooks = self.hooks("save")
