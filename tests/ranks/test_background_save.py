@@ -2,9 +2,9 @@
 
 import logging
 import os
-import shutil
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
