@@ -140,10 +140,10 @@ class Replicas:
 def _part(plan: Plan, rank: int) -> tuple[int, ...]:
     """Returns the coordinates of a rank that decide which parts of the model it holds."""
     coordinate = plan.layout.coordinate(rank)
-    divided = [
-        name for name, axis in AXES.items() if axis.divides_parameters or (name == "shard" and plan.fully_sharded)
-    ]
-    return tuple(coordinate[name] for name in divided)
+    divided = {name for name, axis in AXES.items() if axis.divides_parameters}
+    if plan.fully_sharded:
+        divided |= {"shard", "cp"}  # FSDP2 divides over both
+    return tuple(coordinate[name] for name in sorted(divided))
 
 
 def _numbers(group: Mapping[str, Any]) -> Settings:
