@@ -31,7 +31,7 @@ def test_the_plan_says_whose_loop_it_is(semantics):
 
 def test_each_difference_is_in_the_line():
     line = ACCELERATE.explain()
-    assert len(line.split("; ")) == 7
+    assert len(line.split("; ")) == 8
     for field in fields(Semantics):
         values = {getattr(semantics, field.name) for semantics in (NATIVE, ACCELERATE, DEEPSPEED)}
         if field.name == "library":
