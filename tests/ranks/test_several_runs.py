@@ -211,3 +211,13 @@ def test_two_writers_on_an_object_store(s3, tmp_path) -> None:
     saver.save(f"{url}/best", state(1))
     saver.save(saver.next_path(f"{url}/checkpoints"), state(1), fresh=True)
     assert store.list(f"{url}/.saving") == [] and store.list(f"{url}/checkpoints/.saving") == []
+
+
+def test_a_number_that_another_run_has_published_and_pruned_is_not_taken_again(tmp_path) -> None:
+    slow, quick = Checkpointer(), Checkpointer(keep=Keep(last=1))
+    chosen = slow.next_path(tmp_path)
+    for step in range(3):
+        quick.save(quick.next_path(tmp_path), state(step), fresh=True)
+    assert names(tmp_path) == ["checkpoint_2"] and chosen == str(tmp_path / "checkpoint_0")
+    assert slow.save(chosen, state(9), fresh=True) == str(tmp_path / "checkpoint_3")
+    assert names(tmp_path) == ["checkpoint_2", "checkpoint_3"] == sorted(os.listdir(tmp_path))

@@ -381,9 +381,9 @@ def test_an_automatic_name_is_taken_once(place) -> None:
     assert other == f"{place}/checkpoints/checkpoint_1"
     store.remove(first)
     assert store.list(f"{place}/checkpoints/.saving") == []
-    assert saver.save(path, state(3.0), fresh=True) == path, "the name is free again"
+    assert saver.save(path, state(3.0), fresh=True) == f"{place}/checkpoints/checkpoint_2", "there are higher numbers"
     with pytest.raises(claim.NameTakenError):
-        store.stage(path, fresh=True)
+        store.stage(other, fresh=True)
     assert store.list(f"{place}/checkpoints/.saving") == []
 
 

@@ -250,12 +250,17 @@ class Checkpointer:
             self._ownership.look(store, folder)
         staged = ""
         while not staged:
+            count = retention.number(store, home) or 0
             try:
                 staged = store.stage(home, fresh=fresh)
             except claim.NameTakenError:
-                number = retention.number(store, home)
-                assert number is not None, "a fresh name is an automatic one"
-                home = retention.following(store, folder, number + 1)
+                home = retention.following(store, folder, count + 1)
+                continue
+            # Since the name was chosen, another run may have published it, and some after it, and have pruned it.
+            above = retention.following(store, folder, count) if fresh else home
+            if above != home:
+                self._discard(store, staged)
+                home, staged = above, ""
         name = store.parent(home)[1]
 
         def is_mine(other: str) -> bool:
