@@ -199,6 +199,8 @@ class Manifest:
             return None
         try:
             return cls.read(store, folder)
+        except FileNotFoundError:
+            return None  # another run has published or removed the folder since
         except CheckpointError as error:
             if error.code not in ("checkpoint-damaged", "checkpoint-newer"):
                 raise  # if the store does not answer, it is not known whether there is a manifest

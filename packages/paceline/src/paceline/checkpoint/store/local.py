@@ -66,14 +66,17 @@ class LocalStore:
         return os.path.isdir(path)
 
     def list(self, folder: str) -> list[str]:
-        return sorted(os.listdir(folder)) if os.path.isdir(folder) else []
+        return sorted(_entries(folder)) if os.path.isdir(folder) else []
 
     def files(self, folder: str) -> dict[str, int]:
         sizes = {}
         for name in _relative_files(folder):
             path = os.path.join(folder, name)
-            if name != _CLAIM and os.path.exists(path):  # a link may point to a file that is gone
-                sizes[name.replace(os.sep, "/")] = os.path.getsize(path)
+            if name != _CLAIM:
+                with contextlib.suppress(
+                    FileNotFoundError
+                ):  # a link to a file that is gone; or another run has removed it
+                    sizes[name.replace(os.sep, "/")] = os.path.getsize(path)
         return dict(sorted(sizes.items()))
 
     def open(self, path: str, mode: str) -> BinaryIO:
@@ -159,8 +162,13 @@ class LocalStore:
             # A crash between the two renames of `_take_place` left nothing under the name: the old folder returns. If that run
             # lives, it finds this folder in its way, and moves it again.
             if match[2] == _ASIDE and not os.path.lexists(home):
-                with contextlib.suppress(FileNotFoundError):
+                try:
                     os.rename(leftover, home)
+                except (
+                    OSError
+                ) as error:  # that run has gone on meanwhile: the old folder is gone, or a new one is there
+                    if error.errno not in (*_TAKEN, errno.ENOENT):
+                        raise
                 continue
             if not clean:
                 continue
