@@ -88,6 +88,8 @@ class Replicas:
         Raises:
             TrainError: `replicas-differ`, on every rank.
         """
+        if not self._run.prepared.models:
+            return  # nothing is trained together, and a rank may run passes alone
         self._passes += 1
         for optimizer in self._run.prepared.optimizers:
             # A rank that leaves out one step now and another rank one later have taken as many.
@@ -125,16 +127,17 @@ class Replicas:
 
     def _state(self) -> Whereabouts:
         run = self._run
+        position: tuple[int, ...] = ()
         loader = run.active_loaders.top
-        position = () if loader is None else (loader.position.epoch, loader.position.samples)
-        optimizers = run.prepared.optimizers
-        return Whereabouts(
-            _part(run.plan, run.world.rank),
-            position,
-            tuple((optimizer.steps, self._histories.get(optimizer, 0)) for optimizer in optimizers),
-            tuple(tuple(map(_numbers, optimizer.param_groups)) for optimizer in optimizers),
-            tuple(_norm(model.module) for model in run.prepared.models),
-        )
+        if loader is not None:
+            position = (loader.position.epoch, loader.position.samples)
+        steps = []
+        settings = []
+        for optimizer in run.prepared.optimizers:
+            steps.append((optimizer.steps, self._histories.get(optimizer, 0)))
+            settings.append(tuple(map(_numbers, optimizer.param_groups)))
+        norms = [_norm(model.module) for model in run.prepared.models]
+        return Whereabouts(_part(run.plan, run.world.rank), position, tuple(steps), tuple(settings), tuple(norms))
 
 
 def _part(plan: Plan, rank: int) -> tuple[int, ...]:
@@ -150,11 +153,11 @@ def _numbers(group: Mapping[str, Any]) -> Settings:
     """Returns the numbers in a group of parameters, such as its learning rate."""
     numbers = []
     for name, value in group.items():
-        values = value if isinstance(value, (tuple, list)) and name != "params" else [value]
-        for one in values:
-            if isinstance(one, (int, float)) or (
-                isinstance(one, torch.Tensor) and one.numel() == 1 and name != "params"
-            ):
+        if name == "params":
+            continue
+        for one in value if isinstance(value, (tuple, list)) else [value]:
+            is_number = isinstance(one, (int, float)) or (isinstance(one, torch.Tensor) and one.numel() == 1)
+            if is_number:
                 numbers.append((name, float(one)))
     return tuple(numbers)
 
@@ -162,17 +165,26 @@ def _numbers(group: Mapping[str, Any]) -> Settings:
 @torch.no_grad()
 def _norm(model: torch.nn.Module) -> float:
     """Returns a weighted sum of the norms of this rank's parts of the parameters that are trained."""
-    parts = [local(parameter) for parameter in model.parameters() if parameter.requires_grad]
-    parts = [
-        part for part in parts if part.numel() and not part.is_meta and (part.is_floating_point() or part.is_complex())
-    ]
-    if not parts:
+    norms = []
+    for parameter in model.parameters():
+        part = local(parameter)
+        has_norm = part.is_floating_point() or part.is_complex()
+        if parameter.requires_grad and part.numel() and has_norm and not part.is_meta:
+            norms.append(torch.linalg.vector_norm(part).double())
+    if not norms:
         return 0.0
-    norms = [torch.linalg.vector_norm(part.detach()).double() for part in parts]
-    stacked = torch.stack([norm.to(norms[0].device) for norm in norms])
+    device = norms[0].device
+    stacked = torch.stack([norm.to(device) for norm in norms])
     # Ranks whose parameters have changed places, or of which one is larger and another smaller, have another sum.
-    weights = torch.linspace(1, 2, len(norms), dtype=torch.float64, device=stacked.device)
+    weights = torch.linspace(1, 2, len(norms), dtype=torch.float64, device=device)
     return float(stacked @ weights)
+
+
+def _differ(value: float, other: float, rounding: float = 0.0) -> bool:
+    """Whether two numbers differ. Two NaN do not: that is another fault."""
+    if math.isnan(value) and math.isnan(other):
+        return False
+    return not math.isclose(value, other, rel_tol=rounding)
 
 
 def difference(states: Sequence[Whereabouts]) -> list[str]:
@@ -196,7 +208,7 @@ def _of_settings(first: Whereabouts, rank: int, state: Whereabouts) -> str:
     for number, (groups, others) in enumerate(zip(first.settings, state.settings, strict=True)):
         for place, (group, theirs) in enumerate(zip(groups, others, strict=False)):
             for (name, value), (_, other) in zip(group, theirs, strict=False):
-                if value != other:
+                if _differ(value, other):
                     where = f"group {place} of optimizer {number}"
                     return f"`{name}` in {where} is {value:g} on rank 0, and {other:g} on rank {rank}"
     return ""
@@ -204,11 +216,9 @@ def _of_settings(first: Whereabouts, rank: int, state: Whereabouts) -> str:
 
 def _of_norms(other: int, same_part: Whereabouts, rank: int, state: Whereabouts) -> str:
     for number, (norm, theirs) in enumerate(zip(same_part.norms, state.norms, strict=True)):
-        # Equal where both are NaN: that is another fault.
-        if math.isclose(norm, theirs, rel_tol=_ROUNDING) or (math.isnan(norm) and math.isnan(theirs)):
-            continue
-        norms = f"norms of {norm:.8g} on rank {other}, and {theirs:.8g} on rank {rank}"
-        return f"the parameters of model {number} have {norms}"
+        if _differ(norm, theirs, _ROUNDING):
+            norms = f"norms of {norm:.8g} on rank {other}, and {theirs:.8g} on rank {rank}"
+            return f"the parameters of model {number} have {norms}"
     return ""
 
 
