@@ -161,3 +161,17 @@ def test_all_ranks_round_alike(form: str) -> None:
     if form == "pairwise":
         assert len(set(ranks)) == 1
     assert ranks == pytest.approx([0.6] * 3)
+
+
+def test_messages_that_nobody_waits_for_leave_the_connection_usable():
+    def work():
+        transport = PairwiseTransport(dist.group.WORLD)
+        rows = 1 << 18
+        for tag in range(12):
+            # As after an error between the beginning of a message and its end.
+            transport.all_gather(torch.empty(2 * rows), torch.ones(rows), tag)
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        return total.item()
+
+    assert run_ranks(work, 2, timeout_s=30) == [2.0, 2.0]

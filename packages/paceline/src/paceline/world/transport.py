@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.base import env as environment
 from paceline.world import runtime
 from paceline.world.mesh import backend_name
-from paceline.world.works import WorkHandle, wait_all
+from paceline.world.works import Messages, WorkHandle
 
 _FIRST_TAG = 7061  # far from the small tags that a script may use for its own sends in the same group
 
@@ -205,13 +205,13 @@ class PairwiseTransport(Transport):
         return messages
 
 
-class _PairMessages:
+class _PairMessages(Messages):
     """Messages to and from other ranks, which are all under way at the same time. An empty tensor sends no message."""
 
     def __init__(self, transport: Transport, tag: int) -> None:
+        super().__init__()
         self._group = transport.group
         self._tag = _FIRST_TAG + tag
-        self._works: list[dist.Work | None] = []
         # Each rank begins with the rank after it. If all began with rank 0, they would wait for each other there.
         rank, size = transport.rank, transport.size
         self.peers = [(rank + step) % size for step in range(1, size)]
@@ -219,19 +219,12 @@ class _PairMessages:
     def receive(self, tensor: Tensor, peer: int) -> None:
         """Begins to receive into `tensor`."""
         if tensor.numel():
-            self._works.append(dist.irecv(tensor, group=self._group, tag=self._tag, group_src=peer))
+            self.begin([dist.irecv(tensor, group=self._group, tag=self._tag, group_src=peer)])
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Begins to send `tensor`."""
         if tensor.numel():
-            self._works.append(dist.isend(tensor, group=self._group, tag=self._tag, group_dst=peer))
-
-    def wait(self) -> None:
-        """Waits until all have arrived."""
-        try:
-            wait_all(self._works)
-        finally:
-            self._works.clear()
+            self.begin([dist.isend(tensor, group=self._group, tag=self._tag, group_dst=peer)])
 
 
 class _PairwiseSum(_PairMessages):

@@ -6,9 +6,10 @@ import threading
 import time
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 import torch
+import torch.distributed as dist
 
 from paceline.torch_internals import gloo
 
@@ -41,6 +42,38 @@ def wait_all(works: Iterable[WorkHandle | None]) -> None:
             failure = failure or error
     if failure is not None:
         raise failure
+
+
+class Messages:
+    """Sends and receives that are under way. They are kept until `wait`, also if an error ended the operation before it.
+
+    When gloo receives for a buffer that was freed, it never reads that connection again: every later message between the two
+    ranks would hang. A `Work` keeps its tensor, so to keep the works is enough.
+    """
+
+    _kept: ClassVar[set[Messages]] = set()
+
+    def __init__(self) -> None:
+        self._works: list[dist.Work] = []
+
+    def begin(self, works: Iterable[dist.Work | None]) -> None:
+        """Takes works that were just started."""
+        for work in works:
+            assert work is not None, "begun by a rank outside of the group"
+            self._works.append(work)
+            self._kept.add(self)
+
+    def wait(self) -> None:
+        """Waits until all have arrived.
+
+        Raises:
+            RuntimeError: the error of the first work that failed.
+        """
+        try:
+            wait_all(self._works)
+        finally:
+            self._works.clear()
+            self._kept.discard(self)
 
 
 def finish_threads(timeout_s: float) -> bool:

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from paceline.parallel.context.sequence_split import SequenceRegion
 from paceline.parallel.differentiable import Differentiable
 from paceline.torch_internals.attention import flash_attention, flash_attention_backward
-from paceline.world.works import wait_all
+from paceline.world.works import Messages
 
 _ALL = slice(None)
 
@@ -171,16 +171,16 @@ class _Shift:
         after = dist.get_global_rank(region.group, (region.rank + 1) % ranks)
         before = dist.get_global_rank(region.group, (region.rank - 1) % ranks)
         # One batch, so that no rank waits with its receive until its send is done.
-        self._works = dist.batch_isend_irecv(
-            [
-                dist.P2POp(dist.isend, self._sent, after, region.group, tag),
-                dist.P2POp(dist.irecv, self._received, before, region.group, tag),
-            ]
-        )
+        both = [
+            dist.P2POp(dist.isend, self._sent, after, region.group, tag),
+            dist.P2POp(dist.irecv, self._received, before, region.group, tag),
+        ]
+        self._messages = Messages()
+        self._messages.begin(dist.batch_isend_irecv(both))
 
     def wait(self) -> tuple[Tensor, ...]:
         """Returns the tensors of the previous rank, in the shapes of those that were sent."""
-        wait_all(self._works)
+        self._messages.wait()
         parts = self._received.split([tensor.numel() for tensor in self._like])
         return tuple(part.view(like.shape) for part, like in zip(parts, self._like, strict=True))
 

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.world import runtime
 from paceline.world.transport import PairwiseTransport
-from paceline.world.works import wait_all
+from paceline.world.works import Messages
 
 
 class Vote:
@@ -33,7 +33,7 @@ class Vote:
         self._known = flags
         self._distance = 1
         self._heard: Tensor | None = None
-        self._works: list[dist.Work | None] = []
+        self._messages = Messages()
         # A rehearsal has no other ranks: it assumes that they would say the same.
         if runtime.current().others_answer:
             self._begin_round()
@@ -46,16 +46,18 @@ class Vote:
         receiver = (transport.rank + self._distance) % transport.size
         sender = (transport.rank - self._distance) % transport.size
         tag = transport.tagged(self._tag)
-        self._works = [
-            dist.irecv(heard, group=transport.group, group_src=sender, tag=tag),
-            dist.isend(self._known, group=transport.group, group_dst=receiver, tag=tag),
-        ]
+        self._messages.begin(
+            [
+                dist.irecv(heard, group=transport.group, group_src=sender, tag=tag),
+                dist.isend(self._known, group=transport.group, group_dst=receiver, tag=tag),
+            ]
+        )
         self._heard = heard
 
     def wait(self) -> Tensor:
         """Returns the flags that any rank has set. Shape: [flags]."""
         while self._heard is not None:
-            wait_all(self._works)
+            self._messages.wait()
             self._known = torch.maximum(self._known, self._heard)
             self._heard = None
             self._distance *= 2
