@@ -24,7 +24,7 @@ from torch import Tensor
 from paceline.base import env as environment
 from paceline.world import runtime
 from paceline.world.mesh import backend_name
-from paceline.world.works import Messages, WorkHandle
+from paceline.world.works import PendingMessages, WorkHandle
 
 _FIRST_TAG = 7061  # far from the small tags that a script may use for its own sends in the same group
 
@@ -205,7 +205,7 @@ class PairwiseTransport(Transport):
         return messages
 
 
-class _PairMessages(Messages):
+class _PairMessages(PendingMessages):
     """Messages to and from other ranks, which are all under way at the same time. An empty tensor sends no message."""
 
     def __init__(self, transport: Transport, tag: int) -> None:

@@ -44,14 +44,14 @@ def wait_all(works: Iterable[WorkHandle | None]) -> None:
         raise failure
 
 
-class Messages:
+class PendingMessages:
     """Sends and receives that are under way. They are kept until `wait`, also if an error ended the operation before it.
 
     When gloo receives for a buffer that was freed, it never reads that connection again: every later message between the two
     ranks would hang. A `Work` keeps its tensor, so to keep the works is enough.
     """
 
-    _kept: ClassVar[set[Messages]] = set()
+    _kept: ClassVar[set[PendingMessages]] = set()
 
     def __init__(self) -> None:
         self._works: list[dist.Work] = []

@@ -25,7 +25,7 @@ from torch.autograd.function import once_differentiable
 from paceline.parallel.context.sequence_split import SequenceRegion
 from paceline.parallel.differentiable import Differentiable
 from paceline.torch_internals.attention import flash_attention, flash_attention_backward
-from paceline.world.works import Messages
+from paceline.world.works import PendingMessages
 
 _ALL = slice(None)
 
@@ -175,7 +175,7 @@ class _Shift:
             dist.P2POp(dist.isend, self._sent, after, region.group, tag),
             dist.P2POp(dist.irecv, self._received, before, region.group, tag),
         ]
-        self._messages = Messages()
+        self._messages = PendingMessages()
         self._messages.begin(dist.batch_isend_irecv(both))
 
     def wait(self) -> tuple[Tensor, ...]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from paceline.world import runtime
 from paceline.world.transport import PairwiseTransport
-from paceline.world.works import Messages
+from paceline.world.works import PendingMessages
 
 
 class Vote:
@@ -33,7 +33,7 @@ class Vote:
         self._known = flags
         self._distance = 1
         self._heard: Tensor | None = None
-        self._messages = Messages()
+        self._messages = PendingMessages()
         # A rehearsal has no other ranks: it assumes that they would say the same.
         if runtime.current().others_answer:
             self._begin_round()
