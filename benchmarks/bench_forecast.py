@@ -35,7 +35,7 @@ from paceline.plan.pipeline import simulate
 from paceline.planner.calibration import Calibration, Machine
 from paceline.planner.measure import Probes
 from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, rehearse
-from paceline.planner.step_time import StepTime, overlaps, pipelined_by, step_time
+from paceline.planner.step_time import StepTime, beside_computing, pipelined_by, step_time
 from paceline.testing import run_ranks
 
 RANKS = 2
@@ -171,7 +171,9 @@ def rehearsed(way: Way, task: Task) -> Rehearsal:
 def forecast(rehearsal: Rehearsal, calibration: Calibration) -> StepTime:
     """What is predicted."""
     plan = rehearsal.plan
-    return step_time(rehearsal.traffic.work, calibration, overlaps(plan), pipelined_by(plan, rehearsal.models))
+    return step_time(
+        rehearsal.traffic.work, calibration, beside_computing(plan, calibration), pipelined_by(plan, rehearsal.models)
+    )
 
 
 def measured_s(rehearsal: Rehearsal, measured: Measured) -> float:

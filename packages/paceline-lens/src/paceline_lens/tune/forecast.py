@@ -20,7 +20,7 @@ from paceline.planner.calibration import Calibration
 from paceline.planner.device import Device
 from paceline.planner.estimate import Need, estimate, settings_of
 from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.step_time import overlaps, step_time
+from paceline.planner.step_time import beside_computing, step_time
 from paceline.planner.work import Work
 from paceline_lens.tune.search import Candidate, Forecast
 
@@ -129,7 +129,7 @@ class Forecaster:
         sending_s = 0.0
         if link is not None:
             sending_s = link.seconds(needed.sent)
-        if overlaps(plan):
+        if beside_computing(plan, self.calibration) is not None:
             sending_s -= self.calibration.overlap * min(sending_s, computing_s)
         return computing_s + optimizer_s + sending_s
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from paceline.base.errors import Problem
+from paceline.config.kinds import whole
 from paceline.parallel.strategy import Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
@@ -28,8 +29,9 @@ from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_scaled_mm")
 KEPT = (
-    "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "convolution",
+    *PRODUCTS, "convolution",
     "_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
@@ -47,6 +49,11 @@ class RecomputeOptions:
         KEPT,
         None,
         "With recompute=selective: names in torch.ops.aten of the operations whose results are kept.",
+    )
+    products: int = option(
+        1,
+        whole(1),
+        "With recompute=selective: of so many products of matrices in a block, the result of the first is kept.",
     )
 
 
@@ -92,7 +99,10 @@ class Recompute(Strategy):
         total = len(facts.blocks)
         again = len(chosen(plan.recompute, facts.blocks))
         if plan.recompute == "selective":
-            reason = f"{total} blocks keep the results of {', '.join(names_of(self.options(plan).save))}"
+            options = self.options(plan)
+            reason = f"{total} blocks keep the results of {', '.join(names_of(options.save))}"
+            if options.products > 1:
+                reason += f"; of {options.products} products, the first"
         else:
             reason = f"{again} of {total} blocks keep their inputs alone"
             if again < total:
@@ -113,7 +123,8 @@ def fractions(plan: Plan, facts: ModelFacts) -> tuple[float, float]:
     share = len(chosen(plan.recompute, facts.blocks)) / total
     kept_share = _INPUT / _ALL
     if plan.recompute == "selective":
-        kept_share = _PRODUCTS / _ALL
+        every = STRATEGY.options(plan).products
+        kept_share = (_INPUT + (_PRODUCTS - _INPUT) / every) / _ALL
     # Blocks that keep everything, and what the others keep.
     kept = 1 - share + share * kept_share
     # One block at a time is computed again in full.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -10,10 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 from paceline.parallel.key_value_caches import CACHES
-from paceline.parallel.recompute import chosen, overloads
+from paceline.parallel.recompute import PRODUCTS, chosen, overloads
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.options import names_of
 from paceline.world.forward import override_forward
@@ -24,14 +29,41 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     modules = dict(model.named_modules())
     how: dict[str, Any] = {"use_reentrant": False}
     if context.plan.recompute == "selective":
-        saved: list[Any] = []
-        for name in names_of(context.options.save):
-            saved += overloads(name)
-        how["context_fn"] = partial(create_selective_checkpoint_contexts, saved)
+        how["context_fn"] = partial(_selective, names_of(context.options.save), context.options.products)
     for name in chosen(context.plan.recompute, context.facts.blocks):
         if next(modules[name].parameters(), None) is not None:  # else another rank of a pipeline holds it
             _override(modules[name], how)
     return AppliedStrategy(model)
+
+
+def _selective(save: Sequence[str], products: int) -> tuple[Any, Any]:
+    """Returns torch's contexts of the two passes of one block.
+
+    Args:
+        save: names of the operations whose results are kept.
+        products: of so many products of matrices, the first one is kept.
+    """
+    kept: list[Any] = []
+    for name in save:
+        kept += overloads(name)
+    counted: list[Any] = []
+    for name in PRODUCTS:
+        counted += overloads(name)
+    counts = {False: 0, True: 0}  # of products so far, in the first pass and in the second
+
+    def policy(
+        context: SelectiveCheckpointContext, operation: Any, *args: object, **kwargs: object
+    ) -> CheckpointPolicy:
+        if operation not in kept:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        if operation in counted:
+            number = counts[context.is_recompute]
+            counts[context.is_recompute] += 1
+            if number % products:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _override(block: nn.Module, how: dict[str, Any]) -> None:

@@ -29,8 +29,10 @@ from paceline.base import env as environment
 from paceline.base.errors import PlanError
 from paceline.base.files import replace_text
 from paceline.config.places import user_folder
+from paceline.planner.work import Computation, Message
 
 VERSION = 3
+WITHIN_NODE, BETWEEN_NODES = "within a node", "between nodes"
 _VALID_DAYS = 30
 _DAY_S = 86400
 _NOISY = 0.25
@@ -102,6 +104,11 @@ class Calibration:
         overlap: share of the time of a collective that is hidden where computing goes on, 0 to 1.
         wait_s: that a rank waits for the others at a collective after some milliseconds of computing.
         alone: how many times as fast a rank computes while all others wait; above 1 where ranks share memory or cores.
+        attention: the rate of attention kernels, as a share of that of other products.
+        prefetches: whether divided parameters travel while blocks compute, as FSDP2 sends them on accelerators; over gloo it
+            waits for them.
+        fused: the share of the bytes of other operations than products that is still moved; below 1 where a compiler joins
+            these operations.
         missing: what could not be measured, and why.
         noise: by which share a probe took longer in the middle round than in the fastest one; half of the probes were worse.
     """
@@ -116,22 +123,38 @@ class Calibration:
     overlap: float = 0.0
     wait_s: float = 0.0
     alone: float = 1.0
+    attention: float = 1.0
+    prefetches: bool = False
+    fused: float = 1.0
     missing: tuple[str, ...] = ()
     noise: float = 0.0
 
-    def matrix_seconds(self, flops: float, count: float, dtype: str) -> float:
-        """Returns the seconds of one matrix product that moves `count` bytes; a dtype without a measurement uses float32's."""
-        curve = self.matrix.get(dtype) or self.matrix["float32"]
-        # By arithmetic intensity, in FLOP for each byte that is moved.
-        return flops / rate_at(curve, flops / max(1.0, count))
+    def compute_seconds(self, computation: Computation) -> float:
+        """Returns the seconds of one operation: those of its arithmetic, or those of the bytes that it moves, if these are more.
 
-    def memory_seconds(self, count: float) -> float:
-        """Returns the seconds in which one operation reads and writes so many bytes."""
-        return count / rate_at(self.memory, count) if count else 0.0
+        A dtype without a measurement uses the rate of float32.
+        """
+        moving = computation.bytes / rate_at(self.memory, computation.bytes) if computation.bytes else 0.0
+        if not computation.flops:
+            return self.fused * moving
+        curve = self.matrix.get(computation.dtype) or self.matrix["float32"]
+        # By arithmetic intensity, in FLOP for each byte that is moved.
+        rate = rate_at(curve, computation.flops / max(1, computation.bytes))
+        if computation.is_attention:
+            rate *= self.attention
+        return max(computation.flops / rate, moving)
+
+    def link_of(self, message: Message) -> Link | None:
+        """Returns the cost of such messages; None if it is not known.
+
+        A measured machine has a link for each operation. A datasheet has one for all messages within a node, and one for those
+        between nodes.
+        """
+        return self.links.get(message.operation) or self.links.get(BETWEEN_NODES if message.across else WITHIN_NODE)
 
     def optimizer_seconds(self, count: float) -> float:
         """Returns the seconds in which an optimizer's step reads and writes so many bytes."""
-        return count / self.optimizer if self.optimizer else self.memory_seconds(count)
+        return count / (self.optimizer or rate_at(self.memory, count)) if count else 0.0
 
     @property
     def date(self) -> str:

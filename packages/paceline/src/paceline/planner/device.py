@@ -23,6 +23,7 @@ class Device:
         name: as it is given to `--device`.
         memory: bytes.
         half, single: FLOP/s of bf16 or fp16, and of float32 matrices.
+        bandwidth: bytes/s that it reads and writes in its memory.
         link: bytes/s from one device to the others on its node.
         network: bytes/s from one device to other nodes.
     """
@@ -31,6 +32,7 @@ class Device:
     memory: int
     half: float
     single: float
+    bandwidth: float
     link: float
     network: float
 
@@ -45,24 +47,26 @@ class Device:
         return flops / rate, near / self.link, far / self.network
 
 
-def _row(name: str, gib: int, half: float, single: float, link: float, network: float = 50e9) -> Device:
-    return Device(name, gib * GIB, half, single, link, network)
+def _row(
+    name: str, gib: int, half: float, single: float, bandwidth: float, link: float, network: float = 50e9
+) -> Device:
+    return Device(name, gib * GIB, half, single, bandwidth, link, network)
 
 
 TABLE = {
     row.name: row
     for row in (
-        _row("a100-40GB", 40, 312e12, 19.5e12, 300e9, 25e9),
-        _row("a100-80GB", 80, 312e12, 19.5e12, 300e9, 25e9),
-        _row("h100-80GB", 80, 989e12, 67e12, 450e9),
-        _row("h200-141GB", 141, 989e12, 67e12, 450e9),
-        _row("b200-180GB", 180, 2250e12, 80e12, 900e9),
-        _row("l40s-48GB", 48, 362e12, 91e12, 32e9, 25e9),
-        _row("mi250x-64GB", 64, 191e12, 48e12, 100e9, 25e9),
-        _row("mi300x-192GB", 192, 1307e12, 163e12, 448e9),
-        _row("gaudi2-96GB", 96, 432e12, 54e12, 262e9, 37e9),
-        _row("gaudi3-128GB", 128, 1835e12, 115e12, 525e9, 75e9),
-        _row("cpu-64GB", 64, 2e12, 1e12, 10e9, 3e9),
+        _row("a100-40GB", 40, 312e12, 19.5e12, 1.555e12, 300e9, 25e9),
+        _row("a100-80GB", 80, 312e12, 19.5e12, 2.039e12, 300e9, 25e9),
+        _row("h100-80GB", 80, 989e12, 67e12, 3.35e12, 450e9),
+        _row("h200-141GB", 141, 989e12, 67e12, 4.8e12, 450e9),
+        _row("b200-180GB", 180, 2250e12, 80e12, 7.7e12, 900e9),
+        _row("l40s-48GB", 48, 362e12, 91e12, 0.864e12, 32e9, 25e9),
+        _row("mi250x-64GB", 64, 191e12, 48e12, 1.6e12, 100e9, 25e9),
+        _row("mi300x-192GB", 192, 1307e12, 163e12, 5.3e12, 448e9),
+        _row("gaudi2-96GB", 96, 432e12, 54e12, 2.45e12, 262e9, 37e9),
+        _row("gaudi3-128GB", 128, 1835e12, 115e12, 3.7e12, 525e9, 75e9),
+        _row("cpu-64GB", 64, 2e12, 1e12, 50e9, 10e9, 3e9),
     )
 }
 

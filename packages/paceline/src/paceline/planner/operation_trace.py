@@ -148,6 +148,9 @@ class OperationTrace(dispatch.TorchDispatchMode):
             return
         formula = formulas().get(dispatch.overloads_of(operation))
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
+        is_attention = "scaled_dot_product" in name
+        if is_attention and dispatch.argument(operation, "is_causal", args, kwargs):
+            flops //= 2  # kernels leave out the blocks above the diagonal
         self.traffic.flops += flops
         # Kernels of optimizers return nothing: they write into their arguments.
         written = returned or _tensors(dispatch.written_arguments(operation, args, kwargs))
@@ -158,9 +161,12 @@ class OperationTrace(dispatch.TorchDispatchMode):
             # A lookup reads no more of a table than it writes.
             read = written if dispatch.overloads_of(operation) in _LOOKUPS else inputs
             moved = _bytes_of(read) + _bytes_of(written)
+        if operation is _aten.embedding.default and self._phase == "forward":
+            table, indices = args[:2]
+            self.traffic.work.lookups[len(table)] += indices.numel()
         first = inputs[0] if inputs else written[0]
         dtype = str(first.dtype).removeprefix("torch.")
-        self.traffic.work.computations[Computation(self._phase, dtype, flops, moved)] += 1
+        self.traffic.work.computations[Computation(self._phase, dtype, flops, moved, is_attention)] += 1
 
     @property
     def _phase(self) -> str:

@@ -10,10 +10,11 @@ from paceline.plan.cost import Bytes
 from paceline.plan.plan import Plan
 from paceline.planner.allocation_trace import KINDS
 from paceline.planner.calibration import Calibration, Lookup
+from paceline.planner.datasheet import FAST, SLOW, calibration_of
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Rejected, gib, shown
 from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.step_time import StepTime, overlaps, pipelined_by, step_time
+from paceline.planner.step_time import StepTime, beside_computing, pipelined_by, step_time
 
 _WORDS = {
     "communication": "communication (and gathered parts)",
@@ -55,9 +56,24 @@ class PlanReport:
         """How long a step takes on this machine; None where that is not known."""
         if self.lookup is None or self.lookup.calibration is None or self.rehearsal.memory is None:
             return None
-        work = self.rehearsal.traffic.work
+        return self._time_by(self.lookup.calibration)
+
+    def range_s(self) -> tuple[float, float]:
+        """Returns the least and the most seconds that a step is expected to take on the device; see `datasheet`."""
+        assert self.device is not None
+        fast = self._time_by(calibration_of(self.device, FAST, self.plan.compile))
+        slow = self._time_by(calibration_of(self.device, SLOW, self.plan.compile))
+        return fast.total_s, slow.total_s
+
+    def tokens_a_second(self, step_s: float) -> float:
+        """Returns the tokens that each rank trains in a second; ranks that divide the model share them. 0 without tokens."""
+        layout = self.plan.layout
+        return self.rehearsal.traffic.work.tokens / step_s / layout.size("tp", "pp")
+
+    def _time_by(self, calibration: Calibration) -> StepTime:
         pipelined = pipelined_by(self.plan, self.rehearsal.models)
-        return step_time(work, self.lookup.calibration, overlaps(self.plan), pipelined)
+        beside = beside_computing(self.plan, calibration)
+        return step_time(self.rehearsal.traffic.work, calibration, beside, pipelined)
 
     @property
     def peak(self) -> int:
@@ -140,11 +156,14 @@ class PlanReport:
             operation = operation.removesuffix("_base")
             yield f"  {operation:22} {ranks:5} ranks {place:14} {gib(count):>12}"
         if self.device is not None:
-            compute, near, far = self.seconds()
-            yield (
-                f"  estimate for {self.device.name}: {compute:.3g} s of arithmetic and {near + far:.3g} s of communication "
-                f"at the datasheet's rates, so at least {max(compute, near, far):.3g} s a step"
-            )
+            fast, slow = self.range_s()
+            line = f"  estimate for {self.device.name}: {fast:.3g} to {slow:.3g} s a step"
+            if traffic.work.tokens:
+                line += (
+                    f", {self.tokens_a_second(slow):.4g} to {self.tokens_a_second(fast):.4g} tokens a second on each"
+                )
+            yield line
+            yield f"    at {SLOW.products:.0%} to {FAST.products:.0%} of the datasheet's FLOP/s in products of matrices"
         yield from self._forecast()
 
     def _forecast(self) -> Iterator[str]:
@@ -158,12 +177,6 @@ class PlanReport:
             return
         yield f"  forecast for this machine: {1e3 * time.total_s:.1f} ms a step, by {self.lookup.reason}"
         yield from term_lines(time, calibration)
-
-    def seconds(self) -> tuple[float, float, float]:
-        """Least time of one step: arithmetic, sending within nodes, sending between them."""
-        assert self.device is not None
-        traffic = self.rehearsal.traffic
-        return self.device.seconds(traffic.flops, traffic.total(False), traffic.total(True), self.plan.precision)
 
     def json(self) -> dict[str, Any]:
         """Returns the report as JSON values for tools."""
@@ -195,7 +208,7 @@ class PlanReport:
             content["estimate"] = vars(self.estimate)
         if self.device is not None:
             content["device"] = asdict(self.device)
-            content["least_seconds"] = self.seconds()
+            content["seconds_by_datasheet"] = self.range_s()
         if self.chosen is not None:
             content["chosen"] = self.chosen.settings
             content["rejected"] = [

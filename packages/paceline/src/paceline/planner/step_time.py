@@ -23,7 +23,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.pipeline import Action, loads, simulate
 from paceline.plan.plan import Plan
 from paceline.planner.calibration import Calibration
-from paceline.planner.work import Work
+from paceline.planner.work import Message, Work
 
 
 @dataclass(frozen=True)
@@ -107,14 +107,14 @@ class Pipelined:
 
 
 def step_time(
-    work: Work, calibration: Calibration, overlaps: bool = False, pipelined: Pipelined | None = None
+    work: Work, calibration: Calibration, beside: Beside | None = None, pipelined: Pipelined | None = None
 ) -> StepTime:
     """Predicts the time of a step.
 
     Args:
         work: what rank 0 does in the step.
         calibration: the measurements of the machine, with the same number of ranks.
-        overlaps: whether messages of the backward pass travel while it goes on; see `overlaps`.
+        beside: which messages travel while the model computes; see `beside_computing`. None: none of them.
         pipelined: the schedule of the pipeline, if there is one; see `pipelined_by`.
     """
     seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
@@ -124,16 +124,12 @@ def step_time(
         if computation.phase == "optimizer":
             seconds["optimizer"] += count * calibration.optimizer_seconds(computation.bytes)
             continue
-        arithmetic = 0.0
-        if computation.flops:
-            arithmetic = calibration.matrix_seconds(computation.flops, computation.bytes, computation.dtype)
-        moving = calibration.memory_seconds(computation.bytes)
-        seconds[computation.phase] += count * max(arithmetic, moving)
+        seconds[computation.phase] += count * calibration.compute_seconds(computation)
     sending = 0.0
-    beside_backward = 0.0
+    may_be_hidden = dict.fromkeys(seconds, 0.0)
     unknown: set[str] = set()
     for message, count in work.messages.items():
-        link = calibration.links.get(message.operation)
+        link = calibration.link_of(message)
         if link is None:
             unknown.add(message.operation)
             continue
@@ -141,11 +137,13 @@ def step_time(
         sending += message_s
         # A stage of a pipeline does not wait when it sends. Its wait for messages of other stages is part of the bubble.
         is_between_stages = pipelined is not None and message.operation == "send"
-        if overlaps and message.phase == "backward":
-            beside_backward += message_s
+        if beside is not None and beside.covers(message):
+            may_be_hidden[message.phase] += message_s
         elif not is_between_stages:
             sending += count * calibration.wait_s
-    hidden = calibration.overlap * min(beside_backward, seconds["backward"])
+    hidden = 0.0
+    for phase in ("forward", "backward"):
+        hidden += calibration.overlap * min(may_be_hidden[phase], seconds[phase])
     compute = seconds["forward"] + seconds["backward"]
     overhead = sum(operations.values()) * calibration.overhead_s
     waiting = 0.0
@@ -156,13 +154,38 @@ def step_time(
     return StepTime(compute, sending - hidden, seconds["optimizer"], waiting, overhead, hidden, tuple(sorted(unknown)))
 
 
-def overlaps(plan: Plan) -> bool:
-    """Returns whether gradients travel while the backward pass goes on.
+@dataclass(frozen=True)
+class Beside:
+    """Which messages travel while the model computes.
 
-    They do if a plan only averages or divides gradients. FSDP2 over gloo waits for each message. So does the next operation
-    under tensor, sequence and pipeline parallel. A plan of both kinds counts as waiting.
+    Attributes:
+        phases: "forward" and "backward", or one of them.
+        waited_for: sizes of groups whose messages the next operation needs.
     """
-    return not plan.fully_sharded and plan.layout.size("tp", "cp", "pp") == 1
+
+    phases: tuple[str, ...]
+    waited_for: tuple[int, ...] = ()
+
+    def covers(self, message: Message) -> bool:
+        """Returns whether such a message travels beside."""
+        return message.phase in self.phases and message.ranks not in self.waited_for
+
+
+def beside_computing(plan: Plan, calibration: Calibration) -> Beside | None:
+    """Returns which messages of a plan travel while the model computes.
+
+    The gradients of replicas do so in the backward pass. The parameters of FSDP2 do so in both passes, unless gloo sends them:
+    then each message is waited for. The next operation also waits for messages of tensor, sequence and pipeline parallel. Over
+    gloo a plan of both kinds counts as waiting.
+    """
+    layout = plan.layout
+    if calibration.prefetches:
+        model_groups = {layout.tp, layout.cp} - {layout.size("shard", "cp"), layout.replicate}
+        phases = ("forward", "backward") if plan.fully_sharded else ("backward",)
+        return Beside(phases, tuple(sorted(model_groups)))
+    if plan.fully_sharded or layout.size("tp", "cp", "pp") > 1:
+        return None
+    return Beside(("backward",))
 
 
 def pipelined_by(plan: Plan, models: Sequence[ModelFacts]) -> Pipelined | None:

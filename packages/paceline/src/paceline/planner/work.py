@@ -18,12 +18,14 @@ class Computation:
         dtype: of its first tensor, such as "float32".
         flops: floating-point operations of matrix products; 0 for all others.
         bytes: read and written.
+        is_attention: whether it is an attention kernel, whose products are smaller than those of layers.
     """
 
     phase: str
     dtype: str
     flops: int
     bytes: int
+    is_attention: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,18 @@ class Message:
 
 @dataclass
 class Work:
-    """How often each computation and each message came."""
+    """How often each computation and each message came.
+
+    Attributes:
+        computations, messages: their counts.
+        lookups: how many rows were read of embeddings in forward passes, by the number of their rows.
+    """
 
     computations: Counter[Computation] = field(default_factory=Counter)
     messages: Counter[Message] = field(default_factory=Counter)
+    lookups: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def tokens(self) -> int:
+        """How many tokens the forward passes read: those of the largest embedding. 0 if there is none."""
+        return self.lookups[max(self.lookups)] if self.lookups else 0

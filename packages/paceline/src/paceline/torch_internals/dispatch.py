@@ -71,6 +71,16 @@ def written_arguments(operation: Operation, args: Sequence[Any], kwargs: Mapping
     return written
 
 
+def argument(operation: Operation, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Returns the argument that an operation got under this name; None if it got or has none."""
+    if name in kwargs:
+        return kwargs[name]
+    for number, described in enumerate(operation._schema.arguments):
+        if described.name == name and number < len(args):
+            return args[number]
+    return None
+
+
 def is_in_backward_pass() -> bool:
     """Whether autograd runs a backward pass on this thread."""
     return torch._C._current_graph_task_id() != -1
