@@ -6,6 +6,7 @@ import pytest
 import torch
 from parity_models import GPT, loss_of
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from paceline import Accelerator
 from paceline.testing import run_ranks
@@ -76,12 +77,34 @@ def test_less_is_kept_of_fewer_operations() -> None:
         ({"recompute": "selective"}, {}),
         ({"recompute": "selective"}, {"recompute": {"save": ["bmm"]}}),
         ({"recompute": "selective"}, {"recompute": {"save": "addmm,mm"}}),
+        ({"recompute": "selective"}, {"recompute": {"products": 2}}),
     ]
     (found,) = run_ranks(runs, world=1, args=(cases,))
     for numbers, _ in found[1:]:
         assert all(
             torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(numbers, found[0][0], strict=True)
         )
+
+
+def arithmetic(plan: dict[str, Any], options: dict[str, Any]) -> int:
+    accelerator = Accelerator(plan=plan, options=options, cpu=True)
+    torch.manual_seed(0)
+    model = accelerator.prepare(GPT(layers=4))
+    tokens = torch.arange(16).view(2, 8)
+    accelerator.backward(loss_of(model(tokens), tokens))  # the first call is not selective
+    with FlopCounterMode(display=False) as counter:
+        accelerator.backward(loss_of(model(tokens), tokens))
+    return counter.get_total_flops()
+
+
+def test_products_that_are_not_kept_are_computed_again() -> None:
+    cases = [("no", 1), ("selective", 1), ("selective", 2), ("blocks", 1)]
+    found = {}
+    for recompute, products in cases:
+        arguments = ({"recompute": recompute}, {"recompute": {"products": products}})
+        (found[recompute, products],) = run_ranks(arithmetic, world=1, args=arguments)
+    plain, kept, half, again = (found[case] for case in cases)
+    assert plain == kept < half < again
 
 
 def called(plan: dict[str, Any]) -> tuple[int, int]:

@@ -8,6 +8,7 @@ import pytest
 from paceline.base.errors import PlanError
 from paceline.planner.calibration import Calibration, Link, Machine, find, rate_at, save
 from paceline.planner.measure import WorkProbe, calibration_of
+from paceline.planner.work import Computation
 
 MACHINE = Machine("host1", "cpu", "2.13.0", 2, 1)
 CALIBRATION = Calibration(
@@ -33,13 +34,19 @@ def test_rates_between_measured_sizes(size, rate):
 
 
 def test_seconds_are_amounts_by_rates():
-    assert CALIBRATION.matrix_seconds(100, 1, "float32") == 10
+    def seconds(flops, count, dtype="float32", calibration=CALIBRATION, **what):
+        return calibration.compute_seconds(Computation("forward", dtype, flops, count, **what))
+
+    assert seconds(100, 1) == 10
     # The same product with a hundred times the bytes, as one of few rows, is slower.
-    assert CALIBRATION.matrix_seconds(60_000, 6, "float32") == 2000
-    assert CALIBRATION.matrix_seconds(60_000, 600, "float32") == 6000
-    assert CALIBRATION.matrix_seconds(60_000, 600, "float64") == 6000  # not measured: as float32
-    assert CALIBRATION.memory_seconds(0) == 0
-    assert CALIBRATION.memory_seconds(5000) == 2500
+    assert seconds(60_000, 6) == 2000
+    assert seconds(60_000, 600) == 6000
+    assert seconds(60_000, 600, "float64") == 6000  # not measured: as float32
+    assert seconds(0, 0) == 0
+    assert seconds(0, 5000) == 2500
+    assert seconds(60_000, 6, is_attention=True, calibration=replace(CALIBRATION, attention=0.5)) == 4000
+    fused = replace(CALIBRATION, fused=0.5)
+    assert (seconds(0, 5000, calibration=fused), seconds(60_000, 6, calibration=fused)) == (1250, 2000)
     assert CALIBRATION.optimizer_seconds(8) == 2
     assert replace(CALIBRATION, optimizer=0.0).optimizer_seconds(5000) == 2500
     assert CALIBRATION.links["allreduce"].seconds(200, calls=3) == 2.75

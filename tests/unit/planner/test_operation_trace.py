@@ -92,3 +92,17 @@ def test_what_a_kernel_writes_without_returning_it_counts(trace):
         trace.traffic.work.computations.clear()
         torch._foreach_mul_([weight.detach()], 2.0)
     assert sum(entry.bytes * count for entry, count in trace.traffic.work.computations.items()) == 2 * 4 * 64 * 64
+
+
+def test_causal_attention_counts_half_and_lookups_are_tokens(trace):
+    with trace:
+        model = nn.Embedding(512, 64)
+        trace.fake_module(model)
+        x = model(torch.zeros(2, 128, dtype=torch.int64)).view(2, 2, 128, 32)
+        before = trace.traffic.flops
+        nn.functional.scaled_dot_product_attention(x, x, x)
+        whole = trace.traffic.flops - before
+        nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+    assert trace.traffic.flops - before - whole == whole // 2
+    assert trace.traffic.work.tokens == 256
+    assert [work.is_attention for work in trace.traffic.work.computations if work.flops] == [True, True]

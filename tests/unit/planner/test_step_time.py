@@ -12,8 +12,10 @@ from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft
 from paceline.planner.calibration import Calibration, Link, Machine
+from paceline.planner.datasheet import FAST, calibration_of
+from paceline.planner.device import device_of
 from paceline.planner.report import term_lines
-from paceline.planner.step_time import Pipelined, StepTime, overlaps, pipelined_by, step_time
+from paceline.planner.step_time import Beside, Pipelined, StepTime, beside_computing, pipelined_by, step_time
 from paceline.planner.work import Computation, Message, Work
 
 CALIBRATION = Calibration(
@@ -58,8 +60,8 @@ def test_the_backward_pass_hides_a_part_of_its_messages():
     assert (waiting.communication_s, waiting.hidden_s) == (6.5, 0)
     late = replace(CALIBRATION, wait_s=0.25)
     assert step_time(done, late).communication_s == 6.5 + 3 * 0.25
-    assert step_time(done, late, overlaps=True).communication_s == 5.0 + 0.25
-    beside = step_time(done, CALIBRATION, overlaps=True)
+    assert step_time(done, late, beside=Beside(("backward",))).communication_s == 5.0 + 0.25
+    beside = step_time(done, CALIBRATION, beside=Beside(("backward",)))
     # Half of the 3 s that computing lasts.
     assert (beside.communication_s, beside.hidden_s) == (5.0, 1.5)
 
@@ -128,19 +130,27 @@ def test_the_documentation_shows_the_terms_as_they_are_printed():
 
 
 @pytest.mark.parametrize(
-    ("settings", "expected"),
+    ("settings", "over_gloo", "on_accelerators"),
     [
-        ({"replicate": 2}, True),
-        ({"shard": 2, "zero": 1}, True),
-        ({"shard": 2, "zero": 2}, True),
-        ({"shard": 2, "zero": 3}, False),
-        ({"tp": 2}, False),
-        ({"pp": 2}, False),
-        ({"cp": 2}, False),
+        ({"replicate": 4}, ("backward",), ("backward",)),
+        ({"shard": 4, "zero": 1}, ("backward",), ("backward",)),
+        ({"shard": 4, "zero": 2}, ("backward",), ("backward",)),
+        ({"shard": 4, "zero": 3}, (), ("forward", "backward")),
+        ({"shard": 2, "tp": 2}, (), ("forward", "backward")),
+        ({"tp": 4}, (), ()),
+        ({"cp": 4}, (), ("backward",)),
     ],
 )
-def test_which_plans_send_gradients_beside_the_backward_pass(settings, expected):
-    assert overlaps(draft(RunSettings.of(settings), [], 2)) is expected
+def test_which_messages_travel_while_the_model_computes(settings, over_gloo, on_accelerators):
+    plan = draft(RunSettings.of(settings), [], 4)
+    message = Message("backward", "allreduce", 4, False, 1)
+    for calibration, phases in (
+        (CALIBRATION, over_gloo),
+        (calibration_of(device_of("h100"), FAST), on_accelerators),
+    ):
+        beside = beside_computing(plan, calibration)
+        seen = [phase for phase in ("forward", "backward") if beside and beside.covers(replace(message, phase=phase))]
+        assert tuple(seen) == phases
 
 
 def gpt(blocks, width=8, vocabulary=64):

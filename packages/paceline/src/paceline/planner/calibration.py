@@ -130,7 +130,7 @@ class Calibration:
     noise: float = 0.0
 
     def compute_seconds(self, computation: Computation) -> float:
-        """Returns the seconds of one operation: those of its arithmetic, or those of the bytes that it moves, if these are more.
+        """Returns the seconds of one operation: of its arithmetic, or of the bytes that it moves, if these are more.
 
         A dtype without a measurement uses the rate of float32.
         """

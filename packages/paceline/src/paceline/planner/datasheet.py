@@ -1,4 +1,4 @@
-"""`calibration_of` makes a calibration of a device's datasheet, so that a step on a machine that nobody measured has a forecast.
+"""`calibration_of` makes a calibration of a device's datasheet, for forecasts of machines that nobody measured.
 
 No program reaches the rates of a datasheet. The shares below are assumed for all devices, models and plans alike; they are not
 fitted to any run. A forecast is made with both of them, and its answer lies between.

@@ -160,15 +160,16 @@ class Beside:
 
     Attributes:
         phases: "forward" and "backward", or one of them.
-        waited_for: sizes of groups whose messages the next operation needs.
+        waited_for: operations, and sizes of groups, whose messages the next operation of the model needs.
     """
 
     phases: tuple[str, ...]
-    waited_for: tuple[int, ...] = ()
+    waited_for: tuple[str | int, ...] = ()
 
     def covers(self, message: Message) -> bool:
         """Returns whether such a message travels beside."""
-        return message.phase in self.phases and message.ranks not in self.waited_for
+        is_waited_for = message.ranks in self.waited_for or message.operation in self.waited_for
+        return message.phase in self.phases and not is_waited_for
 
 
 def beside_computing(plan: Plan, calibration: Calibration) -> Beside | None:
@@ -180,9 +181,12 @@ def beside_computing(plan: Plan, calibration: Calibration) -> Beside | None:
     """
     layout = plan.layout
     if calibration.prefetches:
-        model_groups = {layout.tp, layout.cp} - {layout.size("shard", "cp"), layout.replicate}
         phases = ("forward", "backward") if plan.fully_sharded else ("backward",)
-        return Beside(phases, tuple(sorted(model_groups)))
+        # Attention over several ranks sends or exchanges. Groups are told apart by their size alone.
+        waited_for: list[str | int] = ["send", "alltoall"]
+        if layout.tp not in (layout.size("shard", "cp"), layout.replicate):
+            waited_for.append(layout.tp)
+        return Beside(phases, tuple(waited_for))
     if plan.fully_sharded or layout.size("tp", "cp", "pp") > 1:
         return None
     return Beside(("backward",))
