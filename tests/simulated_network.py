@@ -28,7 +28,7 @@ from paceline.launch.rounds import Member, Report, Round
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Message, decode, encode
 from paceline_hosts.membership.rules import Rules
-from paceline_hosts.membership.witness import RecordSigner, Request, Witness
+from paceline_hosts.membership.witness import RecordSigner, StoreRequest, Witness
 
 Kind = Literal[
     "start",
@@ -73,7 +73,7 @@ _STORE_TIMEOUT_S = 3.0  # after which a launcher's client of the store gives up
 _STABLE_S = 6.0  # longer than a launcher may be silent: nothing is left to be noticed
 
 
-def stored_after(stored: str | None, request: Request) -> str | None:
+def stored_after(stored: str | None, request: StoreRequest) -> str | None:
     """The value that a store has after a request."""
     return request.new if request.swaps and stored == request.old else stored
 
@@ -539,7 +539,7 @@ class Simulation:
 
     # The store
 
-    def ask_store(self, host: Host, request: Request) -> None:
+    def ask_store(self, host: Host, request: StoreRequest) -> None:
         """A request goes to the store; where it gets no answer, the client says so after a while."""
         answered = [False]
 

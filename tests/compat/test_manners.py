@@ -6,6 +6,8 @@ import json
 import logging
 import os
 import pickle
+import subprocess
+import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -406,6 +408,44 @@ def test_automatic_names_go_on_after_a_load_and_in_a_new_run(tmp_path: Path) -> 
     chosen = saving(tmp_path, automatic_checkpoint_naming=True, iteration=9)
     chosen.load_state()
     assert chosen.save_state().name == "checkpoint_9", "a number that the script has chosen stays after a load"
+
+
+def test_a_killed_save_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    """A process that ends between two files leaves a folder of its own, which nobody reads, and its number."""
+    program = """
+import os, sys
+from paceline_accelerate.accelerator import Accelerator
+from paceline_accelerate.arguments import ProjectConfiguration
+
+class Killed:
+    def state_dict(self):
+        os._exit(9)
+    def load_state_dict(self, state):
+        pass
+
+accelerator = Accelerator(project_config=ProjectConfiguration(sys.argv[1], automatic_checkpoint_naming=True))
+accelerator.prepare(__import__("torch").nn.Linear(1, 1))
+accelerator.register_for_checkpointing(Killed())
+accelerator.save_state()
+"""
+    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=100, check=False)
+    assert killed.returncode == 9
+    assert os.listdir(tmp_path / "checkpoints") == [".checkpoint_0.partial"]
+    saved = saving(tmp_path, automatic_checkpoint_naming=True).save_state()
+    assert os.listdir(tmp_path / "checkpoints") == [saved.name]
+
+
+def test_two_runs_with_automatic_names_in_one_folder(tmp_path: Path) -> None:
+    """Each checkpoint is of one run: a number that another save has taken is not used."""
+    first = saving(tmp_path, automatic_checkpoint_naming=True)
+    second = saving(tmp_path, automatic_checkpoint_naming=True)
+    names = []
+
+    def save_the_other(models, weights, folder) -> None:
+        names.append(second.save_state().name)
+
+    first.register_save_state_pre_hook(save_the_other)
+    assert first.save_state().name == "checkpoint_0" and names == ["checkpoint_1"]
 
 
 def test_a_failed_save_leaves_the_old_checkpoints(tmp_path: Path) -> None:

@@ -18,8 +18,9 @@ from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState, load_model, save_model
 from paceline.checkpoint.format.shards import _IndexReader
+from paceline.checkpoint.store import claim
 from paceline.checkpoint.weights import export as exporting
-from paceline.checkpoint.weights.export import export_checkpoint
+from paceline.checkpoint.weights.export import Stored, export_checkpoint, export_weights
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.weight_files import _NAMES
 from paceline.world.arrived import as_bytes
@@ -95,7 +96,7 @@ def test_a_reader_never_finds_a_mix(fails_at, size, links, tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", counted(os.replace))
         patch.setattr(os, "link", counted(os.link, links))
-        patch.setattr(exporting.ExportedFiles, "discard", lambda self: None)
+        patch.setattr(exporting, "discard", lambda store, staged: claim.end(staged))  # as if its process had ended
         with contextlib.suppress(Crash):
             save_model(Net(2.0), tmp_path, size)
     model = Net(0.0)
@@ -108,6 +109,29 @@ def test_a_reader_never_finds_a_mix(fails_at, size, links, tmp_path, monkeypatch
     load_model(model, tmp_path)
     assert value(model) == 3.0
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+
+
+def test_two_exports_into_one_folder_at_once(tmp_path, monkeypatch) -> None:
+    """The second one leaves alone what the first has written so far, and the last to end stays."""
+    save_model(Net(1.0), tmp_path / "first")
+    save_model(Net(2.0), tmp_path / "second")
+    monkeypatch.setattr(exporting, "TURN_BYTES", 1)
+    monkeypatch.setattr(exporting, "LEAST_TURN_BYTES", 1)
+    num_turns = 0
+
+    class Interrupted(Stored):
+        def fetch(self, wanted):
+            nonlocal num_turns
+            num_turns += 1
+            if num_turns == 3:
+                export_checkpoint(tmp_path / "second", tmp_path / "target")
+            return super().fetch(wanted)
+
+    export_weights(Interrupted(open_weights(str(tmp_path / "first"))), tmp_path / "target")
+    model = Net(0.0)
+    load_model(model, tmp_path / "target")
+    assert value(model) == 1.0
+    assert os.listdir(tmp_path / "target") == ["model.safetensors"]
 
 
 def test_a_full_disk_leaves_the_old_export(tmp_path) -> None:

@@ -537,9 +537,9 @@ def test_what_a_server_answers(status: int, body: bytes, code: str, said: str) -
 
 def test_settings_become_flags_of_the_command_in_the_pod() -> None:
     from paceline.config import schema
-    from paceline.config.flags import flags_of
     from paceline.config.sources import resolve_launch
     from paceline_hosts.launchers.kubernetes.run import OF_SUBMISSION, forwarded_to_pods, variables_of
+    from paceline_hosts.launchers.launch_flags import flags_of
 
     parser = argparse.ArgumentParser()
     schema.add_options(parser)

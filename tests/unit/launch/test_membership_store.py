@@ -17,7 +17,15 @@ from paceline.launch.rounds import Member, Place
 from paceline_hosts.membership import errors
 from paceline_hosts.membership.messages import Join, decode, encode
 from paceline_hosts.membership.rules import Rules, has_quorum
-from paceline_hosts.membership.witness import STALE_S, BadSignature, Record, RecordSigner, Request, Standing, Witness
+from paceline_hosts.membership.witness import (
+    STALE_S,
+    BadSignature,
+    Record,
+    RecordSigner,
+    Standing,
+    StoreRequest,
+    Witness,
+)
 
 RULES = Rules(least=1, most=3, max_restarts=3, join_timeout_s=30)
 SECRET = "0123456789abcdef"
@@ -338,9 +346,9 @@ def test_a_store_away_is_no_sign_of_a_run_that_is_no_more() -> None:
 
 
 def test_a_request_is_what_the_client_reads() -> None:
-    assert stored_after("x", Request(1, True, "x", "y")) == "y"
-    assert stored_after("z", Request(1, True, "x", "y")) == "z"
-    assert stored_after("z", Request(1)) == "z"
+    assert stored_after("x", StoreRequest(1, True, "x", "y")) == "y"
+    assert stored_after("z", StoreRequest(1, True, "x", "y")) == "z"
+    assert stored_after("z", StoreRequest(1)) == "z"
 
 
 # What the simulation must find.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from paceline.base.errors import ConfigError, LaunchError
-from paceline_hosts.membership.witness import Record, RecordSigner, Request
+from paceline_hosts.membership.witness import Record, RecordSigner, StoreRequest
 from paceline_hosts.network import store_link as stores
 from paceline_hosts.network.store_client import Etcd, answer_to, store_of
 from paceline_hosts.network.store_link import Endpoint, StoreLink
@@ -168,7 +168,7 @@ def test_the_process_that_asks(gateway: Any) -> None:
     link = StoreLink(endpoint(gateway))
     try:
         assert link.first_record(SIGNER) is None
-        link.send(Request(7, True, None, SIGNER.sign(RECORD)))
+        link.send(StoreRequest(7, True, None, SIGNER.sign(RECORD)))
         deadline = time.monotonic() + 20
         answers: list[Any] = []
         while not answers and time.monotonic() < deadline:

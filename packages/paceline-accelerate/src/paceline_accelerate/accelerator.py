@@ -127,7 +127,9 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         self._window = asked.window
         self._sync_each_batch = asked.window.sync_each_batch
         self._start(asked.native())
-        self._trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process)
+        self._trackers = TrackerList(
+            log_with, self.logging_dir, is_main=self.is_main_process and self.run.runtime.keeps_files
+        )
         self.log_with = self._trackers.asked
         self.step = 0
         self.native_amp = self.run.precision.name != "no"

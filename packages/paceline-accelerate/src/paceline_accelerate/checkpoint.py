@@ -19,8 +19,6 @@ from __future__ import annotations
 import glob
 import os
 import re
-import secrets
-import shutil
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,7 +29,11 @@ from torch import nn
 
 from paceline.base.errors import Problem
 from paceline.base.log import logger, warn_once
+from paceline.checkpoint import retention
 from paceline.checkpoint.files import load_object, save_object, writing
+from paceline.checkpoint.store import discard
+from paceline.checkpoint.store.claim import NameTakenError
+from paceline.checkpoint.store.local import STORE
 from paceline_accelerate.checkpoint_functions import (
     agreed_by_writers,
     file_name,
@@ -124,20 +126,32 @@ class Folder:
         if output_dir is not None and not (self._automatic or engines or is_divided):
             self._save_by_rank(Path(output_dir).absolute(), safe)
             return Path(output_dir)
-        target, partial = agreed_by_writers(accelerator, lambda: self._places(output_dir))
-        get_logger("accelerate.accelerator").info("Saving current state to %s", target)
         # Under a plan that shards the model no rank has everything that accelerate's files hold, so the native format is
         # written. A DeepSpeed engine also shards, but it saves itself below.
         if is_divided:
+            target = agreed_by_writers(accelerator, lambda: self._target(output_dir))
+            get_logger("accelerate.accelerator").info("Saving current state to %s", target)
             accelerator.states.save(target)
             self._count_up(target)
             return Path(target)
-        agreed_by_writers(accelerator, lambda: self._make(partial))
-        weights = self._weights_after_hooks(partial)
-        for number, engine in enumerate(engines):
-            engine.save_checkpoint(partial, _tag(number))
-        streams = dict(enumerate(accelerator.collectives.gather_object(self._streams())))
-        agreed_by_writers(accelerator, lambda: self._write(Path(partial), Path(target), weights, streams, safe))
+
+        def stage() -> tuple[str, str] | None:
+            # With `save_on_each_node` the other hosts write into folders of the same name.
+            return self._stage(output_dir) if accelerator.is_main_process else None
+
+        target, staged = agreed_by_writers(accelerator, stage)
+        get_logger("accelerate.accelerator").info("Saving current state to %s", target)
+        agreed_by_writers(accelerator, lambda: _join_stage(staged))
+        try:
+            weights = self._weights_after_hooks(staged)
+            for number, engine in enumerate(engines):
+                engine.save_checkpoint(staged, _tag(number))
+            streams = dict(enumerate(accelerator.collectives.gather_object(self._streams())))
+            agreed_by_writers(accelerator, lambda: self._write(staged, target, weights, streams, safe))
+        except BaseException:
+            if writes_files(accelerator.project_configuration.save_on_each_node):
+                discard(STORE, staged)
+            raise
         self._count_up(target)
         return Path(target)
 
@@ -159,14 +173,17 @@ class Folder:
         """
         get_logger("accelerate.accelerator").info("Saving current state to %s", target)
         if writes_files(self._accelerator.project_configuration.save_on_each_node):
-            _, partial = self._places(target)
-            self._make(partial)
-            weights = self._weights_after_hooks(partial)
-            streams = {self._accelerator.process_index: self._streams()}
-            self._write(Path(partial), target, weights, streams, safe)
+            _, staged = self._stage(target)
+            try:
+                weights = self._weights_after_hooks(staged)
+                streams = {self._accelerator.process_index: self._streams()}
+                self._write(staged, str(target), weights, streams, safe)
+            except BaseException:
+                discard(STORE, staged)
+                raise
         else:
             if self._accelerator.states.hooks("save"):
-                self._make(str(target))
+                _make(target)
             self._weights_after_hooks(str(target))
             self._add_streams(target)
         self._count_up(target)
@@ -181,7 +198,7 @@ class Folder:
             if time.monotonic() - begin > _COME_S and not any(target.parent.glob(under_way)):
                 break
             time.sleep(0.01)
-        self._make(str(target))
+        _make(target)
         save_object(self._streams(), target / f"random_states_{self._accelerator.process_index}.pkl")
 
     def _count_up(self, folder: str | Path) -> None:
@@ -212,43 +229,47 @@ class Folder:
             )
         return Path(self._accelerator.project_dir) / "checkpoints"
 
-    def _places(self, output_dir: str | Path | None) -> tuple[str, str]:
-        """Returns the path of the checkpoint folder, and of the temporary folder in which it is written."""
+    def _target(self, output_dir: str | Path | None) -> str:
+        """Returns the path of the checkpoint folder."""
         if output_dir is not None and not self._automatic:
-            target = Path(output_dir).absolute()
-        else:
-            # The number is above those of existing folders, so that a run that was restarted, or that has loaded an older
-            # checkpoint, overwrites nothing.
-            free_numbers = [_number(path) + 1 for path in _numbered(self._root)]
-            number = max([self._accelerator.project_configuration.iteration, *free_numbers])
-            target = self._root / f"checkpoint_{number}"
-            output_dir = target
-        # The temporary folder lies beside the target and so on the same file system, where a folder can be renamed.
-        partial = target.with_name(f".{target.name}.partial-{secrets.token_hex(4)}")
-        return str(output_dir), str(partial)
+            return str(output_dir)
+        # The number is above those of existing folders, so that a run that was restarted, or that has loaded an older
+        # checkpoint, overwrites nothing.
+        iteration = self._accelerator.project_configuration.iteration
+        return retention.following(STORE, str(self._root), iteration)
 
-    def _make(self, partial: str) -> None:
-        with writing(f"making {partial}"):
-            Path(partial).mkdir(parents=True, exist_ok=True)
+    def _stage(self, output_dir: str | Path | None) -> tuple[str, str]:
+        """Returns the path of the checkpoint folder, and of the new folder in which it is written. Ranks: one."""
+        target = self._target(output_dir)
+        with writing(f"making {target}"):
+            staged = ""
+            while not staged:
+                try:
+                    staged = STORE.stage(os.path.abspath(target), fresh=self._automatic)
+                except NameTakenError:  # another run saves into the same project, or was killed there
+                    target = retention.following(STORE, str(self._root), _number(target) + 1)
+            folder, name = os.path.split(os.path.abspath(target))
 
-    def _write(
-        self, partial: Path, target: Path, weights: list[Any], streams: dict[int, Any], safe: bool | None
-    ) -> None:
+            def is_mine(other: str) -> bool:
+                return other == name or (self._automatic and retention.PATTERN.fullmatch(other) is not None)
+
+            STORE.recover(folder, is_mine, lambda _: None)
+        return target, staged
+
+    def _write(self, staged: str, target: str, weights: list[Any], streams: dict[int, Any], safe: bool | None) -> None:
         """Writes the whole folder on rank 0, moves it into place, and removes old checkpoints above `total_limit`."""
-        try:
-            self._write_files(partial, weights, safe)
-            for rank, stream in streams.items():
-                save_object(stream, partial / f"random_states_{rank}.pkl")
-            with writing(f"saving the state to {target}"):
-                _move(partial, target)
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        folder = Path(staged)
+        self._write_files(folder, weights, safe)
+        for rank, stream in streams.items():
+            save_object(stream, folder / f"random_states_{rank}.pkl")
+        with writing(f"saving the state to {target}"):
+            STORE.merge(staged, os.path.abspath(target))
         limit = self._accelerator.project_configuration.total_limit
         if self._automatic and limit is not None:
             # Old folders go only after the new one is complete, and the new one stays even with a limit of 0.
             num_kept = max(1, limit)
             for path in _numbered(self._root)[:-num_kept]:
-                shutil.rmtree(path)
+                STORE.remove(path)
 
     def _write_files(self, folder: Path, weights: list[Any], safe: bool | None) -> None:
         prepared = self._accelerator.run.prepared
@@ -345,7 +366,7 @@ class Folder:
                 why="load_state() without a folder takes the one with the highest number",
                 fix="save one with `save_state()`, or name the folder",
             )
-        return folders[-1]
+        return Path(folders[-1])
 
     def _check(self, folder: Path, models: list[nn.Module]) -> None:
         """Checks that the folder holds everything that was prepared, and as many objects as were registered."""
@@ -450,31 +471,20 @@ def _number(path: str | Path) -> int:
     return int(str(path).rpartition("_")[2])
 
 
-def _numbered(root: Path) -> list[Path]:
-    """Lists the automatically named checkpoints in the order of their numbers."""
-    if not root.is_dir():
-        return []
-    # The folder may hold others, such as the temporary ones of runs that were killed.
-    folders = [path for path in root.iterdir() if re.fullmatch(r"checkpoint_\d+", path.name)]
-    return sorted(folders, key=_number)
+def _numbered(root: Path) -> list[str]:
+    """Returns the automatically named checkpoints in the order of their numbers."""
+    return list(retention.numbered(STORE, str(root)).values())
+
+
+def _make(folder: Path) -> None:
+    with writing(f"making {folder}"):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+def _join_stage(staged: str) -> None:
+    with writing(f"making {staged}"):
+        STORE.join_stage(staged)
 
 
 def _count(names: list[str], pattern: str) -> int:
     return sum(re.fullmatch(pattern, name) is not None for name in names)
-
-
-def _move(partial: Path, target: Path) -> None:
-    """Moves a complete folder into place; into an existing folder it moves file by file."""
-    try:
-        os.replace(partial, target)
-        return
-    except OSError:
-        # A folder cannot be renamed onto one that has files, and files of others in it have to stay.
-        if not target.exists():
-            raise
-    for path in sorted(partial.rglob("*")):
-        place = target / path.relative_to(partial)
-        if path.is_dir():
-            place.mkdir(exist_ok=True)
-        else:
-            os.replace(path, place)

@@ -10,7 +10,6 @@ processes and under any plan.
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,7 +25,8 @@ from paceline.base.errors import CheckpointError, CompatError
 from paceline.checkpoint.agree import agreed
 from paceline.checkpoint.files import load_object, save_object, writing
 from paceline.checkpoint.state.optimizer_state import OptimizerState
-from paceline.checkpoint.store import store_for
+from paceline.checkpoint.store import discard, store_for
+from paceline.checkpoint.store.local import STORE
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.sources import DividedWeights, read_whole
 from paceline.world.sharded import division_of, is_sharded, whole
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from paceline_accelerate.accelerator import Accelerator
     from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
+_LAST = ".metadata"  # the file that torch writes last: a folder without it was not finished
 _ONE_FILE = 1 << 60  # limit of a file's bytes that is never reached: accelerate merges into a single file
 
 
@@ -59,8 +60,7 @@ class _Places:
     @property
     def present(self) -> Path | None:
         """The one of the two that exists; None where neither does."""
-        # torch writes `.metadata` last: a folder without it was not finished.
-        if (self.divided / ".metadata").is_file():
+        if (self.divided / _LAST).is_file():
             return self.divided
         if self.whole.is_file():
             return self.whole
@@ -125,26 +125,36 @@ def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places
 
     # A distributed checkpoint that is written over an older one can load as a mix of both. It is therefore written to a new
     # folder, which replaces the old one once it is complete.
-    target = places.divided
+    target = str(places.divided.absolute())
 
-    def draw_partial_folder() -> str:
-        return str(target.with_name(f".{target.name}.{secrets.token_hex(4)}"))
-
-    # The name is random, so rank 0 draws it for all ranks, which have to write into the same folder.
-    partial = agreed_by_writers(accelerator, draw_partial_folder)
-    with writing(f"saving {target}"):
-        save({kind: dict(state)}, checkpoint_id=partial, no_dist=accelerator.num_processes == 1)
+    def stage() -> str:
+        if not accelerator.is_main_process:
+            return ""
+        with writing(f"saving {target}"):
+            folder, name = os.path.split(target)
+            STORE.recover(folder, lambda other: other == name, _all_files)
+            return STORE.stage(target)
 
     def publish() -> None:
-        # The old folder is moved aside first: a process that is killed between the steps loses neither of the two.
-        old = f"{partial}.old"
-        with writing(f"saving {target}"):
-            if target.exists():
-                os.replace(target, old)
-            os.replace(partial, target)
-            shutil.rmtree(old, ignore_errors=True)
+        if accelerator.is_main_process:
+            with writing(f"saving {target}"):
+                STORE.publish(staged, target, last=_LAST, owned=_all_files)
 
-    agreed_by_writers(accelerator, publish)
+    staged = agreed_by_writers(accelerator, stage)
+    try:
+        with writing(f"saving {target}"):
+            save({kind: dict(state)}, checkpoint_id=staged, no_dist=accelerator.num_processes == 1)
+        agreed_by_writers(accelerator, publish)
+    except BaseException:
+        if accelerator.is_main_process:
+            discard(STORE, staged)
+        raise
+
+
+def _all_files(folder: str) -> list[str] | None:
+    """Returns the files of a distributed checkpoint, none of which are a user's; None where it was not finished."""
+    files = list(STORE.files(folder))
+    return files if _LAST in files else None
 
 
 def _written(

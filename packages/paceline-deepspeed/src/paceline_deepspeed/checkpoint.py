@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _ALL = frozenset({"models", "optimizers", "schedulers", "custom", "scaler", "rng", "window"})
-_WHOLE = 1 << 60  # bytes: one file, however large
 _EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each writes its part"
 
 
@@ -370,26 +369,8 @@ def save_16bit_model(
         source.entries = [entry for entry in source.entries if clean(entry.name) not in frozen]
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(accelerator.mixed_precision)
     safe = save_filename.endswith(".safetensors")
-    # Written into a folder of its own first: the export names its files itself.
-    partial_folder = os.path.join(folder, f".{save_filename}.new")
-    accelerator.states.on_main(lambda: _remove_link(partial_folder))
     cast: DividedModel | _Cast = source
     if dtype is not None:
         cast = _Cast(source, dtype, accelerator.collectives.rank)
-    # One file: its limit is never reached.
-    (name, *_) = export_weights(cast, partial_folder, _WHOLE, safe, accelerator.collectives)
-
-    def publish() -> None:
-        with writing(f"writing {save_filename} into {folder}"):
-            os.replace(os.path.join(partial_folder, name), os.path.join(folder, save_filename))
-            os.rmdir(partial_folder)
-
-    accelerator.states.on_main(publish)
+    export_weights(cast, folder, safe_serialization=safe, peers=accelerator.collectives, file_name=save_filename)
     return True
-
-
-def _remove_link(path: str) -> None:
-    """Removes a link that has the name of a folder of ours, which would be written through."""
-    if os.path.islink(path):
-        with writing(f"removing the link {path}"):
-            os.unlink(path)

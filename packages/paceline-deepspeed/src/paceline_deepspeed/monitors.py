@@ -133,7 +133,8 @@ class StepEvents:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.monitors = Monitors(engine.config, is_main=engine.accelerator.is_main_process)
+        is_writer = engine.accelerator.is_main_process and engine.accelerator.run.runtime.keeps_files
+        self.monitors = Monitors(engine.config, is_main=is_writer)
         self.timers = Timers(engine)
 
     def after_step(self, boundary: bool) -> None:

@@ -199,7 +199,8 @@ class Accelerator(Participant):
         """The trackers that `log_with` asks for."""
         from paceline.observe.trackers.group import Trackers
 
-        return Trackers(self._log_with, self.logging_dir, is_main=self.run.world.is_main)
+        is_writer = self.run.world.is_main and self.run.runtime.keeps_files
+        return Trackers(self._log_with, self.logging_dir, is_main=is_writer)
 
     # -- what this run is --------------------------------------------------------------------------------------
 

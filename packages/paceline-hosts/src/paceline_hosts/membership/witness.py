@@ -80,7 +80,7 @@ class Standing:
 
 
 @dataclass(frozen=True)
-class Request:
+class StoreRequest:
     """One question to the store: its value, or a compare-and-swap of it.
 
     Attributes:
@@ -152,7 +152,7 @@ class Witness:
         self.signer = signer
         self.host = host
         self.name = name
-        self.requests: list[Request] = []
+        self.requests: list[StoreRequest] = []
         self.record: Record | None = None
         self.life = ""
         self.trouble = ""
@@ -162,7 +162,7 @@ class Witness:
         self._changed_at = now  # when the value was first seen as it is now
         self._read_at = NEVER
         self._renewed_at = NEVER
-        self._pending: Request | None = None
+        self._pending: StoreRequest | None = None
         self._asked_at = NEVER
         self._next_key = 1
         self._has_asked_to_leave = False
@@ -216,7 +216,7 @@ class Witness:
     def look(self, now: float) -> None:
         """Reads the record, if the last request was some time ago."""
         if not self._is_busy(now) and now - self._asked_at >= _LOOK_S:
-            self._ask(Request(self._key()), now)
+            self._ask(StoreRequest(self._key()), now)
 
     def found(self, me: str, place: Place, nobody_answers: bool, now: float) -> bool:
         """Tries to found the run, if no other run of this name goes on. Returns whether this launcher founds it.
@@ -290,7 +290,7 @@ class Witness:
             return False
         if not self._has_asked_to_leave:
             self._has_asked_to_leave = True
-            self._ask(Request(self._key()), now)  # the leader may have added this place since the last read
+            self._ask(StoreRequest(self._key()), now)  # the leader may have added this place since the last read
             return False
         if self.trouble or self.record is None or place not in self.record.places:
             return True
@@ -314,9 +314,9 @@ class Witness:
         if record is not None:
             beat = self.record.beat + 1 if self.record is not None else 0
             new = self.signer.sign(replace(record, beat=beat))
-        self._ask(Request(self._key(), True, self._value, new), now)
+        self._ask(StoreRequest(self._key(), True, self._value, new), now)
 
-    def _ask(self, request: Request, now: float) -> None:
+    def _ask(self, request: StoreRequest, now: float) -> None:
         self._pending = request
         self._asked_at = now
         self.requests.append(request)

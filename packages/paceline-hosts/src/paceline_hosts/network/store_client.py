@@ -31,11 +31,11 @@ _NOT_ETCD = (ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _TOO_OLD = 404  # etcd's gateway before 3.4
 
 
-class Refused(Exception):
+class StoreRefusedError(Exception):
     """The store does not admit this client; asking again cannot help."""
 
 
-class Store(Protocol):
+class KeyStore(Protocol):
     """One key of a store."""
 
     def read(self) -> str | None:
@@ -111,7 +111,7 @@ class Etcd:
             self._log_in(host, port)
         try:
             return self._send(host, port, path, question)
-        except Refused:
+        except StoreRefusedError:
             if not self._token:
                 raise
             # A token expires after some minutes, so the request is repeated once with a new one.
@@ -138,7 +138,7 @@ class Etcd:
         finally:
             link.close()
         if answer.status == _TOO_OLD:
-            raise Refused("it has no JSON gateway at /v3, which etcd has from version 3.4 on")
+            raise StoreRefusedError("it has no JSON gateway at /v3, which etcd has from version 3.4 on")
         message = json.loads(text)
         if not isinstance(message, dict):
             raise OSError(f"status {answer.status}")
@@ -146,7 +146,7 @@ class Etcd:
             return message
         why = str(message.get("message") or message.get("error"))
         if any(word in why for word in ("auth", "permission", "token", "user name is empty")):
-            raise Refused(why)
+            raise StoreRefusedError(why)
         raise OSError(why)
 
 
@@ -206,7 +206,7 @@ def _reason(error: Exception) -> str:
     return str(getattr(error, "strerror", None) or error).lower()
 
 
-def store_of(endpoint: Mapping[str, Any]) -> Store:
+def store_of(endpoint: Mapping[str, Any]) -> KeyStore:
     """Returns the store of an `Endpoint`, which the launcher has sent as JSON."""
     hosts = [(str(host), int(port)) for host, port in endpoint["hosts"]]
     if endpoint["kind"] == "c10d":
@@ -214,13 +214,13 @@ def store_of(endpoint: Mapping[str, Any]) -> Store:
     return Etcd(hosts, endpoint["key"], endpoint["user"], endpoint["password"], endpoint["tls"])
 
 
-def answer_to(store: Store, request: Mapping[str, Any]) -> dict[str, Any]:
+def answer_to(store: KeyStore, request: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the answer to a request: the value, or why there is none and whether the store has refused this client."""
     answer: dict[str, Any] = {"key": request["key"], "value": None, "trouble": "", "refused": False}
     try:
         swaps = request["swaps"]
         answer["value"] = store.swap(request["old"], request["new"]) if swaps else store.read()
-    except Refused as error:
+    except StoreRefusedError as error:
         answer |= {"trouble": str(error), "refused": True}
     except _NOT_ETCD:
         answer["trouble"] = "it does not answer as etcd does"
@@ -232,7 +232,7 @@ def answer_to(store: Store, request: Mapping[str, Any]) -> dict[str, Any]:
 def main() -> int:
     """Answers requests until there are no more."""
     try:
-        store: Store | None = store_of(json.loads(sys.stdin.readline()))
+        store: KeyStore | None = store_of(json.loads(sys.stdin.readline()))
         problem = ""
     except (OSError, ssl.SSLError) as error:  # a certificate that cannot be read
         store = None

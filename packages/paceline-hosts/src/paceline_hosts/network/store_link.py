@@ -19,7 +19,7 @@ from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.launch.rounds import Place
 from paceline_hosts.membership.errors import other_version
-from paceline_hosts.membership.witness import BadSignature, Record, RecordSigner, Request
+from paceline_hosts.membership.witness import BadSignature, Record, RecordSigner, StoreRequest
 
 KINDS = {"etcd": 2379, "etcds": 2379, "c10d": 29400}
 _CONNECT_TIMEOUT_S = 10.0  # for the first answer of the store, when a launcher starts
@@ -188,7 +188,7 @@ class StoreLink:
         with suppress(OSError):  # if the process has ended, `receive` notices it
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
-    def send(self, request: Request) -> None:
+    def send(self, request: StoreRequest) -> None:
         """Sends a request. Few requests are open at a time, so the pipe never fills."""
         if self._unanswered_since is None:
             self._unanswered_since = time.monotonic()
@@ -231,7 +231,7 @@ class StoreLink:
         answer_s = _C10D_TIMEOUT_S if self.endpoint.kind == "c10d" else _CONNECT_TIMEOUT_S
         trouble = f"no answer within {answer_s:g} s"
         for key in range(-1, -1000, -1):  # a `Witness` uses positive numbers
-            self.send(Request(key))
+            self.send(StoreRequest(key))
             answers: list[Answer] = []
             is_there = True
             while not answers and is_there and time.monotonic() < begun + answer_s:

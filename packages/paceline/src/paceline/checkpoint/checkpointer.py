@@ -38,7 +38,7 @@ from paceline.checkpoint.search import CheckpointSearch
 from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.state.match import Mismatch
 from paceline.checkpoint.state.train_state import Encoded, Restore, TrainState, merge
-from paceline.checkpoint.store import Store, claim, store_for
+from paceline.checkpoint.store import Store, claim, discard, store_for
 from paceline.world.events import SavedCheckpoint
 from paceline.world.sharded import is_sharded, local
 
@@ -389,13 +389,7 @@ class Checkpointer:
 
     def _discard(self, store: Store, staged: str) -> None:
         if self._peers.rank == 0:
-            # Whether it can be removed now or not, nobody writes it any more.
-            claim.end(staged)
-            try:
-                if store.exists(staged):
-                    store.remove(staged)
-            except (OSError, CheckpointError) as error:  # the error of the save itself is being raised
-                _log.warning("could not remove the unfinished %s (%s); the next save tries again", staged, error)
+            discard(store, staged)
 
     # ------------------------------------------------------------------ load
 

@@ -195,7 +195,7 @@ class RunSettings:
         "Computes activations again in the backward pass: those of each repeated block, of selected operations, or of every "
         "K-th block.", _MEMORY,
     )  # fmt: skip
-    offload: Literal["no", "optimizer", "all", "activations", "optimizer+activations", "all+activations"] = setting(
+    offload: Offload = setting(
         "no", one_of(*get_args(Offload)),
         "Keeps in the host's memory what is not needed at the moment: optimizer states, or also parameters and gradients "
         "(all); activations, alone or with these.",
@@ -351,8 +351,8 @@ class LaunchSettings:
     max_restarts: int = setting(
         0, whole(0), "How many times all processes are started again after one has failed.", _SUPERVISION
     )
-    on_hang: Literal["report", "restart", "leave"] = setting(
-        "report", one_of("report", "restart", "leave"),
+    on_hang: OnHang = setting(
+        "report", one_of(*get_args(OnHang)),
         "What happens to a stuck run after the report: nothing, a restart (see --max-restarts), or its end with exit code 76.",
         _SUPERVISION,
     )  # fmt: skip

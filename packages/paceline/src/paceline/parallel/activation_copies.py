@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from paceline.torch_internals.tensors import dtensor
-from paceline.world import runtime
 from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded, local
 
@@ -67,11 +66,15 @@ class ActivationCopies:
     Args:
         device: of the model.
         pinned: whether the copies lie in page-locked memory, without which copies are not asynchronous.
+        kept_on_host: called with each copy.
     """
 
-    def __init__(self, device: torch.device, pinned: bool) -> None:
+    def __init__(
+        self, device: torch.device, pinned: bool, kept_on_host: Callable[[Tensor], object] = lambda copy: None
+    ) -> None:
         self._device = device
         self._pinned = pinned
+        self._kept_on_host = kept_on_host
         self._stream = None if device.type == "cpu" else torch.Stream(device)
         self._last: Callable[[], _BlockPass | None] = lambda: None
 
@@ -124,7 +127,7 @@ class ActivationCopies:
     def _copied(self, part: Tensor) -> _HostTensor:
         part = part.detach()
         saved = _HostTensor(torch.empty_like(part, device="cpu", pin_memory=self._pinned), part.shape, part.stride())
-        runtime.current().kept_on_host(saved.host)
+        self._kept_on_host(saved.host)
         if self._stream is None:
             saved.host.copy_(part)
             return saved

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 
@@ -17,24 +17,24 @@ from paceline.parallel.stand_ins import original, stand_in, stand_ins
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
 from paceline.torch_internals.grad_scaler import check_before_step
-from paceline.world import runtime
 from paceline.world.sharded import local
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     """Lets blocks save their activations on the host, if the plan says so; `bind` changes the model's optimizers."""
     options: OffloadOptions = context.options
-    if context.plan.offloads_activations and _moves(context.device, options):
-        copies = ActivationCopies(context.device, options.pin_memory and context.device.type != "cpu")
+    if context.plan.offloads_activations and _moves(context, options):
+        pinned = options.pin_memory and context.device.type != "cpu"
+        copies = ActivationCopies(context.device, pinned, context.runtime.kept_on_host)
         modules = dict(model.named_modules())
         for name in context.facts.blocks or ("",):
             copies.attach(modules[name])
     return OffloadedStates(model, context)
 
 
-def _moves(device: torch.device, options: OffloadOptions) -> bool:
+def _moves(context: Context, options: OffloadOptions) -> bool:
     """Returns whether the memory of the device is another than that of the host."""
-    return device.type != "cpu" or options.always or runtime.current().has_own_memory
+    return context.device.type != "cpu" or options.always or context.runtime.has_own_memory
 
 
 class OffloadedStates(AppliedStrategy):
@@ -42,6 +42,7 @@ class OffloadedStates(AppliedStrategy):
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         super().__init__(model)
+        self._context = context
         self._device = context.device
         self._options: OffloadOptions = context.options
         # FSDP2 moves the states of parameters that it divides.
@@ -57,7 +58,7 @@ class OffloadedStates(AppliedStrategy):
             return []
         optimizer = adapter.optimizer
         field = f"optimizer.{type(optimizer).__name__}.offloaded"
-        if not _moves(self._device, self._options):
+        if not _moves(self._context, self._options):
             return [Decision(field, "no", "derived", reason="nothing was moved: the device is the host")]
         if isinstance(optimizer, torch.optim.LBFGS):
             raise closure_refused(optimizer)
@@ -65,7 +66,8 @@ class OffloadedStates(AppliedStrategy):
             # On the CPU torch's own choice is a slow loop over parameters, so the fused kernel is taken if the choice is open.
             if group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable"):
                 group["fused"] = True
-        host = _OnHost(self.module, self._options.pin_memory and self._device.type != "cpu")
+        pinned = self._options.pin_memory and self._device.type != "cpu"
+        host = _OnHost(self.module, pinned, self._context.runtime.kept_on_host)
         adapter.swap(host.stepping)
         # torch puts loaded states on the device of the parameters.
         optimizer.register_load_state_dict_post_hook(host.take_states)
@@ -79,9 +81,11 @@ class _OnHost:
     Args:
         model: the model of the parameters.
         pinned: whether the copies lie in page-locked memory.
+        kept_on_host: called with each copy.
     """
 
-    def __init__(self, model: nn.Module, pinned: bool) -> None:
+    def __init__(self, model: nn.Module, pinned: bool, kept_on_host: Callable[[Tensor], object]) -> None:
+        self._kept_on_host = kept_on_host
         self._pinned = pinned
         self._own = set(model.parameters())
         self._copies: dict[tuple[int, str], Tensor] = {}
@@ -116,7 +120,7 @@ class _OnHost:
             for key, value in state.items():
                 if isinstance(value, Tensor):
                     state[key] = value.to(_HOST)
-                    runtime.current().kept_on_host(state[key])
+                    self._kept_on_host(state[key])
 
     def _copy(self, place: int, what: str, tensor: Tensor) -> Tensor:
         # The memory is used again in each step, because to allocate page-locked memory is slow.
@@ -127,7 +131,7 @@ class _OnHost:
                 tensor, device=_HOST, pin_memory=self._pinned, memory_format=torch.contiguous_format
             )
             self._copies[(place, what)] = copy
-            runtime.current().kept_on_host(copy)
+            self._kept_on_host(copy)
         return copy.copy_(tensor, non_blocking=True)
 
 

@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -44,6 +44,7 @@ from paceline.plan.plan import Decision, Plan
 from paceline.world.collectives import Collectives
 from paceline.world.mesh import Mesh
 from paceline.world.pending_gradients import PendingGradients
+from paceline.world.runtime import Runtime
 
 STRATEGIES = Registry("paceline.strategies", "strategy")
 
@@ -221,6 +222,7 @@ class Context:
         idle: returns whether this rank's current batch holds no sample but only a filler row.
         siblings: returns the applied strategies of all models of the run.
         runner: the runner that an earlier strategy of the chain has made for this model, or None.
+        runtime: the surroundings of the run: whether the other ranks answer, and what memory of the CPU stands for.
     """
 
     plan: Plan
@@ -232,6 +234,7 @@ class Context:
     idle: Callable[[], bool] = lambda: False
     siblings: Callable[[], Iterable[AppliedStrategy]] = tuple
     runner: Runner | None = None
+    runtime: Runtime = field(default_factory=Runtime)
 
 
 class Strategy:

@@ -18,7 +18,7 @@ from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
 from paceline.planner.device import TABLE, Device
 from paceline.planner.estimate import Need, choose, gib, settings_of
-from paceline.world import runtime
+from paceline.world.runtime import Runtime
 from paceline.world.world import World
 
 KEPT_FREE = 0.3  # of the memory: activations are not known before a batch has been seen
@@ -32,7 +32,7 @@ def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
     device = torch.device("cpu")
     if torch.accelerator.is_available() and not cpu:
         device = torch.accelerator.current_accelerator() or device
-    memory = runtime.current().memory(device, local_size)
+    memory = Runtime().memory(device, local_size)
     if device.type == "cpu":
         return replace(TABLE["cpu-64GB"], name="cpu", memory=memory)
     full_name = str(torch.get_device_module(device).get_device_name())

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.base.errors import ConfigError, Problem
-from paceline.config.flags import flags_of
 from paceline.config.settings import settings_of
 from paceline.config.sources import HANDED, Launch
 from paceline.launch.job import Job
@@ -18,6 +17,7 @@ from paceline_hosts.assignment import assignment_of
 from paceline_hosts.clusters.kubernetes import KubernetesSettings
 from paceline_hosts.launchers.kubernetes import values as values_file
 from paceline_hosts.launchers.kubernetes.values import ManifestValues
+from paceline_hosts.launchers.launch_flags import flags_of
 from paceline_hosts.network.tls import contents_for_run
 
 NO_PACELINE = 127  # the exit code of a shell for a command that does not exist

@@ -13,11 +13,11 @@ from pathlib import PurePath
 
 from paceline.base.errors import ConfigError
 from paceline.base.version import VERSION
-from paceline.config.flags import flags_of
 from paceline.config.settings import settings_of
 from paceline.launch.job import Job
 from paceline_hosts.assignment import Assignment, assignment_of
 from paceline_hosts.clusters.slurm import SlurmSettings
+from paceline_hosts.launchers.launch_flags import flags_of
 
 _SIGNAL_LATE_S = 60.0  # SLURM sends the warning up to this much earlier than it was asked to
 # Settings that request resources; `wanted` lists them.

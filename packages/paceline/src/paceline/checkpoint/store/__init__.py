@@ -3,6 +3,6 @@
 A store is one file here with `STORE = Class()` at its end, or an entry point `paceline.stores` of another distribution.
 """
 
-from paceline.checkpoint.store.store import STORES, Store, confined, store_for
+from paceline.checkpoint.store.store import STORES, Store, confined, discard, store_for
 
-__all__ = ["STORES", "Store", "confined", "store_for"]
+__all__ = ["STORES", "Store", "confined", "discard", "store_for"]

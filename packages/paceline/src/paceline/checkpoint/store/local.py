@@ -3,6 +3,7 @@
 stage     .NAME.partial-XXXX beside NAME; for an automatic name .NAME.partial, a folder that must not exist yet
 publish   nothing at NAME        one rename
           something at NAME      the two folders change places at once, foreign files follow, the old one goes
+merge     for files that lie among others: one rename, or where NAME exists, one for each file
 recover   a partial folder that nobody writes any more is deleted; of one that was exchanged, what is foreign goes
           home first; a folder that was moved aside returns if nothing took its place
 
@@ -119,13 +120,14 @@ class LocalStore:
         if fresh and os.path.lexists(path):
             os.rmdir(staged)
             raise claim.NameTakenError(path)
-        try:
-            with open(os.path.join(staged, _CLAIM), "wb") as file:
-                file.write(claim.begin(staged))
-        except OSError:  # a full disk
-            shutil.rmtree(staged)
-            raise
+        _claim(staged)
         return staged
+
+    def join_stage(self, staged: str) -> None:
+        """Makes the folder that `stage` returned on another host, unless this host sees the same one."""
+        if not os.path.isdir(staged):
+            os.makedirs(staged)
+            _claim(staged)
 
     def publish(self, staged: str, path: str, *, last: str, owned: Callable[[str], Collection[str] | None]) -> None:
         """Moves a staged folder to its place; the docstring of this module explains the cases."""
@@ -134,6 +136,21 @@ class LocalStore:
         for old in _take_place(staged, path):
             _clear(old, path, owned(old))
         with contextlib.suppress(FileNotFoundError):  # another run has replaced the whole folder
+            os.unlink(os.path.join(path, _CLAIM))
+        claim.end(staged)
+        sync_folder(os.path.dirname(path))
+
+    def merge(self, staged: str, path: str) -> None:
+        """Moves a staged folder to its place, if nothing is there; else its files, beside those that have other names."""
+        _sync_tree(staged)
+        try:
+            os.rename(staged, path)
+        except OSError:
+            if not os.path.isdir(path):  # also a link to a folder
+                raise
+            _move_files(staged, path)
+            _remove_tree(staged)
+        with contextlib.suppress(FileNotFoundError):  # the files were moved without it
             os.unlink(os.path.join(path, _CLAIM))
         claim.end(staged)
         sync_folder(os.path.dirname(path))
@@ -202,6 +219,16 @@ def _beside(path: str, kind: str) -> str:
     return os.path.join(folder, f".{name}.{kind}-{secrets.token_hex(4)}")
 
 
+def _claim(staged: str) -> None:
+    """Writes the claim into a new folder, which goes again if there is no room for it."""
+    try:
+        with open(os.path.join(staged, _CLAIM), "wb") as file:
+            file.write(claim.begin(staged))
+    except OSError:  # a full disk
+        shutil.rmtree(staged)
+        raise
+
+
 def _claim_in(folder: str) -> dict[str, str] | None:
     """Returns the claim in a partial folder; None if there is none, or if it is not written yet."""
     try:
@@ -246,6 +273,18 @@ def _clear(old: str, home: str, files: Collection[str] | None) -> None:
     if _is_real_folder(home):
         _adopt(old, home, frozenset(files or ()) | {_CLAIM})
     _remove_tree(old)
+
+
+def _move_files(source: str, target: str) -> None:
+    """Moves all files but the claim from a folder to another one. A folder of the same name gets those of its own."""
+    for entry in sorted(_entries(source)):
+        path = os.path.join(source, entry)
+        place = os.path.join(target, entry)
+        if _is_real_folder(path):
+            os.makedirs(place, exist_ok=True)
+            _move_files(path, place)
+        elif entry != _CLAIM:
+            os.replace(path, place)
 
 
 def _remove_tree(folder: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 from collections.abc import Callable, Collection
@@ -9,8 +10,10 @@ from typing import BinaryIO, Protocol
 
 from paceline.base.errors import CheckpointError, short_repr
 from paceline.base.registry import Registry
+from paceline.checkpoint.store import claim
 
 STORES = Registry("paceline.stores", "store")
+_log = logging.getLogger("paceline.checkpoint")
 _PATHLIB = re.compile(r"[a-z][a-z0-9+.-]+:/[^/]")
 
 
@@ -92,6 +95,17 @@ class Store(Protocol):
             owned: returns the files in the manifest of a folder; None without a manifest.
             clean: whether to delete as well. A reader does not.
         """
+
+
+def discard(store: Store, staged: str) -> None:
+    """Removes a folder that `stage` has created, whose save has failed."""
+    # Whether it can be removed now or not, nobody writes it any more.
+    claim.end(staged)
+    try:
+        if store.exists(staged):
+            store.remove(staged)
+    except (OSError, CheckpointError) as error:  # the error of the save itself is being raised
+        _log.warning("could not remove the unfinished %s (%s); the next save tries again", staged, error)
 
 
 def confined(store: Store, folder: str, name: object, source: str) -> str:

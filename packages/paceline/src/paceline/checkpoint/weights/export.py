@@ -31,8 +31,9 @@ from paceline.checkpoint.agree import Alone, WriterPeers, agreed, together
 from paceline.checkpoint.files import replacing
 from paceline.checkpoint.format.checkpoint_format import format_of, newest_in
 from paceline.checkpoint.format.manifest import verify
-from paceline.checkpoint.store import store_for
+from paceline.checkpoint.store import discard, store_for
 from paceline.checkpoint.store.direct import sync_folder
+from paceline.checkpoint.store.local import STORE
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import Box, WeightEntry, Weights, is_part
 from paceline.checkpoint.weights.weight_files import SafeFile, TorchFile, WeightFile
@@ -142,6 +143,7 @@ def export_weights(
     max_shard_size: int | str = "10GB",
     safe_serialization: bool = True,
     peers: WriterPeers | None = None,
+    file_name: str = "",
 ) -> list[str]:
     """Writes whole tensors into one file or several.
 
@@ -152,6 +154,7 @@ def export_weights(
         max_shard_size: the largest size of a file in bytes; a larger tensor gets a file of its own.
         safe_serialization: whether to write safetensors; otherwise torch's format.
         peers: the ranks that write together. Ranks that see the folder write, and the others send to them.
+        file_name: the name of the only file, if it is not the usual one. Then an earlier export stays.
 
     Returns:
         Names of the files, in order.
@@ -166,13 +169,15 @@ def export_weights(
     is_first = peers.rank == 0
     kind: type[WeightFile] = SafeFile if safe_serialization else TorchFile
     _check_dtypes(source.entries, kind)
-    files = ExportedFiles(os.fspath(directory), kind, cut(source.entries, parse_size(max_shard_size)))
+    limit = parse_size(max_shard_size)
+    parts = [list(source.entries)] if file_name else cut(source.entries, limit)
+    files = ExportedFiles(os.fspath(directory), kind, parts, file_name)
     doing = f"saving the model to {files.folder}"
-    # The first rank makes the empty files. A rank that sees them then shares its file system and can write, too.
-    token = together(peers, doing, lambda: files.begin() if is_first else "")[0]
+    # The first rank makes the folder. A rank that sees it then shares its file system and can write, too.
+    staged = together(peers, doing, lambda: files.begin() if is_first else "")[0]
     try:
-        sees_files = together(peers, doing, lambda: files.join(token))
-        writers = [rank for rank in range(peers.size) if sees_files[rank]]
+        sees_folder = together(peers, doing, lambda: files.join(staged))
+        writers = [rank for rank in range(peers.size) if sees_folder[rank]]
         # All writers together ask for `TURN_BYTES` in one turn, so that a rank that holds all of it never packs more.
         num_busy = min(len(writers), len(files.parts))
         step = max(TURN_BYTES // num_busy, LEAST_TURN_BYTES)
@@ -189,7 +194,7 @@ def export_weights(
         agreed(peers, doing, files.close)
         agreed(peers, doing, lambda: files.publish() if is_first else None)
     except BaseException:
-        files.discard()
+        files.discard(is_first)
         raise
     return files.names + files.index_names
 
@@ -288,6 +293,7 @@ class ExportedFiles:
         directory: the folder of the files.
         kind: their format.
         parts: the tensors of each file.
+        file_name: the name of the only file, if it is not the usual one.
 
     Attributes:
         folder: the directory, as an absolute path.
@@ -296,12 +302,15 @@ class ExportedFiles:
         index_names: the name of the index, if there are several files; otherwise empty.
     """
 
-    def __init__(self, directory: str, kind: type[WeightFile], parts: Sequence[Sequence[WeightEntry]]) -> None:
+    def __init__(
+        self, directory: str, kind: type[WeightFile], parts: Sequence[Sequence[WeightEntry]], file_name: str = ""
+    ) -> None:
         self.folder = os.path.abspath(expanded(directory))
         self.parts = [kind.order(part) for part in parts]
         self._kind = kind
         count = len(parts)
-        self.names = [f"{kind.stem}.{kind.ending}"]
+        self.names = [file_name or f"{kind.stem}.{kind.ending}"]
+        self._has_usual_names = not file_name
         self.index_names: list[str] = []
         if count > 1:
             self.names = [f"{kind.stem}-{number:05d}-of-{count:05d}.{kind.ending}" for number in range(1, count + 1)]
@@ -310,29 +319,22 @@ class ExportedFiles:
         for name, part in zip(self.names, self.parts, strict=True):
             self._file_names |= dict.fromkeys([entry.name for entry in part], name)
         self._entries = list(chain.from_iterable(parts))
-        self._partials: dict[str, str] = {}  # by the name of a file: the path under which it is written
+        self._staged = ""  # the folder in which they are written
         # The name of the file that this rank writes now, the open file, and its content in the chosen format.
         self._open: tuple[str, BinaryIO, WeightFile] | None = None
 
     def begin(self) -> str:
-        """Makes the folder and the empty files, and returns the token that their temporary names share. Ranks: the first."""
+        """Makes the folder, and in it the one in which the files are written, whose path it returns. Ranks: the first."""
         os.makedirs(self.folder, exist_ok=True)
-        # An export that was killed could not remove its temporary files, which may be as large as the model.
-        for name in os.listdir(self.folder):
-            leftover = re.fullmatch(r"\.(.+)\.partial-[0-9a-f]{8}", name)
-            if leftover and is_part(leftover[1]):
-                os.remove(os.path.join(self.folder, name))
-        token = secrets.token_hex(4)
-        self.join(token)
-        for partial in self._partials.values():
-            with open(partial, "xb"):
-                pass
-        return token
+        stem = self._kind.stem
+        # An export that was killed could not remove its files, which may be as large as the model.
+        STORE.recover(self.folder, lambda name: name == stem, lambda _: None)
+        return STORE.stage(os.path.join(self.folder, stem))
 
-    def join(self, token: str) -> bool:
-        """Sets the temporary names of the files, and returns whether this rank sees all of them."""
-        self._partials = {name: os.path.join(self.folder, f".{name}.partial-{token}") for name in self.names}
-        return all(map(os.path.exists, self._partials.values()))
+    def join(self, staged: str) -> bool:
+        """Sets the folder in which the files are written, and returns whether this rank sees it."""
+        self._staged = staged
+        return os.path.isdir(staged)
 
     def write(self, rows: Sequence[RowsOfTensor], data: Sequence[Tensor]) -> None:
         """Writes the bytes of some rows; the rows of a file come in order and before those of the next file."""
@@ -340,7 +342,7 @@ class ExportedFiles:
             name = self._file_names[piece.entry.name]
             if self._open is None or self._open[0] != name:
                 self.close()
-                file = open(self._partials[name], "wb")  # noqa: SIM115
+                file = open(os.path.join(self._staged, name), "wb")  # noqa: SIM115
                 self._open = name, file, self._kind(file, self.parts[self.names.index(name)])
             self._open[2].write(piece.entry, content, first=piece.start == 0)
 
@@ -354,14 +356,13 @@ class ExportedFiles:
                 os.fsync(file.fileno())
             self._open = None
 
-    def discard(self) -> None:
-        """Removes what was written."""
+    def discard(self, is_first: bool) -> None:
+        """Ends what was begun. The first rank removes the files."""
         if self._open is not None:
             self._open[1].close()
             self._open = None
-        for partial in self._partials.values():
-            with suppress(FileNotFoundError):  # every rank removes all files, so that another one may have been faster
-                os.remove(partial)
+        if is_first:
+            discard(STORE, self._staged)
 
     def publish(self) -> None:
         """Gives the files their names. A reader finds either the old files or the new ones, also meanwhile and after a crash.
@@ -372,14 +373,16 @@ class ExportedFiles:
         """
         # A model without tensors has a file, too, but no turn has written it.
         if not self._entries:
-            with open(self._partials[self.names[0]], "wb") as file:
+            with open(os.path.join(self._staged, self.names[0]), "wb") as file:
                 self._kind(file, []).close()
-        before = {name for name in os.listdir(self.folder) if is_part(name)}
+        before: set[str] = set()
+        if self._has_usual_names:
+            before = {name for name in os.listdir(self.folder) if is_part(name)}
         temporary: list[str] = []
         if self.index_names and before & set(self.names):
             temporary = self._show_temporarily()
-        for name, partial in self._partials.items():
-            os.replace(partial, os.path.join(self.folder, name))
+        for name in self.names:
+            os.replace(os.path.join(self._staged, name), os.path.join(self.folder, name))
         if self.index_names:
             self._write_index({name: name for name in self.names})
         # Single files and indexes are removed before the parts of several files: a reader begins with them, and would miss
@@ -388,6 +391,7 @@ class ExportedFiles:
         parts_of_several = {name for name in old if re.search(r"-\d+-of-\d+\.", name)}
         for name in [*(old - parts_of_several), *parts_of_several, *temporary]:
             os.remove(os.path.join(self.folder, name))
+        STORE.remove(self._staged)
         # Names are entries of the folder, so without this a crash of the host could undo the renames.
         sync_folder(self.folder)
 
@@ -396,7 +400,7 @@ class ExportedFiles:
         others = {name: f"{self._kind.stem}-{secrets.token_hex(4)}-{name}" for name in self.names}
         try:
             for name, other in others.items():
-                os.link(self._partials[name], os.path.join(self.folder, other))
+                os.link(os.path.join(self._staged, name), os.path.join(self.folder, other))
         except OSError:
             # The file system has no hard links. Without an index, a crash leaves a folder that a reader refuses, rather than
             # an index that mixes two models.

@@ -25,7 +25,6 @@ from paceline.base.parts import extra_with, how_to_install
 from paceline.observe.trackers.delivery import Deliverable, Delivery, unsent_files
 from paceline.observe.trackers.run_ids import RunIds
 from paceline.observe.trackers.tracker import TRACKERS, BlankTracker, Status, Tracker
-from paceline.world import runtime
 
 Wanted = str | type | Tracker
 _FLUSH_AFTER_AN_ERROR_S = 5.0
@@ -37,7 +36,7 @@ class Trackers:
     Args:
         wanted: names (`"all"` for each tracker whose packages are installed), `Tracker` classes or instances.
         folder: where trackers write their files.
-        is_main: whether this is the main process; no other process constructs a tracker.
+        is_main: whether this process constructs trackers: the main one, where files are kept (see `Runtime`).
 
     Ranks: all construct it, and raise the same errors. Nothing here communicates.
 
@@ -47,8 +46,7 @@ class Trackers:
 
     def __init__(self, wanted: Wanted | Iterable[Wanted] | None, folder: str | Path, *, is_main: bool = True) -> None:
         self.folder = str(folder)
-        # A process that must not write files, as in a rehearsal, constructs no tracker.
-        self.is_main = is_main and runtime.current().keeps_files
+        self.is_main = is_main
         self.started: dict[str, Tracker] = {}
         self._deliveries: dict[str, Delivery] = {}
         self._wanted = _resolve(_as_list(wanted))

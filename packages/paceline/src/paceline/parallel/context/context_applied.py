@@ -60,7 +60,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     for span in hooked:
         span.hook()
     # The inputs of a later stage of a pipeline are divided already.
-    if context.plan.layout.pp == 1:
+    if context.plan.layout.pp == 1 and context.runtime.others_answer:
         SameInputs(model, "cp", context.collectives.over(group))
     override_forward(model, "context_between", _explaining(hooked))
     for module in model.modules():

@@ -28,7 +28,6 @@ from torch import Tensor
 from paceline.base.errors import CollectiveError, PlanError
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.dispatch import is_in_backward_pass
-from paceline.world import runtime
 from paceline.world.mesh import register_unit, unit_name
 from paceline.world.transport import PairwiseTransport, transport_of
 
@@ -111,7 +110,7 @@ class Agreement:
 
     def _begin(self) -> None:
         self._is_evaluating = self._next_kind in _EVALUATES
-        if self._next_kind != BEGIN or self._collectives is None or not runtime.current().others_answer:
+        if self._next_kind != BEGIN or self._collectives is None:
             return
         try:
             self._collectives.barrier(self._operation)
@@ -153,10 +152,6 @@ class Statement:
         own = torch.tensor(self._own_flags, dtype=torch.uint8)
         self._statements = torch.empty(size, 2, dtype=torch.int64)
         self._flags = torch.empty(size, len(self._own_flags), dtype=torch.uint8)
-        if not runtime.current().others_answer:
-            # A rehearsal has no other ranks: it assumes that they would announce the same.
-            self._statements[:] = statement
-            self._flags[:] = own
         self._under_way = self._transport.all_gather(self._statements, statement, _TAG)
         if self._own_flags:
             # Each unit has a tag of its own: ranks that announce different units may send different numbers of flags.

@@ -39,7 +39,6 @@ from paceline.parallel.data.buckets import Bucket, ReductionForm, Slot
 from paceline.parallel.data.division import DIRECT, batches
 from paceline.parallel.data.votes import Vote
 from paceline.torch_internals.dispatch import after_backward_pass, backward_pass, is_in_function_backward
-from paceline.world import runtime
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.sharded import local
 from paceline.world.tree import tensors
@@ -72,6 +71,7 @@ class Reducer:
         broadcast_buffers: bool = True,
         fills_unused: bool = False,
         siblings: Callable[[], Iterable[Reducer]] = tuple,
+        others_answer: bool = True,
     ) -> None:
         self.form = form
         self.before_waiting: Callable[[], None] | None = None
@@ -83,7 +83,7 @@ class Reducer:
         # Votes are small and are read on the host at once, so they travel over the CPU.
         self.hosts = cpu_group(form.group)
         self._tag = register_unit(f"votes on gradients of {type(model).__name__}")
-        self._others_answer = runtime.current().others_answer
+        self._others_answer = others_answer
         self._holding = 0
         self._failed = False
         self._ended = False  # the last backward pass has ended with a reduction, so that `finish` has nothing to do
@@ -496,7 +496,7 @@ class Reducer:
         that has lists of rows elsewhere.
         """
         if self._has_sent_all():
-            return Vote(self.hosts, self._tag, self._all_used).wait()
+            return self._counted(self._all_used)
         used: list[bool] = []
         for slot in self._planned:
             is_sent = slot.result is not None or (slot.bucket is not None and slot.bucket.launched)
@@ -514,6 +514,12 @@ class Reducer:
             for number, bucket in enumerate(self._buckets):
                 if not bucket.launched:
                     self._launch(number)
+        return self._counted(flags)
+
+    def _counted(self, flags: Tensor) -> Tensor:
+        """Returns the flags that any rank has set. A rehearsal has no other ranks: it assumes that they would say the same."""
+        if not self._others_answer:
+            return flags
         return Vote(self.hosts, self._tag, flags).wait()
 
     def _has_sent_all(self) -> bool:

@@ -53,6 +53,7 @@ class AveragedGradients(ReducedGradients):
             broadcast_buffers=options.broadcast_buffers,
             fills_unused=options.unused == "zeros",
             siblings=siblings,
+            others_answer=context.runtime.others_answer,
         )
         super().__init__(model, reducer)
         self._divides_steps = context.plan.layout.shard > 1

@@ -6,7 +6,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.world import runtime
 from paceline.world.transport import PairwiseTransport
 from paceline.world.works import PendingMessages
 
@@ -34,9 +33,7 @@ class Vote:
         self._distance = 1
         self._heard: Tensor | None = None
         self._messages = PendingMessages()
-        # A rehearsal has no other ranks: it assumes that they would say the same.
-        if runtime.current().others_answer:
-            self._begin_round()
+        self._begin_round()
 
     def _begin_round(self) -> None:
         transport = self._transport

@@ -89,6 +89,7 @@ class DividedGradients(ReducedGradients):
             self._rows,
             broadcast_buffers=options.broadcast_buffers,
             siblings=ReducedGradients.reducers_of(context),
+            others_answer=context.runtime.others_answer,
         )
         super().__init__(model, reducer)
         self._states = DividedStates(model, context)

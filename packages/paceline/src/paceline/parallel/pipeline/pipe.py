@@ -39,7 +39,6 @@ from paceline.plan.pipeline import SCHEDULES, choose, rank_of
 from paceline.torch_internals.fsdp import kept_gathered
 from paceline.torch_internals.pipelining import stage_class
 from paceline.torch_internals.tensors import put_hooks_by
-from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
@@ -73,8 +72,10 @@ class Pipe(Runner):
         peers: Collectives | None,
         facts: ModelFacts,
         names: Sequence[str],
+        others_answer: bool,
     ) -> None:
         super().__init__(model)
+        self._others_answer = others_answer
         self.stages = stages
         self.owners = copies.collectives
         self.begins = stages.begins
@@ -431,10 +432,10 @@ class Pipe(Runner):
                     for tensor in tensors(hidden):
                         dist.recv(tensor, dist.get_global_rank(group, owners[stage - 1]), group)
                 # The tensors of a rehearsal have no values, which might be those of placeholders.
-                sources = Sources() if is_new and runtime.current().others_answer else None
+                sources = Sources() if is_new and self._others_answer else None
                 output, report = self._run_stage(stage, hidden, args, kwargs, call, sources)
             # The report is sent before the tensors: it tells the receiver their shapes, or the error that was raised instead.
-            if rank == owner or runtime.current().others_answer:
+            if rank == owner or self._others_answer:
                 report = self.owners.broadcast_object(report, src=owner)
             else:
                 # In a rehearsal nobody runs this stage. Its blocks are assumed to return the shapes that it would receive.

@@ -58,7 +58,17 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
         peers = context.collectives.over(mesh.group("shard"))
     copies = Copies(model, holders, group)
     _take_whole_state(model, whole_names)
-    return Pipe(model, stages, copies, options.schedule, microbatches(options, ranks), peers, facts, whole_names)
+    return Pipe(
+        model,
+        stages,
+        copies,
+        options.schedule,
+        microbatches(options, ranks),
+        peers,
+        facts,
+        whole_names,
+        others_answer=context.runtime.others_answer,
+    )
 
 
 def _take_whole_state(model: nn.Module, whole_names: Sequence[str]) -> None:

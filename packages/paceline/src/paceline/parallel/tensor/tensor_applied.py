@@ -45,7 +45,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     refuse_removed(model)
     refuse_tools()
     # The inputs of a later stage of a pipeline are computed, and may be divided.
-    if context.plan.layout.pp == 1:
+    if context.plan.layout.pp == 1 and context.runtime.others_answer:
         SameInputs(model, "tp", context.collectives.over(context.mesh.along("tp").get_group()))
     return DividedLayers(model, regions, context)
 
