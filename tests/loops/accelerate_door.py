@@ -64,7 +64,9 @@ def adapted(program: Program) -> Program | None:
         loop = replace(loop, epochs=2)
         save_at = batches[0] - 1
     body = _body(program.body, program.window > 1)
-    return replace(program, loaders=tuple(loaders), loop=loop, body=body, split_batches=True, save_at=save_at)
+    return replace(
+        program, loaders=tuple(loaders), loop=loop, body=body, split_batches=True, offload="", save_at=save_at
+    )
 
 
 def _has_a_meaning(program: Program, flat: list[Statement], evaluated: set[int]) -> bool:
