@@ -25,7 +25,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any, ClassVar
 
@@ -42,6 +42,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.options import NoOptions, read
 from paceline.plan.plan import Decision, Plan
 from paceline.world.collectives import Collectives
+from paceline.world.events import Events
 from paceline.world.mesh import Mesh
 from paceline.world.pending_gradients import PendingGradients
 
@@ -221,6 +222,7 @@ class Context:
         idle: returns whether this rank's current batch holds no sample but only a filler row.
         siblings: returns the applied strategies of all models of the run.
         runner: the runner that an earlier strategy of the chain has made for this model, or None.
+        events: of the run.
     """
 
     plan: Plan
@@ -232,6 +234,7 @@ class Context:
     idle: Callable[[], bool] = lambda: False
     siblings: Callable[[], Iterable[AppliedStrategy]] = tuple
     runner: Runner | None = None
+    events: Events = field(default_factory=Events)
 
 
 class Strategy:

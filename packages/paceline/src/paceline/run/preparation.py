@@ -342,6 +342,7 @@ class Preparation:
             facts,
             idle=lambda: run.active_loaders.idle,
             siblings=run.prepared.applied_strategies,
+            events=run.events,
         )
         chain = Chain.apply(module, context)
         entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given), model.is_trained_here)
