@@ -168,6 +168,7 @@ def accelerate_script(
     imports = [
         "from paceline_accelerate.accelerator import Accelerator",
         "from paceline_accelerate.arguments import DataLoaderConfiguration",
+        "from paceline_accelerate.state import AcceleratorState",
     ]
     options = ["cpu=True", "dataloader_config=DataLoaderConfiguration(split_batches=True)"]
     if program.window > 1:
@@ -183,7 +184,9 @@ def accelerate_script(
         if line == "from paceline import Accelerator":
             lines[number] = "\n".join(imports)
         if line.startswith("accelerator = Accelerator("):
-            lines[number] = f"accelerator = Accelerator({', '.join(options)})"
+            # All accelerators of a process have one precision, and the programs of many seeds run in one process.
+            reset = "AcceleratorState._reset_state(True)"
+            lines[number] = f"{reset}\naccelerator = Accelerator({', '.join(options)})"
         lines[number] = _ITEMS.sub(_BY_ITEMS, lines[number])
     return "\n".join(lines) + "\n"
 
