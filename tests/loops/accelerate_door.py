@@ -64,7 +64,9 @@ def adapted(program: Program) -> Program | None:
         loop = replace(loop, epochs=2)
         save_at = batches[0] - 1
     body = _body(program.body, program.window > 1)
-    return replace(program, loaders=tuple(loaders), loop=loop, body=body, split_batches=True, save_at=save_at)
+    return replace(
+        program, loaders=tuple(loaders), loop=loop, body=body, split_batches=True, offload="", save_at=save_at
+    )
 
 
 def _has_a_meaning(program: Program, flat: list[Statement], evaluated: set[int]) -> bool:
@@ -166,6 +168,7 @@ def accelerate_script(
     imports = [
         "from paceline_accelerate.accelerator import Accelerator",
         "from paceline_accelerate.arguments import DataLoaderConfiguration",
+        "from paceline_accelerate.state import AcceleratorState",
     ]
     options = ["cpu=True", "dataloader_config=DataLoaderConfiguration(split_batches=True)"]
     if program.window > 1:
@@ -181,7 +184,9 @@ def accelerate_script(
         if line == "from paceline import Accelerator":
             lines[number] = "\n".join(imports)
         if line.startswith("accelerator = Accelerator("):
-            lines[number] = f"accelerator = Accelerator({', '.join(options)})"
+            # All accelerators of a process have one precision, and the programs of many seeds run in one process.
+            reset = "AcceleratorState._reset_state(True)"
+            lines[number] = f"{reset}\naccelerator = Accelerator({', '.join(options)})"
         lines[number] = _ITEMS.sub(_BY_ITEMS, lines[number])
     return "\n".join(lines) + "\n"
 

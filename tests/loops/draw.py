@@ -127,7 +127,9 @@ class _Drawing:
             split_batches=self.split,
             precision=self.precision,  # type: ignore[arg-type]
         )
-        return self._with_writes(self._with_save(program))
+        program = self._with_writes(self._with_save(program))
+        # Last, so that the programs of earlier seeds stay the same.
+        return self._with_offload(self._with_muon(program))
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -550,6 +552,24 @@ class _Drawing:
         if changing or program.hooks or not self.chance(0.12) or program.precision != "no":
             return program
         return replace(program, save_at=self.random.randint(0, 4))
+
+    def _with_muon(self, program: Program) -> Program:
+        """One optimizer becomes Muon, which steps whole matrices."""
+        if program.precision != "no" or not self.chance(0.12):
+            return program
+        number = self.random.randrange(len(program.optimizers))
+        # A group of Muon's says more than its parameters.
+        if any(isinstance(each, AddGroup) and each.optimizer == number for each in statements(program.body)):
+            return program
+        optimizers = list(program.optimizers)
+        optimizers[number] = replace(optimizers[number], kind="Muon")
+        return replace(program, optimizers=tuple(optimizers))
+
+    def _with_offload(self, program: Program) -> Program:
+        if not self.chance(0.08):
+            return program
+        what = self.random.choices(["activations", "optimizer", "optimizer+activations"], [3, 1, 1])[0]
+        return replace(program, offload=what)  # type: ignore[arg-type]
 
 
 def _after(body: Body, target: Statement, new: Statement, last_backward: Statement) -> Body:

@@ -43,7 +43,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer; each slice is a parameter group of its own."""
+    """An optimizer; each slice is a parameter group of its own, but not of Muon, which divides parameters by their shapes."""
 
     kind: str
     slices: tuple[Slice, ...]
@@ -299,6 +299,7 @@ class Program:
     Attributes:
         window: micro-batches of an accumulation window.
         split_batches: whether a loader's batch size counts the rows of all ranks.
+        offload: what waits in the host's memory, in the words of the plan; copies are made although the device is the host.
         save_at: the step after which the run is saved, and goes on in new processes; None if it is not.
     """
 
@@ -313,6 +314,7 @@ class Program:
     window: int = 1
     split_batches: bool = True
     precision: Literal["no", "bf16", "fp16"] = "no"
+    offload: Literal["", "activations", "optimizer", "optimizer+activations"] = ""
     save_at: int | None = None
 
 

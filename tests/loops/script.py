@@ -52,6 +52,7 @@ OPTIMIZERS = {
     "RMSprop": "torch.optim.RMSprop({}, lr=0.01, eps=1e-4)",
     "Adagrad": "torch.optim.Adagrad({}, lr=0.05, eps=1e-6)",
 }
+OPTIMIZERS_OF_MODULES = {"Muon": "ExactMuon({}, muon_lr=0.02, adam_lr=0.01)"}
 SCHEDULERS = {
     "StepLR": "torch.optim.lr_scheduler.StepLR({}, 2, gamma=0.5)",
     "ExponentialLR": "torch.optim.lr_scheduler.ExponentialLR({}, 0.8)",
@@ -115,6 +116,16 @@ _HOOKS = {
     "clamp": ("parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))",),
     "fused": ("parameter.register_post_accumulate_grad_hook(step_at_once)",),
 }
+_MUON = '''
+class ExactMuon(Muon):
+    """Muon whose iteration does not enlarge a rounding to bf16."""
+
+    def orthogonal(self, matrix, group):
+        if matrix.dim() == 3:
+            return super().orthogonal(matrix, group)
+        flat = matrix.flatten(1)
+        return newton_schulz(flat).mul(shape_scale(flat)).reshape(matrix.shape)
+'''
 _FUSED = """
 @torch.no_grad()
 def step_at_once(parameter):
@@ -139,6 +150,9 @@ def definitions(program: Program) -> str:
         text.append(_ELEMENTS)
     if any(hook.kind == "fused" for hook in program.hooks):
         text.append(_FUSED)
+    if any(optimizer.kind in OPTIMIZERS_OF_MODULES for optimizer in program.optimizers):
+        text.insert(1, "from paceline.optim.muon import Muon, newton_schulz, shape_scale\n")
+        text.append(_MUON)
     return "\n".join(text)
 
 
@@ -160,7 +174,11 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
         if model.frozen:
             lines.append(f"model{number}.{model.frozen}.requires_grad_(False)")
     for number, optimizer in enumerate(program.optimizers):
-        lines.append(f"optimizer{number} = " + OPTIMIZERS[optimizer.kind].format(_groups(optimizer)))
+        if optimizer.kind in OPTIMIZERS_OF_MODULES:
+            made = OPTIMIZERS_OF_MODULES[optimizer.kind].format(_modules(optimizer))
+        else:
+            made = OPTIMIZERS[optimizer.kind].format(_groups(optimizer))
+        lines.append(f"optimizer{number} = {made}")
     for number, scheduler in enumerate(program.schedulers):
         made = SCHEDULERS[scheduler.kind].format(f"optimizer{scheduler.optimizer}")
         lines.append(f"scheduler{number} = {made}")
@@ -192,8 +210,12 @@ def script(program: Program, plan: Mapping[str, int], phase: str = "", folder: s
     if program.window > 1:
         options.append(f"gradient_accumulation_steps={program.window}")
     options.append(f"split_batches={program.split_batches}")
-    if plan:
-        options.append(f"plan={dict(plan)}")
+    settings: dict[str, int | str] = {**plan}
+    if program.offload:
+        settings["offload"] = program.offload
+        options.append("options={'offload': {'always': True}}")
+    if settings:
+        options.append(f"plan={settings}")
     batches = {}
     if not program.split_batches:
         width = "accelerator.plan.layout.width"
@@ -271,6 +293,11 @@ def _groups(optimizer: Optimizer) -> str:
     if len(groups) == 1:
         return groups[0]
     return "[" + ", ".join(f'{{"params": {group}}}' for group in groups) + "]"
+
+
+def _modules(optimizer: Optimizer) -> str:
+    modules = [f"model{each.model}" + ("" if each.part == "all" else f".{each.part}") for each in optimizer.slices]
+    return modules[0] if len(modules) == 1 else f"nn.ModuleList([{', '.join(modules)}])"
 
 
 def _parameters(each: Slice, model: str = "model{}") -> str:

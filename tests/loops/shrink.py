@@ -189,6 +189,8 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
         yield replace(program, split_batches=True)
     if program.precision != "no":
         yield replace(program, precision="no")
+    if program.offload:
+        yield replace(program, offload="")
     if program.loop.kind == "zip":
         for loader in program.loop.loaders:
             yield replace(program, loop=Loop("for", (loader,), program.loop.epochs))

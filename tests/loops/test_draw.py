@@ -7,7 +7,7 @@ import typing
 from loops import programs
 from loops.draw import draw
 from loops.programs import Program, statements
-from loops.script import OPTIMIZERS, SCHEDULERS, script
+from loops.script import OPTIMIZERS, OPTIMIZERS_OF_MODULES, SCHEDULERS, script
 from loops.zoo import BODIES
 
 SEEDS = range(1500)
@@ -32,6 +32,7 @@ def features(program: Program) -> set[str]:
     names |= {"short last batch" * any(loader.rows % loader.batch for loader in program.loaders)}
     names |= {"drop_last" * any(loader.drop_last for loader in program.loaders)}
     names |= {f"hook {hook.kind}" for hook in program.hooks}
+    names |= {f"offload {program.offload}" * bool(program.offload)}
     names |= {"save" * (program.save_at is not None), "batch of a rank" * (not program.split_batches)}
     for each in statements(program.body):
         match each:
@@ -55,6 +56,8 @@ def features(program: Program) -> set[str]:
 EXPECTED = {
     *(f"body {name}" for name in BODIES),
     *(f"optimizer {name}" for name in OPTIMIZERS),
+    *(f"optimizer {name}" for name in OPTIMIZERS_OF_MODULES),
+    *("offload activations", "offload optimizer", "offload optimizer+activations"),
     *(f"scheduler {name}" for name in SCHEDULERS),
     *(
         "1 models",

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, PlanError
@@ -169,3 +170,34 @@ def counts() -> list[float]:
 
 def test_every_window_begins_with_the_buffers_of_rank_0() -> None:
     assert run_ranks(counts, world=2) == [[1, 2, 3, 4, 5, 6], [2, 2, 4, 4, 6, 6]]
+
+
+def update_averages(made_when: str) -> dict[str, torch.Tensor]:
+    """torch's `update_bn` over a prepared loader, for an average that was never prepared."""
+    model, optimizer = made()
+    accelerator = Accelerator(split_batches=True, cpu=True)
+    average = AveragedModel(model)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data(), BATCH))
+    if made_when == "of what prepare returned":
+        average = AveragedModel(model)
+    elif made_when == "of the module inside":
+        average = AveragedModel(accelerator.unwrap_model(model))
+    for x, y in loader:
+        accelerator.backward(loss_of(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+    update_bn(iter(loader) if made_when == "before" else loader, average)
+    state = {name.removeprefix("module."): value.clone() for name, value in average.state_dict().items()}
+    if accelerator.is_main_process:  # alone, so that whoever communicated would wait for ever
+        average.train()(torch.randn(2, 1, 4, 4))
+    accelerator.wait_for_everyone()
+    return {name: value for name, value in state.items() if "running" in name}
+
+
+@pytest.mark.parametrize("made_when", ["before", "of what prepare returned", "of the module inside"])
+def test_update_bn_of_an_average_has_the_statistics_of_one_process(made_when: str) -> None:
+    (want,) = run_ranks(update_averages, world=1, args=(made_when,))
+    assert want
+    for got in run_ranks(update_averages, world=3, args=(made_when,)):
+        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)

@@ -326,6 +326,17 @@ def test_refused_under_shard():
         codes.append(code_of(lambda: model(x)))
         accelerator.clear()
 
+        model, optimizer = prepared(accelerator)
+        model.double().float()  # nothing is lost
+        codes.append(code_of(lambda: model(x)))
+        accelerator.clear()
+
+        model, optimizer = prepared(accelerator)
+        model.double()
+        model.head.weight.data = torch.ones(4, 4, dtype=torch.float64)
+        codes.append(code_of(lambda: model(x.double())))
+        accelerator.clear()
+
         accelerator = Accelerator(cpu=True, plan=PLAN, mixed_precision="bf16")
         model, optimizer = prepared(accelerator)
         accelerator.backward(model(x).sum())
@@ -344,6 +355,8 @@ def test_refused_under_shard():
         "shard-changed",
         "data-assigned",
         "data-assigned",
+        "data-assigned",
+        "none",
         "data-assigned",
         "shard-written",
     ]

@@ -151,3 +151,34 @@ def test_what_a_refused_step_has_swapped_is_given_back() -> None:
     with pytest.raises(ValueError, match="half way"):
         optimizer.step()
     assert seen[-1] == "given back" and not optimizer._optimizer_step_pre_hooks
+
+
+def test_what_a_later_group_brings_is_declared_inside_of_what_was_declared_for_the_whole_optimizer() -> None:
+    class Grows(Own):
+        def add_param_group(self, param_group):
+            super().add_param_group(param_group)
+
+    kept, gathered = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    optimizer = optimizer_of(Grows)
+    adapter = OptimizerAdapter(optimizer)
+
+    def bind(_) -> None:
+        with adapter.binding():
+            adapter.swap(lambda _: around("late"))
+
+    adapter.swap(lambda _: around("outer"))
+    adapter.surround(lambda name: around(name))
+    adapter.follow_groups(lambda tensors: [kept if tensor is gathered else tensor for tensor in tensors], bind)
+    optimizer.add_param_group({"params": gathered})
+    assert optimizer.param_groups[1]["params"][0] is kept
+    assert seen == ["<add_param_group", "add_param_group>"]
+    optimizer.step()
+    assert seen[3:8] == ["<outer", "<late", "kernels", "late>", "outer>"]
+
+
+def test_a_later_group_may_name_its_parameters() -> None:
+    weight, bias = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.SGD([("weight", weight)], lr=0.1)
+    OptimizerAdapter(optimizer).follow_groups(list, lambda _: None)
+    optimizer.add_param_group({"params": [("bias", bias)]})
+    assert optimizer.param_groups[1]["param_names"] == ["bias"]

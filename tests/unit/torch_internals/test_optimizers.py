@@ -48,3 +48,15 @@ def test_a_wrapper_gets_the_tables_of_hooks() -> None:
     wrapper.step()
     wrapper.state_dict()
     assert calls == ["before", "saved"]
+
+
+def test_the_model_of_an_update_of_batch_norms_is_known_inside_of_it_alone() -> None:
+    models = []
+
+    def batches():
+        models.append(optimizers.model_of_update())
+        yield torch.ones(2, 3)
+
+    average = torch.optim.swa_utils.AveragedModel(nn.BatchNorm1d(3))
+    torch.optim.swa_utils.update_bn((batch for batch in batches()), average)
+    assert models == [average] and optimizers.model_of_update() is None

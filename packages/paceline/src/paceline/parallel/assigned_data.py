@@ -7,8 +7,9 @@ the next forward pass or step says it.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,8 +49,9 @@ def refuse_assigned_data(model: nn.Module) -> None:
 class _RefuseAssignedData:
     """Raises an error if `parameter.data = value` was written, outside of the optimizer's methods, since it looked last.
 
-    The value is lost then, but the DTensor, which has no memory of its own, has got the storage object of the value. Where the
-    model was converted, as by `model.double()`, it has got local values of another dtype, too, and nothing is lost.
+    The value is lost then, but the DTensor, which has no memory of its own, has got the storage object of the value: with the
+    memory of a plain tensor, or beside the local values that it had before. Where the model was converted, as by
+    `model.double()`, it has got new local values, too, and nothing is lost.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -64,10 +66,12 @@ class _RefuseAssignedData:
             if not is_sharded(parameter):
                 continue
             before = self._before.get(parameter)
-            if before is not None and parameter.untyped_storage() is before[0]:
+            if before is not None and parameter.untyped_storage() is before.storage:
                 continue
-            held = self._before[parameter] = _held(parameter)
-            if before is None or held[1] != before[1]:
+            self._before[parameter] = _held(parameter)
+            is_first_look = before is None
+            is_converted = before is not None and before.values() is not local(parameter).untyped_storage()
+            if (is_first_look or is_converted) and parameter.data_ptr() == 0:
                 continue
             raise TrainError(
                 "data-assigned",
@@ -77,9 +81,20 @@ class _RefuseAssignedData:
             )
 
 
-def _held(parameter: Tensor) -> tuple[torch.UntypedStorage, torch.dtype]:
-    """Returns the storage object that a DTensor shows, and the dtype of its values."""
-    return parameter.untyped_storage(), local(parameter).dtype
+class _Held(NamedTuple):
+    """The storage objects of a DTensor.
+
+    Attributes:
+        storage: the one that it shows.
+        values: that of its local values; weakly, since a conversion frees them.
+    """
+
+    storage: torch.UntypedStorage
+    values: weakref.ref[torch.UntypedStorage]
+
+
+def _held(parameter: Tensor) -> _Held:
+    return _Held(parameter.untyped_storage(), weakref.ref(local(parameter).untyped_storage()))
 
 
 class _CopyAssignedData(TorchFunctionMode):

@@ -1,20 +1,23 @@
 """`OptimizerAdapter`: everything that is done to one optimizer of the user's. Its `step` lists the order.
 
     strategies declare, in `bind`      refuse, swap, choose_kernels, after_step, forget, surround
-    the adapter replaces               `step` and `zero_grad`, each at most once, and methods of the user's own class
+    a preparation declares             follow_groups
+    the adapter replaces               `step`, `zero_grad` and `add_param_group`, each at most once, and methods of the user's
+                                       own class
 
 No strategy replaces a method itself. What a strategy adds to a step is one line here, wherever it comes in the order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from types import MethodType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
@@ -25,6 +28,7 @@ from paceline.world.param_groups import inner_optimizers
 Act = Callable[[Optimizer], None]
 Swap = Callable[[Optimizer], AbstractContextManager[Any]]
 Surroundings = Callable[[str], AbstractContextManager[Any]]
+Stepped = Callable[[Iterable[Tensor]], list[Tensor]]
 _ADAPTER = "_paceline_adapter"  # attribute of the function that takes the place of `step`
 
 
@@ -46,6 +50,7 @@ class OptimizerAdapter:
         self._afterwards: list[Act] = []
         self._forgets: list[Callable[[bool], None]] = []
         self._surroundings: list[Surroundings] = []
+        self._followers: list[tuple[Stepped, Act]] = []
         self._installed: set[str] = set()  # names of the methods that are replaced
 
     @classmethod
@@ -61,6 +66,7 @@ class OptimizerAdapter:
             adapter._afterwards,
             adapter._forgets,
             adapter._surroundings,
+            adapter._followers,
         ):
             declared.clear()
         return adapter
@@ -114,8 +120,34 @@ class OptimizerAdapter:
                 self._install_step()
             elif name == "zero_grad":
                 self._install(name, self._zero_grad)
+            elif name == "add_param_group":
+                self._install(name, self._add_param_group)
             else:
                 self._install(name, partial(self._surrounded, name))
+
+    def follow_groups(self, stepped: Stepped, bind: Act) -> None:
+        """Lets `add_param_group` call `bind` afterwards, since a new group may have parameters of another model.
+
+        Args:
+            stepped: returns what the optimizer steps of given parameters, which a pass may have gathered.
+            bind: declares what strategies do for models that are new to the optimizer.
+        """
+        self._followers.append((stepped, bind))
+        self._install("add_param_group", self._add_param_group)
+
+    @contextmanager
+    def binding(self) -> Iterator[None]:
+        """While it is open, strategies of one model declare what they do; it is entered after all that is declared so far.
+
+        The models may come in any order, as each strategy changes parameters of its own model only. What is declared for the
+        whole optimizer, such as `step_local_parts`, sees the parameters before strategies do, also if a model comes later.
+        """
+        outer_swaps = self._swaps
+        self._swaps = []
+        try:
+            yield
+        finally:
+            self._swaps += outer_swaps
 
     # -- what the methods do ---------------------------------------------------------------------------------------
 
@@ -192,6 +224,24 @@ class OptimizerAdapter:
         for forget in self._forgets:
             forget(bool(set_to_none))
         return result
+
+    def _add_param_group(self, plain: Callable[..., Any], param_group: dict[str, Any]) -> None:
+        members = param_group["params"]
+        # A set is refused by torch, since its order differs between runs.
+        if self._followers and not isinstance(members, set):
+            param_group["params"] = self._stepped_members([members] if isinstance(members, Tensor) else list(members))
+        with self._surroundings_of("add_param_group"):
+            plain(param_group)
+        for _, bind in self._followers:
+            bind(self.optimizer)
+
+    def _stepped_members(self, members: list[Any]) -> list[Any]:
+        """Returns the members of a new group, tensors or pairs of a name and a tensor, with what is stepped of each."""
+        names = [member[0] if isinstance(member, tuple) else None for member in members]
+        tensors = [member[1] if isinstance(member, tuple) else member for member in members]
+        for stepped, _ in self._followers:
+            tensors = stepped(tensors)
+        return [tensor if name is None else (name, tensor) for name, tensor in zip(names, tensors, strict=True)]
 
     def _surrounded(self, name: str, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with self._surroundings_of(name):

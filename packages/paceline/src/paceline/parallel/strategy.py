@@ -42,6 +42,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.options import NoOptions, read
 from paceline.plan.plan import Decision, Plan
 from paceline.world.collectives import Collectives
+from paceline.world.events import Events
 from paceline.world.mesh import Mesh
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.runtime import Runtime
@@ -223,6 +224,7 @@ class Context:
         siblings: returns the applied strategies of all models of the run.
         runner: the runner that an earlier strategy of the chain has made for this model, or None.
         runtime: the surroundings of the run: whether the other ranks answer, and what memory of the CPU stands for.
+        events: of the run.
     """
 
     plan: Plan
@@ -235,6 +237,7 @@ class Context:
     siblings: Callable[[], Iterable[AppliedStrategy]] = tuple
     runner: Runner | None = None
     runtime: Runtime = field(default_factory=Runtime)
+    events: Events = field(default_factory=Events)
 
 
 class Strategy:

@@ -10,7 +10,7 @@ own subclasses `Preparation`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -343,6 +343,7 @@ class Preparation:
             idle=lambda: run.active_loaders.idle,
             siblings=run.prepared.applied_strategies,
             runtime=run.runtime,
+            events=run.events,
         )
         chain = Chain.apply(module, context)
         entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given), model.is_trained_here)
@@ -456,12 +457,8 @@ class Preparation:
 
     def _adapt(self, optimizer: Optimizer) -> None:
         """Lets strategies adapt an optimizer that holds the prepared parameters, and chooses its kernels."""
-        prepared = self.run.prepared
         adapter = OptimizerAdapter.of(optimizer)
-        for model in prepared.models:
-            if model.is_stepped_by(optimizer):
-                for decision in model.chain.bind(adapter):
-                    self.run.note(decision)
+        _bind(adapter, self.run)
         for decision in decisions_about(optimizer):
             self.run.note(decision)
         copy_assigned_data(adapter)
@@ -584,6 +581,36 @@ class Preparation:
         self._epoch_lengths.clear()
         if self.run.device.type != "cpu":
             torch.accelerator.empty_cache()
+
+
+def _bind(adapter: OptimizerAdapter, run: Run) -> None:
+    """Lets the strategies of each model adapt an optimizer that steps it, also where it gets parameters of the model later."""
+    bound: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+    # An optimizer may outlive its run.
+    reference = weakref.ref(run)
+
+    def stepped(parameters: Iterable[Tensor]) -> list[Tensor]:
+        present = reference()
+        models = [] if present is None else present.prepared.models
+        for model in models:
+            parameters = model.chain.shards_of(parameters)
+        return list(parameters)
+
+    def bind(optimizer: Optimizer) -> None:
+        present = reference()
+        if present is None:
+            return
+        for model in present.prepared.models:
+            if model in bound or not model.is_stepped_by(optimizer):
+                continue
+            bound.add(model)
+            with adapter.binding():
+                decisions = model.chain.bind(adapter)
+            for decision in decisions:
+                present.note(decision)
+
+    bind(adapter.optimizer)
+    adapter.follow_groups(stepped, bind)
 
 
 def _move(module: nn.Module, device: torch.device, tied: Sequence[Sequence[str]]) -> None:

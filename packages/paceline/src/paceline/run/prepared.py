@@ -62,7 +62,9 @@ class PreparedModel:
     def is_stepped_by(self, optimizer: Optimizer) -> bool:
         """Returns whether an optimizer holds any parameter of the model."""
         stepped = set(map(id, parameters_of(optimizer)))
-        return not stepped.isdisjoint(map(id, self.module.parameters()))
+        # In the middle of a pass whole parameters may stand in the model.
+        own = self.chain.shards_of(self.module.parameters())
+        return not stepped.isdisjoint(map(id, own))
 
     def given_parameters(self) -> Iterator[tuple[Tensor, str]]:
         """Yields the parameters from before `prepare` that something still holds, each with its name."""

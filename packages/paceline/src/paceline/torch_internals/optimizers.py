@@ -1,11 +1,16 @@
-"""The private side of optimizers and learning-rate schedulers: the order of hooks, counters of steps."""
+"""The private side of optimizers, schedulers and averages: the order of hooks, counters of steps, the model of `update_bn`."""
 
 from __future__ import annotations
 
+import inspect
+import sys
 from collections.abc import Callable
+from types import FrameType
 
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import update_bn
 from torch.utils.hooks import RemovableHandle
 
 
@@ -33,3 +38,17 @@ def times_stepped(scheduler: LRScheduler) -> int:
     The public `last_epoch` may be set by the caller of `step`.
     """
     return scheduler._step_count
+
+
+_UPDATE = inspect.unwrap(update_bn).__code__
+
+
+def model_of_update() -> nn.Module | None:
+    """Returns the model whose batch norms torch's `update_bn` updates at the moment, in this thread; None outside of it."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is _UPDATE:
+            model: nn.Module = frame.f_locals["model"]
+            return model
+        frame = frame.f_back
+    return None

@@ -5,7 +5,8 @@
 
 The modules keep their class and their own `forward` (momentum, counters, checks, an activation that a subclass adds). Only
 its call of `torch.nn.functional.batch_norm` is replaced. A copy of the model, and a model that is loaded from a file, has
-ordinary layers. In evaluation nothing communicates.
+ordinary layers. In evaluation nothing communicates. While torch's `update_bn` runs over a prepared loader, the layers of its
+model, which is an average of weights, are synchronised too.
 
 Layers that a script has converted to `nn.SyncBatchNorm` are synchronized here on the CPU (`converted_batch_norm.py`), and by
 torch on an accelerator.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -17,6 +18,7 @@ from paceline.parallel.data.peers import PEERS, BatchPeers, ReplacedCalls
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.torch_internals.modules import BatchNormBase
+from paceline.torch_internals.optimizers import model_of_update
 from paceline.world.forward import override_forward
 
 
@@ -28,33 +30,76 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     peers = BatchPeers(group, dist.get_world_size(group), context.idle)
     everything = context.options.statistics == "synced"
     for module in model.modules():
-        if not isinstance(module, BatchNormBase):
-            continue
+        # torch's own layer only gets the group, unless the script has chosen one.
         if type(module) is nn.SyncBatchNorm:
-            # torch's own layer only gets the group, unless the script has chosen one.
             module.process_group = module.process_group or group
-        elif everything or isinstance(module, ConvertedBatchNorm):
-            if not hasattr(module, PEERS):
-                override_forward(module, "batch_norm", _forward)
-            setattr(module, PEERS, peers)
-    return SharedStatistics(model, peers)
+    for layer in _layers(model, everything):
+        _synchronise(layer, peers)
+    applied = SharedStatistics(model, peers)
+    itself = weakref.ref(applied)
+    context.events.loop_began.subscribe(lambda _: _follow_update(itself(), everything))
+    context.events.loop_over.subscribe(lambda *_: _end_update(itself()))
+    return applied
+
+
+def _layers(model: nn.Module, everything: bool) -> Iterator[nn.Module]:
+    """Yields the batch norms of a model that are synchronised here; unless `everything`, those alone that were converted."""
+    for module in model.modules():
+        is_ours = isinstance(module, BatchNormBase) and type(module) is not nn.SyncBatchNorm
+        if is_ours and (everything or isinstance(module, ConvertedBatchNorm)):
+            yield module
+
+
+def _synchronise(layer: nn.Module, peers: BatchPeers) -> None:
+    """Lets a batch norm see the batches of all peers."""
+    if not hasattr(layer, PEERS):
+        override_forward(layer, "batch_norm", _forward)
+    setattr(layer, PEERS, peers)
 
 
 class SharedStatistics(AppliedStrategy):
-    """A model whose batch norms take statistics over several ranks."""
+    """A model whose batch norms take statistics over several ranks.
+
+    Attributes:
+        peers: these ranks.
+        updated: the layers of another model, such as an average, whose statistics `update_bn` is computing.
+    """
 
     def __init__(self, model: nn.Module, peers: BatchPeers) -> None:
         super().__init__(model)
-        self._peers = peers
+        self.peers = peers
+        self.updated: list[nn.Module] = []
 
     @contextmanager
     def uneven_steps(self) -> Iterator[None]:
         """While it is open, each rank normalises by its own batch."""
-        self._peers.paused += 1
+        self.peers.paused += 1
         try:
             yield
         finally:
-            self._peers.paused -= 1
+            self.peers.paused -= 1
+
+
+def _follow_update(applied: SharedStatistics | None, everything: bool) -> None:
+    """Called when a loop over a prepared loader begins. If it is that of torch's `update_bn`, all ranks update together.
+
+    The model there is an average of weights, and was not prepared: its layers are copies, which see their own batch alone.
+    """
+    model = model_of_update()
+    if applied is None or model is None:
+        return
+    for layer in _layers(model, everything):
+        if getattr(layer, PEERS, None) is None:
+            _synchronise(layer, applied.peers)
+            applied.updated.append(layer)
+
+
+def _end_update(applied: SharedStatistics | None) -> None:
+    if applied is None:
+        return
+    for layer in applied.updated:
+        setattr(layer, PEERS, None)
+    applied.updated.clear()
 
 
 def is_synchronised(module: nn.Module) -> bool:
