@@ -40,7 +40,8 @@ def documents_in(batch):
 
 
 def parts(width, index, loader=None, **options):
-    prepared = prepare_loader(loader or loader_of(), width=width, index=index, device="cpu", **options)
+    loader = loader_of() if loader is None else loader
+    prepared = prepare_loader(loader, width=width, index=index, device="cpu", **options)
     return prepared, [documents_in(batch) for batch in prepared]
 
 
@@ -86,8 +87,16 @@ def test_the_same_global_batches_at_any_width(width):
 
 
 def test_workers_read_the_same():
-    prepared, batches = parts(2, 1, loader_of(num_workers=2))
-    assert batches == parts(2, 1)[1]
+    assert parts(2, 1, loader_of(num_workers=2))[1] == parts(2, 1)[1]
+
+
+def test_without_automatic_batching_the_dataset_makes_the_batches():
+    class Batched(Documents):
+        def __getitem__(self, indices):
+            return pack_documents([Documents()[index] for index in indices])
+
+    loader = DataLoader(Batched(), sampler=TokenBatchSampler(Documents(), 8), batch_size=None)
+    assert parts(2, 1, loader)[1] == parts(2, 1)[1]
 
 
 def test_parts_are_as_even_as_can_be():
@@ -173,6 +182,7 @@ def test_samples_that_cannot_be_packed():
         assert code_of(lambda samples=samples: pack_documents(samples)).code == "data-pack"
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_attention_stays_inside_of_documents():
     torch.manual_seed(0)
     lengths = [3, 1, 4]
@@ -184,7 +194,7 @@ def test_attention_stays_inside_of_documents():
     ]
     result = documents.attention(q, k, v)
     torch.testing.assert_close(result, torch.cat(alone, dim=2), rtol=0, atol=1e-14)
-    # What accelerators compute, without its compiled kernel.
+    # What accelerators compute, without its compiled kernel, of which torch warns.
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=documents.block_mask), result, rtol=0, atol=1e-12)
 
 

@@ -17,7 +17,7 @@ from paceline.data.cursor import Cursor
 from paceline.data.feed import NOTHING, Feed, Mark, Steps
 from paceline.data.packing import packed_tokens
 from paceline.data.prefetch import on_device
-from paceline.data.tokens import TokenBatchSampler
+from paceline.data.tokens import token_sampler
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.world import runtime
 from paceline.world.tree import common_rows
@@ -66,7 +66,7 @@ class PreparedLoader:
         self.trains = False
         self.may_drop = original.collate_fn not in (default_collate, default_convert)
         self._seen_rows: int | None = None  # of the current batch, where `may_drop`
-        self._is_by_tokens = isinstance(getattr(original, "batch_sampler", None), TokenBatchSampler)
+        self._is_by_tokens = token_sampler(original) is not None
         self._feed = feed
         self._active = active
         self._non_blocking = non_blocking

@@ -15,7 +15,7 @@ from paceline.data.augment import draws_nothing, has_own_streams
 from paceline.data.feed import Feed, MapFeed, Source
 from paceline.data.loader import PreparedLoader
 from paceline.data.order import Read, check_unsharded, first_entry, order_of, seed_of
-from paceline.data.tokens import TokenBatches, TokenBatchSampler
+from paceline.data.tokens import TokenBatches, token_sampler
 from paceline.plan.data import DataPlan, Tail
 from paceline.plan.plan import Decision
 from paceline.world.collectives import Collectives
@@ -135,8 +135,8 @@ def random_samples(loader: PreparedLoader) -> Decision | None:
 
 def token_budget(loader: PreparedLoader) -> Decision | None:
     """Returns the decision on how batches by tokens are divided; None for a loader of another kind."""
-    sampler = loader.original.batch_sampler
-    if not isinstance(sampler, TokenBatchSampler):
+    sampler = token_sampler(loader.original)
+    if sampler is None:
         return None
     group = loader.feed.group
     reason = (
@@ -166,8 +166,10 @@ def _source(loader: DataLoader[Any], split: bool, ranks: Collectives | None) -> 
     outer = _outer(loader)
     if _regular(outer):
         return Source(order_of(outer.sampler, loader.generator, ranks))
-    if isinstance(outer, TokenBatchSampler) and loader.batch_sampler is not None:
-        return Source(TokenBatches(order_of(outer.sampler, loader.generator, ranks), outer), whole=True, split=split)
+    by_tokens = token_sampler(loader)
+    if by_tokens is not None:
+        documents = order_of(by_tokens.sampler, loader.generator, ranks)
+        return Source(TokenBatches(documents, by_tokens), whole=True, split=split)
     # A batch sampler of another class decides itself what is in a batch, so that its batches stay as they are.
     if loader.batch_sampler is not None:
         check_unsharded(outer)

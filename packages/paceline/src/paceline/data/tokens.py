@@ -83,6 +83,17 @@ class TokenBatchSampler(Sampler[list[int]]):
         return self.tokens, len(self.lengths), zlib.crc32(self.lengths.tobytes())
 
 
+def token_sampler(loader: object) -> TokenBatchSampler | None:
+    """Returns the sampler of a loader whose batches are by tokens; None for any other loader."""
+    sampler = getattr(loader, "batch_sampler", None)
+    if sampler is None:  # without automatic batching
+        sampler = getattr(loader, "sampler", None)
+    # A subclass that overrides `__iter__` decides itself what is in a batch.
+    if isinstance(sampler, TokenBatchSampler) and type(sampler).__iter__ is TokenBatchSampler.__iter__:
+        return sampler
+    return None
+
+
 class TokenBatches:
     """The order of the batches of a `TokenBatchSampler`.
 
