@@ -74,6 +74,7 @@ def train(inner="adamw", every=EVERY, outer=OUTER, save_at=None, resumed=None):
     loader = DataLoader(TensorDataset(ROWS), batch_size=BATCH)
     model, optimizer, loader = accelerator.prepare(model, inner_of(inner, model), loader)
     local = LocalSGD(accelerator, model, every, outer=outer)
+    assert "local_sgd = " in accelerator.plan.explain()
     if resumed is not None:
         accelerator.load_state(resumed)
     while loader.position.epoch < 2:

@@ -25,6 +25,7 @@ from paceline.base.errors import ConfigError, PlanError
 from paceline.base.log import warn_once
 from paceline.config.keywords import checked_keywords
 from paceline.optim.accumulate import Accumulation
+from paceline.plan.plan import Decision
 from paceline.world.sharded import is_sharded
 
 Outer = Callable[[list[Tensor]], Optimizer]
@@ -115,6 +116,10 @@ class LocalSGD:
         self.steps = 0
         self._unsynchronised = ExitStack()
         self._outer: OuterStep | None = None
+        run = getattr(accelerator, "run", None)
+        if self.enabled and run is not None:
+            reason = "each process takes steps on its own samples, so that the weights depend on the number of processes"
+            run.note(Decision("local_sgd", f"an average every {local_sgd_steps} steps", "code", reason=reason))
         if enabled and outer is not None:
             self._outer = OuterStep(accelerator, model, outer)
             accelerator.register_for_checkpointing(self)
