@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, RandomSampler
 
 from paceline import Accelerator, DataError, PackedDocuments, PlanError, TokenBatchSampler, pack_documents
 from paceline.data.prepare import prepare_loader
+from paceline.data.skip import skip_first_batches
 from paceline.data.tokens import even_parts
 
 LENGTHS = [4, 1, 3, 2, 2, 5, 8, 1, 1, 1, 6, 3]
@@ -130,6 +131,12 @@ def test_a_resume_begins_at_the_document_with_any_budget():
         rest.append([documents_in(batch) for batch in again])
     assert rest[0] == [[5], [6], [7, 8, 9], [10], [11]]
     assert rest[1] == [[5], [6, 7], [8, 9, 10], [11]]
+
+
+def test_batches_at_the_beginning_are_left_out():
+    prepared = prepare_loader(loader_of(), width=1, index=0, device="cpu")
+    rest = [documents_in(batch) for batch in skip_first_batches(prepared, 3)]
+    assert rest == [[6], [7, 8, 9], [10], [11]]
 
 
 def code_of(call):

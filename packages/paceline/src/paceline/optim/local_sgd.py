@@ -118,7 +118,9 @@ class LocalSGD:
         self._outer: OuterStep | None = None
         run = getattr(accelerator, "run", None)
         if self.enabled and run is not None:
-            reason = "each process takes steps on its own samples, so that the weights depend on the number of processes"
+            reason = (
+                "each process takes steps on its own samples, so that the weights depend on the number of processes"
+            )
             run.note(Decision("local_sgd", f"an average every {local_sgd_steps} steps", "code", reason=reason))
         if enabled and outer is not None:
             self._outer = OuterStep(accelerator, model, outer)
