@@ -195,7 +195,7 @@ class OuterStep:
     def __init__(self, accelerator: _Accelerator, model: nn.Module, outer: Outer) -> None:
         self._accelerator = accelerator
         self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._copies = [parameter.detach().clone() for parameter in self._trained]
+        self._copies = [parameter.detach().clone().requires_grad_() for parameter in self._trained]
         optimizer = outer(self._copies) if callable(outer) else None
         if not isinstance(optimizer, Optimizer):
             raise ConfigError(
@@ -211,8 +211,7 @@ class OuterStep:
         # Differences are small, so that their mean has more digits than that of the parameters.
         differences = [copy - parameter for copy, parameter in zip(self._copies, self._trained, strict=True)]
         means = self._accelerator.reduce(differences, reduction="mean")
-        for copy, mean in zip(self._copies, means, strict=True):
-            copy.grad = mean
+        torch.autograd.backward(self._copies, means)  # which become the gradients
         self.optimizer.step()
         self.optimizer.zero_grad()
         for copy, parameter in zip(self._copies, self._trained, strict=True):
@@ -224,7 +223,7 @@ class OuterStep:
         if not self._accelerator.gradients.replicas_equal:
             own["parameters"] = [parameter.detach() for parameter in self._trained]
         return {
-            "copies": self._copies,
+            "copies": [copy.detach() for copy in self._copies],
             "outer": self.optimizer.state_dict(),
             "num_ranks": self._accelerator.num_processes,
             "ranks": {str(self._accelerator.process_index): own},
