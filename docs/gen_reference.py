@@ -29,6 +29,7 @@ API: dict[str, list[str]] = {
     "The run": ["Accelerator"],
     "Starting processes": ["notebook_launcher", "debug_launcher"],
     "In the loop": ["LocalSGD", "find_executable_batch_size", "set_seed", "skip_first_batches", "get_logger"],
+    "Batches by tokens": ["TokenBatchSampler", "pack_documents", "PackedDocuments"],
     "World and plan": ["World", "Plan"],
     "Models larger than the device": [
         "inference.load",

@@ -22,12 +22,15 @@ _WHERE = {
     "Accelerator": "paceline.accelerator",
     "Keep": "paceline.checkpoint.keep",
     "LocalSGD": "paceline.optim.local_sgd",
+    "PackedDocuments": "paceline.data.packing",
     "Plan": "paceline.plan.plan",
+    "TokenBatchSampler": "paceline.data.tokens",
     "World": "paceline.world.world",
     "debug_launcher": "paceline.launch.notebook",
     "find_executable_batch_size": "paceline.optim.batch_size",
     "get_logger": "paceline.observe.logs",
     "notebook_launcher": "paceline.launch.notebook",
+    "pack_documents": "paceline.data.packing",
     "set_seed": "paceline.data.seed",
     "skip_first_batches": "paceline.data.skip",
     # the exception tree
@@ -58,9 +61,11 @@ __all__ = [
     "LaunchError",
     "LocalSGD",
     "PacelineError",
+    "PackedDocuments",
     "Plan",
     "PlanError",
     "PrepareError",
+    "TokenBatchSampler",
     "TrackerError",
     "TrainError",
     "World",
@@ -70,6 +75,7 @@ __all__ = [
     "find_executable_batch_size",
     "get_logger",
     "notebook_launcher",
+    "pack_documents",
     "set_seed",
     "skip_first_batches",
 ]
@@ -92,8 +98,10 @@ if TYPE_CHECKING:  # what type checkers see: to them a module with a `__getattr_
         WorldError,
     )
     from paceline.checkpoint.keep import Keep
+    from paceline.data.packing import PackedDocuments, pack_documents
     from paceline.data.seed import set_seed
     from paceline.data.skip import skip_first_batches
+    from paceline.data.tokens import TokenBatchSampler
     from paceline.launch.notebook import debug_launcher, notebook_launcher
     from paceline.observe.logs import get_logger
     from paceline.optim.batch_size import find_executable_batch_size

@@ -20,6 +20,7 @@ from paceline.data.augment import Augmented, draws_nothing, has_own_streams
 from paceline.data.loader_worker import FirstCall
 from paceline.data.order import Order, Shuffled, mix
 from paceline.data.schedule import BatchSchedule, Even, RankBatches, WholeBatches
+from paceline.data.tokens import BatchesOfDocuments, TokenBatches
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.torch_internals.loaders import copy_with, has_iterator, naming_dead_workers
 
@@ -220,7 +221,12 @@ class MapFeed:
         order = note.get("order") or NOTHING
         if self.group:
             entries = self.order.open(self.plan, start.epoch, self.plan.width, order)
-            return WholeBatches(self.plan, entries, start.samples, self.group, first=note.get("skipped"))
+            lengths = None
+            if isinstance(self.order, TokenBatches):
+                lengths = self.order.sampler.lengths
+                assert isinstance(entries, BatchesOfDocuments)
+                entries.start_at(start.samples)
+            return WholeBatches(self.plan, entries, start.samples, self.group, note.get("skipped"), lengths)
         entries = self.order.open(self.plan, start.epoch, self.plan.global_batch, order)
         return Even(self.plan, entries, start.samples)
 

@@ -15,7 +15,9 @@ from paceline.base.log import warn_once
 from paceline.data.active import ActiveLoaders, CreatedIterator
 from paceline.data.cursor import Cursor
 from paceline.data.feed import NOTHING, Feed, Mark, Steps
+from paceline.data.packing import packed_tokens
 from paceline.data.prefetch import on_device
+from paceline.data.tokens import token_sampler
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.world import runtime
 from paceline.world.tree import common_rows
@@ -64,6 +66,7 @@ class PreparedLoader:
         self.trains = False
         self.may_drop = original.collate_fn not in (default_collate, default_convert)
         self._seen_rows: int | None = None  # of the current batch, where `may_drop`
+        self._is_by_tokens = token_sampler(original) is not None
         self._feed = feed
         self._active = active
         self._non_blocking = non_blocking
@@ -123,7 +126,7 @@ class PreparedLoader:
                 loaded += mark.info.loaded
                 real += mark.info.real[mark.info.index]
                 if self.may_drop:
-                    self._seen_rows = common_rows(batch)
+                    self._seen_rows = self._rows_in(batch)
                 self._active.give(self, batch)
                 yield batch
                 self._active.ask(self)
@@ -142,6 +145,15 @@ class PreparedLoader:
                 self._seen_rows = seen_before
             self._active.remove(self, finished)
             steps.close()  # type: ignore[attr-defined]
+
+    def _rows_in(self, batch: object) -> int | None:
+        """Returns the number of rows over which a loss is the mean, as far as a batch shows it."""
+        if self._is_by_tokens:
+            # Packed documents are one row, of another length on each rank: a mean over them is one over tokens.
+            num_tokens = packed_tokens(batch)
+            if num_tokens is not None:
+                return num_tokens
+        return common_rows(batch)
 
     def train(self) -> None:
         """Marks the loader as one that trains: a backward pass has run inside of a loop over it."""
@@ -177,8 +189,9 @@ class PreparedLoader:
     def seen_rows(self) -> int | None:
         """The number of rows that lie in this rank's current batch, filler included.
 
-        Where `collate_fn` is the script's own, it is the length along dim 0 that all tensors of the batch share. None outside
-        of a loop, and where that cannot be seen: the lengths differ, or the batch has no tensor.
+        Where `collate_fn` is the script's own, it is the length along dim 0 that all tensors of the batch share; of packed
+        documents, the number of tokens. None outside of a loop, and where that cannot be seen: the lengths differ, or the
+        batch has no tensor.
         """
         current = self.current
         if current is None:

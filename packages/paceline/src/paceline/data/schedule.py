@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, count
 from typing import Any, Protocol
 
+import numpy as np
+
 from paceline.data.augment import Indices
 from paceline.data.entries import Entries
+from paceline.data.tokens import even_parts
 from paceline.plan.data import BatchInfo, DataPlan
 
 
@@ -153,7 +156,8 @@ class WholeBatches:
     """Batches that a sampler of the user's has made; a few consecutive ones make a global batch.
 
     As many as there are ranks stay whole, one for each rank. Any other number (a sampler's batches that are global ones, a
-    run that goes on at another width) is one run of indices, cut over the ranks as evenly as it goes.
+    run that goes on at another width) is one run of indices, cut over the ranks as evenly as it goes. Batches by tokens are
+    always cut, evenly by tokens: as many as there are ranks then have no larger parts than if they had stayed whole.
 
     Args:
         plan: width and what becomes of a last group with fewer batches than ranks; its batch sizes are not used.
@@ -161,15 +165,24 @@ class WholeBatches:
         start: global samples that are used up already.
         group: batches that make a global one.
         first: the number of batches that are left out, where it is known and `start` is not.
+        lengths: the number of tokens of each document, by its index, for batches by tokens.
     """
 
     def __init__(
-        self, plan: DataPlan, entries: Entries, start: int = 0, group: int = 1, first: int | None = None
+        self,
+        plan: DataPlan,
+        entries: Entries,
+        start: int = 0,
+        group: int = 1,
+        first: int | None = None,
+        lengths: np.ndarray | None = None,
     ) -> None:
         self.plan = plan
         self.entries = entries
         self._group = group
-        self._is_cut = group != plan.width
+        self._lengths = lengths
+        self._parts: dict[int, tuple[int, ...]] = {}  # rows of each data index by step, for batches by tokens
+        self._is_cut = group != plan.width or lengths is not None
         self._bounds = [0]  # samples before each batch, as far as they were read
         self._start = start
         self._begin = first
@@ -194,7 +207,7 @@ class WholeBatches:
         sizes = self._sizes(step)
         self.entries.forget(begin)
         if self._is_cut:
-            rows = self._rows(sizes)
+            rows = self._rows(step)
             before = sum(rows[:index])
             indices = list(chain.from_iterable(self.entries.cut(begin, begin + len(sizes))))
             # A rank without a row loads one that others hold, as in `Even`.
@@ -210,12 +223,12 @@ class WholeBatches:
         return [batch[0]]
 
     def place(self, step: int, index: int) -> int:
-        return self.consumed(step) + sum(self._rows(self._sizes(step))[:index])
+        return self.consumed(step) + sum(self._rows(step)[:index])
 
     def info(self, step: int) -> BatchInfo:
         sizes = self._sizes(step)
         index = self.plan.index
-        real = self._rows(sizes)
+        real = self._rows(step)
         weights = real
         if self.plan.tail == "pad" and not self._is_cut:
             # The ranks without a batch borrow from the epoch's start, as `indices` does.
@@ -246,6 +259,7 @@ class WholeBatches:
 
     def settle(self, step: int) -> None:
         self.entries.settle(self._first + step * self._group)
+        self._parts = {later: parts for later, parts in self._parts.items() if later >= step}
 
     @property
     def _first(self) -> int:
@@ -276,9 +290,17 @@ class WholeBatches:
         end = min(begin + self._group, len(self._bounds) - 1)
         return [self._size(place) for place in range(begin, end)]
 
-    def _rows(self, sizes: Sequence[int]) -> tuple[int, ...]:
-        """Returns the number of real rows of each data index at a step with batches of these sizes."""
+    def _rows(self, step: int) -> tuple[int, ...]:
+        """Returns the number of real rows of each data index at a step."""
         width = self.plan.width
+        sizes = self._sizes(step)
+        if self._lengths is not None:
+            if step not in self._parts:
+                begin = self._first + step * self._group
+                documents = list(chain.from_iterable(self.entries.cut(begin, begin + len(sizes))))
+                # Kept, since the entries are forgotten while workers read ahead.
+                self._parts[step] = even_parts(self._lengths[documents].tolist(), width)
+            return self._parts[step]
         if self._is_cut:
             share, extra = divmod(sum(sizes), width)
             return tuple(share + (index < extra) for index in range(width))

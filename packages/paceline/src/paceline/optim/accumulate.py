@@ -136,6 +136,7 @@ class Accumulation:
         declared: whether the loop marks its micro-batches with `accumulate`.
         items: the number of items in all finished windows of this process, over all ranks, if losses are sums over items.
         replicas_equal: False while ranks take separate steps (LocalSGD), until their parameters are averaged.
+        optimizers_equal: False from the first separate step on: averages leave the states of optimizers as they are.
     """
 
     def __init__(
@@ -158,6 +159,7 @@ class Accumulation:
         self.last_pass = Pass(0)
         self.declared = False
         self.replicas_equal = True
+        self.optimizers_equal = True
         self.items = 0
         self._active = active
         self._collectives = collectives
@@ -196,6 +198,7 @@ class Accumulation:
     def mark_replicas(self, *, equal: bool) -> None:
         """Records that ranks take separate steps from now on, or that their parameters are equal again."""
         self.replicas_equal = equal
+        self.optimizers_equal &= equal
 
     # -- windows -------------------------------------------------------------------------------------------------
 

@@ -5,22 +5,30 @@
       step() n              one reduction of all trainable parameters, coalesced
     on leaving              one more, so that the ranks end alike
 
-Less traffic for somewhat noisier training: Stich, "Local SGD Converges Fast and Communicates Little", 2018.
+Less traffic for somewhat noisier training: Stich, "Local SGD Converges Fast and Communicates Little", 2018. With an outer
+optimizer, the average difference since the last reduction is its gradient: Douillard et al., "DiLoCo: Distributed
+Low-Communication Training of Language Models", 2023.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from types import TracebackType
-from typing import Literal, Protocol, Self
+from typing import Any, Literal, Protocol, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError, PlanError
+from paceline.base.log import warn_once
 from paceline.config.keywords import checked_keywords
 from paceline.optim.accumulate import Accumulation
+from paceline.plan.plan import Decision
 from paceline.world.sharded import is_sharded
+
+Outer = Callable[[list[Tensor]], Optimizer]
 
 
 class _Accelerator(Protocol):
@@ -29,11 +37,16 @@ class _Accelerator(Protocol):
     gradients: Accumulation
 
     @property
+    def run(self) -> Any: ...
+    @property
     def num_processes(self) -> int: ...
+    @property
+    def process_index(self) -> int: ...
     @property
     def sync_gradients(self) -> bool: ...
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[object]: ...
     def reduce(self, tensor: list[Tensor], reduction: Literal["mean"]) -> list[Tensor]: ...
+    def register_for_checkpointing(self, *objects: Any) -> None: ...
 
 
 @checked_keywords
@@ -45,12 +58,16 @@ class LocalSGD:
         model: a prepared model.
         local_sgd_steps: optimizer steps between two averages.
         enabled: False leaves the loop as it is without LocalSGD.
+        outer: returns an optimizer of the parameters that it gets (DiLoCo). It takes a step in place of each average; its
+            gradients are the means over ranks of what the parameters have lost since its last step. Construct the object
+            once, before `resume`: checkpoints then have the state of that optimizer, and what each rank has alone.
 
     Ranks: all must enter, take the same number of steps and leave. The loop's batches should be of equal size on all
     ranks: an average over ranks counts each alike.
 
     Raises:
-        ConfigError: `local-sgd-steps`. PlanError: `local-sgd-plan`, for parameters that are divided over ranks.
+        ConfigError: `local-sgd-steps`, `local-sgd-outer`. PlanError: `local-sgd-plan`, for parameters that are divided over
+            ranks.
 
     Example:
         with LocalSGD(accelerator, model, local_sgd_steps=8) as local:
@@ -62,7 +79,14 @@ class LocalSGD:
                     local.step()
     """
 
-    def __init__(self, accelerator: _Accelerator, model: nn.Module, local_sgd_steps: int, enabled: bool = True) -> None:
+    def __init__(
+        self,
+        accelerator: _Accelerator,
+        model: nn.Module,
+        local_sgd_steps: int,
+        enabled: bool = True,
+        outer: Outer | None = None,
+    ) -> None:
         if isinstance(local_sgd_steps, bool) or not isinstance(local_sgd_steps, int) or local_sgd_steps < 1:
             raise ConfigError(
                 "local-sgd-steps",
@@ -87,9 +111,20 @@ class LocalSGD:
         self.accelerator = accelerator
         self.model = model
         self.local_sgd_steps = local_sgd_steps
-        self.enabled = enabled and accelerator.num_processes > 1
+        # An outer optimizer changes what is trained on one process, too.
+        self.enabled = enabled and (accelerator.num_processes > 1 or outer is not None)
         self.steps = 0
         self._unsynchronised = ExitStack()
+        self._outer: OuterStep | None = None
+        run = getattr(accelerator, "run", None)
+        if self.enabled and run is not None:
+            reason = (
+                "each process takes steps on its own samples, so that the weights depend on the number of processes"
+            )
+            run.note(Decision("local_sgd", f"an average every {local_sgd_steps} steps", "code", reason=reason))
+        if enabled and outer is not None:
+            self._outer = OuterStep(accelerator, model, outer)
+            accelerator.register_for_checkpointing(self)
 
     def __enter__(self) -> Self:
         if self.enabled:
@@ -119,9 +154,113 @@ class LocalSGD:
 
     @torch.no_grad()
     def _average(self) -> None:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        values = [parameter.detach() for parameter in trained]
-        means = self.accelerator.reduce(values, reduction="mean")
-        for parameter, mean in zip(trained, means, strict=True):
-            parameter.copy_(mean)
+        if self._outer is not None:
+            self._outer.step()
+        else:
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            values = [parameter.detach() for parameter in trained]
+            means = self.accelerator.reduce(values, reduction="mean")
+            for parameter, mean in zip(trained, means, strict=True):
+                parameter.copy_(mean)
         self.accelerator.gradients.mark_replicas(equal=True)
+
+    # -- in a checkpoint, with an outer optimizer ----------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the number of steps, the state of the outer optimizer, and what this rank has alone. Ranks: all."""
+        state: dict[str, Any] = {"steps": self.steps}
+        if self._outer is not None:
+            state |= self._outer.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned. Ranks: all; on another number of ranks each goes on with what rank 0 had."""
+        self.steps = state["steps"]
+        if self._outer is not None:
+            self._outer.load_state_dict(state)
+
+
+class OuterStep:
+    """The steps of an outer optimizer, which has its own copy of the parameters.
+
+    Args:
+        accelerator: the run's.
+        model: a prepared model.
+        outer: as in `LocalSGD`.
+
+    Raises:
+        ConfigError: `local-sgd-outer`.
+    """
+
+    def __init__(self, accelerator: _Accelerator, model: nn.Module, outer: Outer) -> None:
+        self._accelerator = accelerator
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._copies = [parameter.detach().clone().requires_grad_() for parameter in self._trained]
+        optimizer = outer(self._copies) if callable(outer) else None
+        if not isinstance(optimizer, Optimizer):
+            raise ConfigError(
+                "local-sgd-outer",
+                "LocalSGD got no outer optimizer.",
+                why=f"outer = {outer!r}; it is a function that gets parameters and returns a torch.optim.Optimizer",
+                fix="pass outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)",
+            )
+        self.optimizer: Optimizer = optimizer
+
+    def step(self) -> None:
+        """Takes a step along the mean difference of all ranks, after which all have the same parameters. Ranks: all."""
+        # Differences are small, so that their mean has more digits than that of the parameters.
+        differences = [copy - parameter for copy, parameter in zip(self._copies, self._trained, strict=True)]
+        means = self._accelerator.reduce(differences, reduction="mean")
+        torch.autograd.backward(self._copies, means)  # which become the gradients
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for copy, parameter in zip(self._copies, self._trained, strict=True):
+            parameter.copy_(copy)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state; ranks have different ones only below their number in `ranks`."""
+        own: dict[str, Any] = {"optimizers": {name: dict(state) for name, state in self._inner_states().items()}}
+        if not self._accelerator.gradients.replicas_equal:
+            own["parameters"] = [parameter.detach() for parameter in self._trained]
+        return {
+            "copies": [copy.detach() for copy in self._copies],
+            "outer": self.optimizer.state_dict(),
+            "num_ranks": self._accelerator.num_processes,
+            "ranks": {str(self._accelerator.process_index): own},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what `state_dict` returned."""
+        for copy, saved in zip(self._copies, state["copies"], strict=True):
+            copy.copy_(saved)
+        self.optimizer.load_state_dict(state["outer"])
+        if state["num_ranks"] != self._accelerator.num_processes:
+            warn_once(
+                "optim",
+                f"{state['num_ranks']} ranks have saved a run with LocalSGD, and {self._accelerator.num_processes} go on: "
+                "each begins with the inner optimizer of rank 0. The outer optimizer goes on as it was.",
+            )
+            return
+        own = state["ranks"][str(self._accelerator.process_index)]
+        for name, inner_state in self._inner_states().items():
+            for key, value in own["optimizers"].get(name, {}).items():
+                present = inner_state.get(key)
+                if isinstance(present, Tensor) and present.shape == value.shape:
+                    present.copy_(value)
+                else:
+                    inner_state[key] = value
+        if "parameters" in own:
+            for parameter, saved in zip(self._trained, own["parameters"], strict=True):
+                parameter.copy_(saved)
+            self._accelerator.gradients.mark_replicas(equal=False)
+
+    def _inner_states(self) -> dict[str, dict[str, Any]]:
+        """Returns the states of the optimizers that step the model, by numbers of the optimizer and of the parameter."""
+        states = {}
+        for number, entry in enumerate(self._accelerator.run.prepared.optimizers):
+            for inner_number, optimizer in enumerate([entry.optimizer, *entry.stepped_through]):
+                for place, parameter in enumerate(self._trained):
+                    if parameter in optimizer.state:
+                        states[f"{number}.{inner_number}.{place}"] = optimizer.state[parameter]
+        return states

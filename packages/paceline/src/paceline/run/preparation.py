@@ -26,7 +26,8 @@ from paceline.base.errors import PlanError, PrepareError, Problem
 from paceline.base.log import info, warn_once
 from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
-from paceline.data.prepare import prepare_loader, random_samples
+from paceline.data.packing import without_positions
+from paceline.data.prepare import prepare_loader, random_samples, token_budget
 from paceline.optim.muon import decisions_about
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
@@ -129,6 +130,7 @@ class Preparation:
         places = _checked_placement(placement, len(objects))
         models: list[tuple[nn.Module, bool]] = []
         optimizers: list[Optimizer] = []
+        loaders = [value for value, kind in zip(objects, kinds, strict=True) if kind == "loader"]
         for value, kind, place in zip(objects, kinds, places, strict=True):
             if kind == "model":
                 models.append((value, place))
@@ -138,7 +140,7 @@ class Preparation:
         if plan is not None:
             other_plan = draft_beside(self.run.plan, plan, self.run.world.size)
         with nullcontext() if trains else _frozen([model for model, _ in models]):
-            names = self._prepare_models(models, optimizers, other_plan, trains)
+            names = self._prepare_models(models, optimizers, loaders, other_plan, trains)
 
         # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
         # loaders' and needs its prepared optimizer. The results go back in the user's order.
@@ -194,6 +196,7 @@ class Preparation:
         self,
         models: Sequence[tuple[nn.Module, bool]],
         optimizers: Sequence[Optimizer],
+        loaders: Sequence[Any],
         other: Plan | None,
         trains: bool,
     ) -> Names:
@@ -201,7 +204,7 @@ class Preparation:
 
         Args:
             models: each with whether it is moved to the device.
-            optimizers: the optimizers of the same call, which are only checked here.
+            optimizers, loaders: those of the same call, which are only checked here.
             other: another plan than the run's, for these models.
             trains: whether this run trains them.
 
@@ -225,6 +228,8 @@ class Preparation:
             for parameter, name in entry.given_parameters():
                 names.setdefault(id(parameter), (number, name))
         problems = self._problems(new, optimizers, names, other or run.plan)
+        originals = [getattr(loader, "original", None) for loader in run.prepared.loaders]
+        problems += without_positions([*prepared_modules, *(model.module for model in new)], [*originals, *loaders])
         # A call with optimizers or loaders alone has no plan to resolve.
         if not new:
             if problems:
@@ -554,9 +559,9 @@ class Preparation:
         """Records a prepared loader, and the length of its epoch before and after."""
         run = self.run
         run.prepared.loaders.append(prepared)
-        drawn = random_samples(prepared)
-        if drawn is not None:
-            run.note(drawn)
+        for decision in (random_samples(prepared), token_budget(prepared)):
+            if decision is not None:
+                run.note(decision)
         # Over an iterable dataset without a length, `len(loader)` raises.
         if hasattr(getattr(loader, "dataset", None), "__len__"):
             with suppress(TypeError):  # nor has a sampler always a length

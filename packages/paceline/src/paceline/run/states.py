@@ -465,6 +465,7 @@ class States:
             device=self._run.device,
             tied=_numbered("model", [entry.tied for entry in prepared.models]),
             replicas_equal=self._run.gradients.replicas_equal,
+            optimizers_equal=self._run.gradients.optimizers_equal,
             window=self._window(),
             frozen=frozen,
         )

@@ -101,6 +101,7 @@ class TrainState:
         tied: for each model, the further names of tied parameters, each with the first name.
         replicas_equal: whether ranks that hold the same parameters have equal values, so that each can write a part of them.
             If not (LocalSGD between two averages), those of rank 0 are saved.
+        optimizers_equal: the same for the states of optimizers.
         window: the gradients of an open accumulation window.
         frozen: whether parameters that are not trained are saved; a load expects them only if they were.
 
@@ -122,6 +123,7 @@ class TrainState:
         names: Mapping[Tensor, str] | None = None,
         tied: Mapping[str, Mapping[str, str]] | None = None,
         replicas_equal: bool = True,
+        optimizers_equal: bool = True,
         window: WindowState | None = None,
         frozen: bool = True,
     ) -> None:
@@ -140,6 +142,7 @@ class TrainState:
         self._names = dict(names or {})
         self.tied = dict(tied or {})
         self._replicas_equal = replicas_equal
+        self._optimizers_equal = optimizers_equal
         self.window = window
         problems: list[Problem] = []
         for kind, name, item in self._plain_items():
@@ -209,7 +212,7 @@ class TrainState:
         """
         encoder = Encoder()
         shared: dict[str, Any] = {kind: {} for kind in ("models", "optimizers", *_PLAIN_KINDS)}
-        # Paths of parameters and of optimizer states. Ranks update them alike, while buffers may differ from rank to rank.
+        # Paths of parameters and of optimizer states, where ranks update them alike. Buffers may differ from rank to rank.
         divisible: set[str] = set()
         for name, module in self.models.items():
             state = ModuleState.of(module)
@@ -220,7 +223,7 @@ class TrainState:
                 if key in left_out:
                     continue
                 path = encoder.add_tensor(f"models/{name}/{key}", tensor)
-                if key not in state.buffers:
+                if key not in state.buffers and self._replicas_equal:
                     divisible.add(path)
             values = {key: encoder.encode(value, f"models/{name}/{key}") for key, value in state.values.items()}
             shared["models"][name] = {"aliases": state.aliases, "values": values}
@@ -229,7 +232,8 @@ class TrainState:
         before_optimizers = set(encoder.tensors)
         for name, optimizer in self.optimizer_states().items():
             shared["optimizers"][name] = optimizer.encode(encoder, f"optimizers/{name}")
-        divisible |= set(encoder.tensors) - before_optimizers
+        if self._optimizers_equal:
+            divisible |= set(encoder.tensors) - before_optimizers
         for kind, name, item in self._plain_items():
             state_json = encoder.encode(item.state_dict(), f"{kind}/{name}")
             shared[kind][name] = {"type": type(item).__qualname__, "state": state_json}
@@ -245,9 +249,8 @@ class TrainState:
             raise CheckpointError.of(encoder.problems)
         pinned = []
         for path, tensor in encoder.tensors.items():
-            equal_on_all_ranks = path in divisible and self._replicas_equal
             # Each rank writes its own shard of a DTensor, so DTensors need not be pinned to one rank.
-            if not equal_on_all_ranks and not is_sharded(tensor):
+            if path not in divisible and not is_sharded(tensor):
                 pinned.append(path)
         return Encoded(shared, own, encoder.tensors, pinned)
 
