@@ -178,4 +178,20 @@ def targets_of_mean(node: Any) -> tuple[float, int] | None:
     return float(node._saved_total_weight), node._saved_target.numel()
 
 
-_MEAN = 1  # torch's number for reduction="mean"
+def rows_of_sum(node: Any) -> int | None:
+    """The first dimension of what a node adds up to one number; None for another node, 0 for a loss function of torch's.
+
+    Args:
+        node: a `grad_fn`, whose backward pass has not run yet.
+    """
+    if getattr(node, "_saved_reduction", None) == _SUM:
+        return 0
+    if not node.name().startswith("SumBackward0"):
+        return None
+    sizes = node._saved_self_sym_sizes
+    return int(sizes[0]) if sizes else None
+
+
+# torch's numbers for `reduction`
+_MEAN = 1
+_SUM = 2
