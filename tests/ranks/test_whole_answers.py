@@ -1,6 +1,8 @@
 """Numbers that a script reads of gradients and parameters, what it draws into them, and its hooks on gradients: the values of
 one process under every plan that divides them."""
 
+import io
+import logging
 import math
 
 import pytest
@@ -136,3 +138,26 @@ def test_hooks_on_gradients_get_the_mean_of_all_ranks(script, change):
     for width, plan in WHOLE:
         for numbers in run_ranks(script, width, args=(plan, change)):
             assert numbers == pytest.approx(expected, rel=1e-9), plan
+
+
+def told_when_saved(how):
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("paceline.parallel").addHandler(handler)
+    accelerator, model, *_ = started({"shard": 2})
+    state = how(accelerator, model)
+    if torch.distributed.get_rank() == 0:
+        torch.save(state, io.BytesIO())
+    return len(messages)
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [
+        (lambda _, model: model.state_dict(), 1),
+        (lambda accelerator, model: accelerator.get_state_dict(model), 0),
+    ],
+)
+def test_a_file_of_one_ranks_parts_is_told_once(how, count):
+    assert run_ranks(told_when_saved, 2, args=(how,)) == [count, 0]

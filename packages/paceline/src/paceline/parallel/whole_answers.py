@@ -2,18 +2,21 @@
 
     `grad.norm().item()`, `float`, `if`     torch reads this rank's part of a sum, or of the elements, without a word
     `parameter.data.normal_()`              torch draws into each part by itself; on the CPU all parts get the same numbers
+    `torch.save(model.state_dict(), path)`  torch writes this rank's part, without a word; a warning says so
 
-Both are operators on DTensors, and DTensor has one place for functions that run in the place of an operator.
+The first two are operators on DTensors, and DTensor has one place for functions that run in the place of an operator.
 """
 
 from __future__ import annotations
 
+import copyreg
 from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of
 from paceline.torch_internals.dispatch import aten
 from paceline.torch_internals.dtensor import answer, local_tensor
@@ -30,6 +33,9 @@ _DRAWS_LIKE = ("rand_like", "randn_like", "randint_like")
 @cache
 def answer_for_whole_tensors() -> None:
     """Lets the operators answer so, for all DTensors of this process."""
+    from torch.distributed.tensor import DTensor
+
+    copyreg.pickle(DTensor, _pickled)
     answer(aten("_local_scalar_dense").default, _read)
     for names, function in ((_DRAWS_IN_PLACE, _draw_in_place), (_DRAWS_LIKE, _draw_like)):
         for name in names:
@@ -37,6 +43,18 @@ def answer_for_whole_tensors() -> None:
             for overload in packet.overloads():
                 if not overload.endswith("out"):
                     answer(getattr(packet, overload), function)
+
+
+def _pickled(tensor: DTensor) -> Any:
+    """Warns once that a pickle has a part only. Ranks that write a file each, and read it again, lose nothing."""
+    if _is_cut(tensor.placements):
+        warn_once(
+            "parallel",
+            "a parameter or gradient of which each rank has a part was pickled, as by `torch.save(model.state_dict(), path)`. The file "
+            "has the part of this rank only, and no plain model can load it. On all ranks call `state = "
+            "accelerator.get_state_dict(model)`, which is whole, and then save it on one",
+        )
+    return tensor.__reduce_ex__(2)
 
 
 def _read(operation: Any, args: tuple[DTensor], _: object) -> Any:
