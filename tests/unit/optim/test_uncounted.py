@@ -1,4 +1,4 @@
-"""Losses that are means over something else than the samples of their micro-batch."""
+"""Losses that are no means over the samples of their micro-batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,14 @@ weight = torch.tensor([1.0, 2.0, 1.0])
         (F.cross_entropy(logits, whole), False),
         (F.cross_entropy(logits, some), True),
         (F.cross_entropy(logits, whole, weight=weight), True),
-        (F.cross_entropy(logits, some, reduction="sum"), False),
+        (F.cross_entropy(logits, some, reduction="sum"), True),
+        (F.cross_entropy(logits, whole, reduction="sum") / 4, False),
+        (F.binary_cross_entropy(logits.sigmoid(), logits.detach().sigmoid(), reduction="sum") + 1, True),
+        ((2 * logits - 1).relu().square().sum(), True),
+        ((2 * logits).relu().sum(1).mean(), False),
+        ((2 * logits).relu().T.sum(), False),
+        ((logits - 1).square().sum(), False),
+        (logits.square().mean() + 0.1 * logits.abs().sum(), False),
         (F.cross_entropy(logits, some, label_smoothing=0.1), True),
         (2 * F.cross_entropy(logits, some) / 3 + logits.square().mean(), True),
         (F.cross_entropy(logits[None].transpose(1, 2), some[None]), True),
@@ -30,7 +37,7 @@ weight = torch.tensor([1.0, 2.0, 1.0])
 def test_a_mean_over_some_targets_is_told(loss, is_told, monkeypatch) -> None:
     told = []
     monkeypatch.setattr(uncounted, "warn_once", lambda *words: told.append(words))
-    uncounted.look(loss, 1)
+    uncounted.look(loss, 1, 4)
     assert bool(told) is is_told
-    uncounted.look(loss, 100)
+    uncounted.look(loss, 100, 4)
     assert len(told) <= 1

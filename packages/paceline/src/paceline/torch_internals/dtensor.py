@@ -106,6 +106,18 @@ def _refusing_class(refuse: Callable[[str], Exception]) -> type[DTensor]:
     return RefusingDTensor
 
 
+def answer(operation: Any, function: Callable[..., Any]) -> None:
+    """Lets a function run in the place of an operator of torch's, for arguments that are DTensors.
+
+    Args:
+        operation: such as `aten("normal_").default`.
+        function: gets the operator, its arguments and its keyword arguments.
+    """
+    from torch.distributed.tensor import DTensor
+
+    DTensor._op_dispatcher._custom_op_handlers[operation] = function
+
+
 def cut(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:
     """The parts into which `Shard` or its strided form cuts a tensor for `size` ranks, as views where that is possible.
 

@@ -27,18 +27,21 @@ def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     after = tensor._post_accumulate_grad_hooks
     if isinstance(after, _OneHook):
         after = after.others
-    tables = (tensor._backward_hooks, after)
+    before = tensor._backward_hooks
+    if isinstance(before, _OneHook):
+        before = before.others
+    tables = (before, after)
     return [hook for table in tables for hook in (table or {}).values()]
 
 
 class _OneHook(dict[int, Callable[[Tensor], None]]):
-    """The table of a tensor's hooks after accumulation: autograd sees one of them, the others are put by."""
+    """A table of a tensor's hooks: autograd sees one of them, the others are put by."""
 
     def __init__(self, hook: Callable[[Tensor], None], others: dict[int, Callable[[Tensor], None]]) -> None:
         super().__init__({-1: hook})
         self.others = others
 
-    # These are the three that `register_post_accumulate_grad_hook` and its handle use. Autograd reads the dict itself.
+    # These are the three that the methods which register hooks, and their handles, use. Autograd reads the dict itself.
     def __setitem__(self, number: int, hook: Callable[[Tensor], None]) -> None:
         self.others[number] = hook
 
@@ -70,6 +73,31 @@ def take_over_hooks(
     def give_back() -> None:
         if tensor._post_accumulate_grad_hooks is table:
             tensor._post_accumulate_grad_hooks = OrderedDict(others)
+
+    return others, give_back
+
+
+def num_gradient_hooks(tensor: Tensor) -> int:
+    """The number of functions that autograd calls with the tensor's gradient, before it accumulates."""
+    return len(tensor._backward_hooks or ())
+
+
+def take_over_gradient_hooks(
+    tensor: Tensor, hook: Callable[[Tensor], None]
+) -> tuple[dict[int, Callable[..., Any]], Callable[[], None]]:
+    """Makes `hook` the only function that autograd calls with the tensor's gradient, before it accumulates.
+
+    Returns:
+        The functions that `register_hook` has got, and will get, for the caller to call when it is time; and a function that
+        ends all this.
+    """
+    others: dict[int, Callable[..., Any]] = tensor._backward_hooks or {}
+    table = _OneHook(hook, others)
+    tensor._backward_hooks = table
+
+    def give_back() -> None:
+        if tensor._backward_hooks is table:
+            tensor._backward_hooks = OrderedDict(others)
 
     return others, give_back
 
@@ -150,4 +178,20 @@ def targets_of_mean(node: Any) -> tuple[float, int] | None:
     return float(node._saved_total_weight), node._saved_target.numel()
 
 
-_MEAN = 1  # torch's number for reduction="mean"
+def rows_of_sum(node: Any) -> int | None:
+    """The first dimension of what a node adds up to one number; None for another node, 0 for a loss function of torch's.
+
+    Args:
+        node: a `grad_fn`, whose backward pass has not run yet.
+    """
+    if getattr(node, "_saved_reduction", None) == _SUM:
+        return 0
+    if not node.name().startswith("SumBackward0"):
+        return None
+    sizes = node._saved_self_sym_sizes
+    return int(sizes[0]) if sizes else None
+
+
+# torch's numbers for `reduction`
+_MEAN = 1
+_SUM = 2

@@ -180,6 +180,7 @@ class Reducer:
                 slot = Slot(parameter, number in sparse, self._gradient_came)
                 slot.fresh = broadcasts and self.form.is_fresh(parameter.grad)
                 slot.watch = self.form.watch(slot)
+                slot.take_gradient_hooks()
                 self._slots[number] = slot
                 new.append(slot)
         for slot in before.values():
@@ -234,6 +235,8 @@ class Reducer:
         if module.training and torch.is_grad_enabled():
             self._recover()
             self._follow()
+            for slot in self._slots.values():
+                slot.take_gradient_hooks()
 
     def _after_forward(self, _: nn.Module, __: object, outputs: object) -> None:
         """Lets a backward pass from these outputs end with a reduction.
@@ -316,7 +319,7 @@ class Reducer:
             return
         is_left_to_finish = self._is_left_to_finish
         if self._holding:
-            is_left_to_finish = not any(slot.later for slot in self._planned)
+            is_left_to_finish = not any(slot.has_hooks for slot in self._planned)
         if is_left_to_finish:
             return
         if self.before_waiting is not None:
@@ -359,7 +362,7 @@ class Reducer:
                 self._wait_for(oldest)
         gradients: list[Tensor] = []
         for slot in bucket.slots:
-            gradient = self.form.take(slot)
+            gradient = self._take(slot)
             if gradient is None:
                 # A rank that did not use a parameter contributes zeros, since the other ranks reduce the whole bucket.
                 gradient = torch.zeros_like(local(slot.parameter))
@@ -370,6 +373,11 @@ class Reducer:
         self._next_bucket = max(self._next_bucket, number + 1)
         self.form.launch(bucket, gradients, number, number == len(self._buckets) - 1)
         self._under_way.append(bucket)
+
+    def _take(self, slot: Slot) -> Tensor | None:
+        """Takes this rank's gradient of the pass; what this rank has not used has only the mean of earlier passes."""
+        slot.set_aside()
+        return self.form.take(slot)
 
     def _wait_for(self, bucket: Bucket) -> None:
         assert bucket.wait is not None
@@ -409,8 +417,9 @@ class Reducer:
         for slot in used:
             if slot.result is not None:
                 self.form.put(slot)
-            if slot.later:
+            if slot.has_hooks:
                 hooked.append(slot)
+                slot.call_gradient_hooks()
         if len(used) < len(self._planned):
             used_slots = set(map(id, used))
             for slot in self._planned:
@@ -436,7 +445,7 @@ class Reducer:
         gradients: list[Tensor] = []
         votes: list[bool] = []
         for slot in bucket.slots:
-            gradient = self.form.take(slot)
+            gradient = self._take(slot)
             slot.taken = gradient is not None
             votes.append(slot.taken and slot.fresh)
             gradients.append(torch.zeros_like(local(slot.parameter)) if gradient is None else gradient)
@@ -530,7 +539,7 @@ class Reducer:
 
     def _send_single(self, slot: Slot, is_dense_somewhere: bool) -> dist.Work | None:
         """Begins to average a gradient that is in no bucket."""
-        gradient = self.form.take(slot)
+        gradient = self._take(slot)
         slot.taken = gradient is not None
         is_sparse = slot.is_sparse and not is_dense_somewhere
         slot.result, work = begin_average(gradient, local(slot.parameter), is_sparse, self.form.group)
@@ -575,6 +584,7 @@ class Reducer:
         for slot in self._planned:
             slot.fresh = slot.taken = False
             slot.result = None
+            slot.put_back()
         self.form.reset()
 
     @property

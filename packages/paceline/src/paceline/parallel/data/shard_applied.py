@@ -24,6 +24,7 @@ from paceline.parallel.data.wrapping import Wrapping, leaks
 from paceline.parallel.divided_parameters import refuse_tools, take_whole_states, take_whole_values
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context
+from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import within_some
 from paceline.plan.plan import Decision, Plan
@@ -89,6 +90,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
     refuse_copies(model)
     refuse_tools()
+    answer_for_whole_tensors()
     explain_methods(model)
     if options.prefetch != "auto":
         for at, unit in enumerate(units):

@@ -18,6 +18,7 @@ from paceline.parallel.data.zero import ZeroOptions
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused, step_held
 from paceline.parallel.stand_ins import elementwise_parameters, is_elementwise
 from paceline.parallel.strategy import AppliedStrategy, Context
+from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision
 from paceline.world.param_groups import inner_optimizers, parameters_of
@@ -30,6 +31,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     without_values = any(parameter.is_meta for parameter in model.parameters())
     if context.plan.zero == 1 or without_values:
         return DividedStates(model, context)
+    answer_for_whole_tensors()
     return DividedGradients(model, context)
 
 

@@ -29,6 +29,7 @@ from paceline.parallel.tensor.plan import (
     shares_heads,
 )
 from paceline.parallel.tensor.proof import Proof, whole_counts
+from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.fqn import inside, parent, within_some
 from paceline.plan.plan import Decision
 from paceline.torch_internals.loss_parallel import divide_losses_for
@@ -44,6 +45,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     take_whole_values(model)
     refuse_removed(model)
     refuse_tools()
+    answer_for_whole_tensors()
     # The inputs of a later stage of a pipeline are computed, and may be divided.
     if context.plan.layout.pp == 1 and context.runtime.others_answer:
         SameInputs(model, "tp", context.collectives.over(context.mesh.along("tp").get_group()))

@@ -1,0 +1,99 @@
+"""What a script reads of a divided tensor as a number, and what it draws into one, is that of the whole tensor.
+
+    `grad.norm().item()`, `float`, `if`     torch reads this rank's part of a sum, or of the elements, without a word
+    `parameter.data.normal_()`              torch draws into each part by itself; on the CPU all parts get the same numbers
+    `torch.save(model.state_dict(), path)`  torch writes this rank's part, without a word; a warning says so
+
+The first two are operators on DTensors, and DTensor has one place for functions that run in the place of an operator.
+"""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.base.log import warn_once
+from paceline.parallel.divided_parameters import part_of
+from paceline.torch_internals.dispatch import aten
+from paceline.torch_internals.dtensor import answer, local_tensor
+from paceline.world.sharded import whole
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+# `bernoulli_` and dropouts are left out: `tensor` gives each part of an activation masks of its own.
+_DRAWS_IN_PLACE = ("normal_", "uniform_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
+_DRAWS_LIKE = ("rand_like", "randn_like", "randint_like")
+
+
+@cache
+def answer_for_whole_tensors() -> None:
+    """Lets the operators answer so, for all DTensors of this process."""
+    from torch.distributed.tensor import DTensor
+
+    copyreg.pickle(DTensor, _pickled)
+    answer(aten("_local_scalar_dense").default, _read)
+    for names, function in ((_DRAWS_IN_PLACE, _draw_in_place), (_DRAWS_LIKE, _draw_like)):
+        for name in names:
+            packet = aten(name)
+            for overload in packet.overloads():
+                if not overload.endswith("out"):
+                    answer(getattr(packet, overload), function)
+
+
+def _pickled(tensor: DTensor) -> Any:
+    """Warns once that a pickle has a part only. Ranks that write a file each, and read it again, lose nothing."""
+    if _is_cut(tensor.placements):
+        warn_once(
+            "parallel",
+            "a parameter or gradient of which each rank has a part was pickled, as by `torch.save(model.state_dict(), path)`. The file "
+            "has the part of this rank only, and no plain model can load it. On all ranks call `state = "
+            "accelerator.get_state_dict(model)`, which is whole, and then save it on one",
+        )
+    return tensor.__reduce_ex__(2)
+
+
+def _read(operation: Any, args: tuple[DTensor], _: object) -> Any:
+    """Reads the only element. Ranks: all that have a part, unless each has the whole."""
+    tensor = args[0]
+    if all(placement.is_replicate() for placement in tensor.placements):
+        return operation(local_tensor(tensor))
+    return operation(whole(tensor))
+
+
+def _is_cut(placements: Sequence[Placement]) -> bool:
+    return not all(placement.is_replicate() or placement.is_partial() for placement in placements)
+
+
+def _draw_in_place(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> DTensor:
+    tensor: DTensor = args[0]
+    own = local_tensor(tensor)
+    if own.is_meta or not _is_cut(tensor.placements):
+        operation(own, *args[1:], **keywords)
+        return tensor
+    drawn = torch.empty(tensor.shape, dtype=own.dtype, device=own.device)
+    operation(drawn, *args[1:], **keywords)
+    own.copy_(part_of(drawn, tensor))
+    return tensor
+
+
+def _draw_like(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> DTensor:
+    from torch.distributed.tensor import DTensor, Replicate
+
+    tensor: DTensor = args[0]
+    own = local_tensor(tensor)
+    # A tensor whose parts are to be added up has no parts of a draw: each rank has all of it.
+    placements: list[Placement] = [
+        Replicate() if placement.is_partial() else placement for placement in tensor.placements
+    ]
+    like = own if own.is_meta else torch.empty(tensor.shape, dtype=own.dtype, device=own.device)
+    drawn = operation(like, *args[1:], **keywords)
+    if not own.is_meta and _is_cut(placements):
+        drawn = part_of(drawn, tensor)
+    return DTensor.from_local(
+        drawn, tensor.device_mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )

@@ -1,0 +1,163 @@
+"""Numbers that a script reads of gradients and parameters, what it draws into them, and its hooks on gradients: the values of
+one process under every plan that divides them."""
+
+import io
+import logging
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Accelerator
+from paceline.testing import run_ranks
+
+DIVIDED = [(2, {"zero": 2}), (2, {"shard": 2}), (3, {"shard": 3})]
+WHOLE = [(2, {"replicate": 2}), (2, {"zero": 1}), (2, {"zero": 2}), (3, {"replicate": 3})]
+
+
+class Plain:
+    """The same script in plain PyTorch."""
+
+    def prepare(self, *objects):
+        return objects
+
+    def backward(self, loss):
+        loss.backward()
+
+    def unwrap_model(self, model):
+        return model
+
+    def get_state_dict(self, model):
+        return model.state_dict()
+
+
+def started(plan, change=None, rows=36):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    if change is not None:
+        change(model)
+    x = torch.randn(rows, 4, dtype=torch.float64)
+    batches = DataLoader(TensorDataset(x, torch.arange(rows) % 3), 12)
+    accelerator = Plain() if plan is None else Accelerator(cpu=True, split_batches=True, plan=plan)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return accelerator, *accelerator.prepare(model, optimizer, batches)
+
+
+def weights(accelerator, model):
+    return [value for entry in accelerator.get_state_dict(model).values() for value in entry.flatten().tolist()]
+
+
+def numbers_read(plan):
+    accelerator, model, optimizer, batches = started(plan)
+    numbers = []
+    for x, y in batches:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        gradients = [parameter.grad for parameter in model.parameters()]
+        numbers.append(math.sqrt(sum(gradient.norm().item() ** 2 for gradient in gradients)))
+        numbers.append(torch.stack([gradient.norm() for gradient in gradients]).norm().item())
+        numbers += [float(gradient.abs().max()) for gradient in gradients]
+        numbers.append(float(any(gradient.sum() > 0.01 for gradient in gradients)))
+        optimizer.step()
+        optimizer.zero_grad()
+        for parameter in model.parameters():
+            numbers += [parameter.detach().mean().item(), parameter.data.std().item(), parameter.min().item()]
+    return numbers
+
+
+def numbers_drawn(plan):
+    accelerator, model, optimizer, batches = started(plan)
+    torch.manual_seed(5)
+    generator = torch.Generator().manual_seed(6)
+    for x, y in batches:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        for parameter in model.parameters():
+            parameter.grad.add_(torch.randn_like(parameter.grad), alpha=0.01)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.rand_like(parameter), alpha=0.01)
+    inner = accelerator.unwrap_model(model)
+    nn.init.trunc_normal_(inner[0].weight)
+    inner[0].bias.data.uniform_(-1, 1, generator=generator)
+    inner[2].reset_parameters()
+    return [*weights(accelerator, model), float(torch.rand(()))]
+
+
+@pytest.mark.parametrize("script", [numbers_read, numbers_drawn])
+def test_divided_tensors_give_the_numbers_of_whole_ones(script):
+    expected = script(None)
+    for width, plan in DIVIDED:
+        for numbers in run_ranks(script, width, args=(plan,)):
+            assert numbers == pytest.approx(expected, rel=1e-9), plan
+
+
+def clamped(model):
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.02, 0.02))
+
+
+def masked(model):
+    mask = torch.tensor([1.0, 0, 1, 0, 1], dtype=torch.float64)[:, None]
+    model[0].weight.register_hook(lambda gradient: gradient * mask)
+
+
+def one_pass_each(plan, change):
+    accelerator, model, optimizer, batches = started(plan, change, rows=35)
+    for x, y in batches:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(accelerator, model)
+
+
+def two_passes_each(plan, change):
+    """Passes that add up; hooks that come after `prepare`, and go."""
+    accelerator, model, optimizer, batches = started(plan, change)
+    norms = []
+    inner = accelerator.unwrap_model(model)
+    handle = inner[2].weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
+    for number, (x, y) in enumerate(batches):
+        accelerator.backward(F.cross_entropy(model(x), y))
+        accelerator.backward(F.cross_entropy(model(-x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+        if number == 1:
+            handle.remove()
+    assert len(norms) == 4
+    return [*weights(accelerator, model), *norms]
+
+
+@pytest.mark.parametrize("script", [one_pass_each, two_passes_each])
+@pytest.mark.parametrize("change", [clamped, masked])
+def test_hooks_on_gradients_get_the_mean_of_all_ranks(script, change):
+    expected = script(None, change)
+    for width, plan in WHOLE:
+        for numbers in run_ranks(script, width, args=(plan, change)):
+            assert numbers == pytest.approx(expected, rel=1e-9), plan
+
+
+def told_when_saved(how):
+    messages = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("paceline.parallel").addHandler(handler)
+    accelerator, model, *_ = started({"shard": 2})
+    state = how(accelerator, model)
+    if torch.distributed.get_rank() == 0:
+        torch.save(state, io.BytesIO())
+    return len(messages)
+
+
+@pytest.mark.parametrize(
+    ("how", "count"),
+    [
+        (lambda _, model: model.state_dict(), 1),
+        (lambda accelerator, model: accelerator.get_state_dict(model), 0),
+    ],
+)
+def test_a_file_of_one_ranks_parts_is_told_once(how, count):
+    assert run_ranks(told_when_saved, 2, args=(how,)) == [count, 0]
