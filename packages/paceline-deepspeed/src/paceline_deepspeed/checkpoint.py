@@ -90,6 +90,8 @@ def save_checkpoint(
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "window": [engine.steps_in_window, engine.batch.accumulate],
             "client_state": dict(client_state or {}),
+            # The schedule of the loss scale is the config's, and a universal checkpoint needs it too.
+            "loss_scale": engine.view.dynamic_loss_scale_args(),
         }
     try:
         accelerator.states.save(store.join(folder, tag), frozen=not exclude_frozen_parameters)
