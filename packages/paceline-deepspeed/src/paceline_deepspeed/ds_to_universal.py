@@ -211,13 +211,15 @@ def _of_paceline(folder: str, saved: dict[str, Any], tensors: DividedWeights) ->
                 fix="export the weights of each: `paceline checkpoint export --model NAME FOLDER OUT`",
             )
     ((model, model_state),) = saved["models"].items()
-    ((optimizer, optimizer_state),) = saved["optimizers"].items()
+    (optimizer_state,) = saved["optimizers"].values()
 
     def value(encoded: Any) -> Any:
         return decode(encoded, {path: read_whole(tensors, path) for path in references(encoded)})
 
     prefix = f"models/{model}/"
-    weights = _Renamed(tensors, {name.removeprefix(prefix): name for name in tensors.entries if name.startswith(prefix)})
+    weights = _Renamed(
+        tensors, {name.removeprefix(prefix): name for name in tensors.entries if name.startswith(prefix)}
+    )
     groups: list[list[str]] = [[] for _ in optimizer_state["groups"]]
     for name, number in optimizer_state["members"].items():
         groups[number].append(name)
