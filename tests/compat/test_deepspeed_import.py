@@ -184,11 +184,13 @@ def _engine_saves(folder: str, fp16: bool) -> list[float]:
     """Four steps of the recorded script, on our engine at stage 2; a checkpoint; and the losses of the next four."""
     torch.manual_seed(1)
     model = record.Net()
-    optimizer = torch.optim.AdamW(record.groups(model), lr=0.5)
     told = record.config(2, "fp32")
+    stepped = {"optimizer": torch.optim.AdamW(record.groups(model), lr=0.5)}
     if fp16:
         told["fp16"] = {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 3, "min_loss_scale": 2}
-    engine = initialize(model=model, optimizer=optimizer, config=told)[0]
+        told["optimizer"] = {"type": "AdamW", "params": {"lr": 0.5}}
+        stepped = {"model_parameters": record.groups(model)}
+    engine = initialize(model=model, config=told, **stepped)[0]
     losses = []
     for step in range(2 * record.STEPS):
         if step == record.STEPS:
@@ -241,6 +243,8 @@ def test_the_loss_scale_goes_both_ways(tmp_path):
     # DeepSpeed grows where the steps since the last overflow are a multiple of the window.
     assert (theirs["cur_iter"] - theirs["last_overflow_iter"] - 1) % 3 == 1
     assert _scaler_state(theirs) == {key: state[key] for key in ("scale", "_growth_tracker", "_hysteresis")}
+    # DeepSpeed's own Adam, which this config asks for, counts in numbers.
+    assert type(torch.load(tmp_path / "universal" / "zero" / "inner.bias" / "step.pt", weights_only=True)) is int
     with zipfile.ZipFile(tmp_path / "universal" / "zero" / "optimizer_state.pt") as archive:
         written = archive.read("optimizer_state/data.pkl")
     assert b"deepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n" in written

@@ -216,10 +216,19 @@ def _of_paceline(folder: str, saved: dict[str, Any], tensors: DividedWeights) ->
     def value(encoded: Any) -> Any:
         return decode(encoded, {path: read_whole(tensors, path) for path in references(encoded)})
 
+    extra = saved["run"]["extra"].get(KEY, {})
     prefix = f"models/{model}/"
     weights = _Renamed(
         tensors, {name.removeprefix(prefix): name for name in tensors.entries if name.startswith(prefix)}
     )
+    strangers = sorted(optimizer_state["members"].keys() - weights.entries.keys())
+    if strangers:
+        raise CheckpointError(
+            "checkpoint-foreign",
+            f"the optimizer of {folder} steps {len(strangers)} tensors that the model does not have.",
+            why=f"such as {strangers[0]}; a universal checkpoint holds the states of the model's parameters",
+            fix="register them in the model, and save again",
+        )
     groups: list[list[str]] = [[] for _ in optimizer_state["groups"]]
     for name, number in optimizer_state["members"].items():
         groups[number].append(name)
@@ -233,7 +242,8 @@ def _of_paceline(folder: str, saved: dict[str, Any], tensors: DividedWeights) ->
                 paths_by_key.setdefault(key, {})[name] = path
             else:
                 others[name][key] = value(encoded)
-    extra = saved["run"]["extra"].get(KEY, {})
+        if extra.get("counts_in_numbers") and "step" in others[name]:
+            others[name]["step"] = int(others[name]["step"])
     counters = {"global_steps": saved["run"]["step"], "global_samples": 0, "skipped_steps": 0}
     schedulers = list(saved["schedulers"].values())
     scheduler = None
