@@ -178,7 +178,7 @@ PROGRAMS = (
     example("bing_bert", "training/bing_bert",
             "deepspeed_train.py --cf bert_large_lamb_nvidia_data.json --max_seq_length 128 --output_dir out --deepspeed "
             "--deepspeed_config deepspeed_bsz64k_lamb_config_seq128.json --data_path_prefix . --use_nvidia_dataset",
-            "refused", procs=(1,), env={"PROGRAMS_IDLE": "tensorboardX,h5py"}),
+            "own fault", procs=(1,), env={"PROGRAMS_IDLE": "tensorboardX,h5py"}),  # it downloads its vocabulary
     plain("nanogpt", "karpathy/nanoGPT/.",
           "train.py --device=cpu --compile=False --dtype=float32 --backend=gloo --dataset=tiny --n_layer=2 --n_head=2 "
           "--n_embd=32 --block_size=16 --batch_size=4 --gradient_accumulation_steps=4 --max_iters=6 --lr_decay_iters=6 "
