@@ -10,7 +10,9 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import tarfile
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -25,11 +27,13 @@ from paceline.checkpoint.weights.model import load_model
 from paceline.testing import run_ranks
 from paceline_deepspeed import schedules
 from paceline_deepspeed.checkpoint_format_files import DeepSpeedFolder
+from paceline_deepspeed.checkpoint_format_state import _scaler_state
 from paceline_deepspeed.checkpoint_format_universal import open_folder
 from paceline_deepspeed.consolidation import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
 )
+from paceline_deepspeed.ds_to_universal import convert, main, parse_arguments
 from paceline_deepspeed.initialize import initialize
 
 _HERE = Path(__file__).parent / "deepspeed_reference" / "checkpoints"
@@ -162,6 +166,113 @@ def test_a_universal_checkpoint_that_lacks_a_part_is_named(folders, tmp_path):
             open_folder(str(where))
         assert error.value.code == "checkpoint-damaged"
         (where / lost).write_bytes(kept)
+
+
+@pytest.mark.parametrize("name", ["stage2_fp32", "stage3_fp32"])
+def test_a_conversion_of_ours_goes_on(folders, tmp_path, name):
+    convert(str(folders / name / "global_step4"), str(tmp_path / "global_step4_universal"))
+    assert (tmp_path / "latest_universal").read_text() == "global_step4_universal"
+    for losses, client, counters in run_ranks(
+        _engine_goes_on, world=2, args=(str(tmp_path), 1, "global_step4_universal")
+    ):
+        assert losses == pytest.approx(_LOSSES[name][record.STEPS :], abs=1e-6)
+        assert client == {"epoch": 3, "note": "kept"}
+        assert counters == (8, 64, 0)
+
+
+def _engine_saves(folder: str, fp16: bool) -> list[float]:
+    """Four steps of the recorded script, on our engine at stage 2; a checkpoint; and the losses of the next four."""
+    torch.manual_seed(1)
+    model = record.Net()
+    told = record.config(2, "fp32")
+    stepped = {"optimizer": torch.optim.AdamW(record.groups(model), lr=0.5)}
+    if fp16:
+        told["fp16"] = {"enabled": True, "initial_scale_power": 5, "loss_scale_window": 3, "min_loss_scale": 2}
+        told["optimizer"] = {"type": "AdamW", "params": {"lr": 0.5}}
+        stepped = {"model_parameters": record.groups(model)}
+    engine = initialize(model=model, config=told, **stepped)[0]
+    losses = []
+    for step in range(2 * record.STEPS):
+        if step == record.STEPS:
+            engine.save_checkpoint(folder, client_state={"epoch": 3, "note": "kept"})
+        rows = record.batch(step).chunk(2)[dist.get_rank()]
+        loss = engine(rows.to(engine.module.inner.weight.dtype)).float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(engine.accelerator.reduce(loss.detach(), "mean")))
+    return losses[record.STEPS :]
+
+
+def test_a_checkpoint_of_ours_is_written_as_a_universal_one(tmp_path):
+    expected = run_ranks(_engine_saves, world=2, args=(str(tmp_path), False))[0]
+    where = tmp_path / "global_step4_universal"
+    # The second conversion replaces the first.
+    for _ in range(2):
+        main(parse_arguments(["--input_folder", str(tmp_path / "global_step4"), "--output_folder", str(where)]))
+    # What DeepSpeed's loaders of stages 1 to 3 take from it.
+    model = torch.load(where / "mp_rank_00_model_states.pt", weights_only=True)
+    assert {key: model[key] for key in ("global_steps", "global_samples", "skipped_steps", "mp_world_size")} == {
+        "global_steps": 4, "global_samples": 32, "skipped_steps": 0, "mp_world_size": 1,
+    }  # fmt: skip
+    assert model["lr_scheduler"] == {"last_batch_iteration": 3} and model["note"] == "kept"
+    assert model["buffer_names"] == ["calls"] and list(model["frozen_param_shapes"]) == ["frozen.weight"]
+    assert (where / "zero_pp_rank_0_mp_rank_00_model_states.pt").is_file()
+    common = torch.load(where / "zero" / "optimizer_state.pt", weights_only=True)
+    assert [group["weight_decay"] for group in common["param_groups"]] == [0.1, 0.0]
+    assert common["optimizer_state_dict"]["state"][0]["step"] == 4 and common["ds_version"] == "0.19.8"
+    for group in model["param_shapes"]:
+        for name, shape in group.items():
+            for key in ("fp32", "exp_avg", "exp_avg_sq"):
+                saved = torch.load(where / "zero" / name / f"{key}.pt", weights_only=True)
+                assert saved["param"].shape == shape and saved["param"].dtype == torch.float32
+            assert torch.load(where / "zero" / name / "step.pt", weights_only=True) == 4
+    (tmp_path / "latest").unlink()
+    for losses, client, counters in run_ranks(
+        _engine_goes_on, world=1, args=(str(tmp_path), 3, "global_step4_universal")
+    ):
+        assert losses == pytest.approx(expected, abs=1e-6)
+        assert client == {"epoch": 3, "note": "kept"} and counters == (8, 64, 0)
+
+
+def test_the_loss_scale_goes_both_ways(tmp_path):
+    run_ranks(_engine_saves, world=2, args=(str(tmp_path), True))
+    convert(str(tmp_path / "global_step4"), str(tmp_path / "universal"))
+    state = json.loads((tmp_path / "global_step4" / "state.json").read_text())["scaler"]
+    theirs = open_folder(str(tmp_path / "universal")).dynamic_scale
+    assert theirs["cur_scale"] == 64.0 and theirs["min_scale"] == 2 and theirs["scale_window"] == 3
+    # DeepSpeed grows where the steps since the last overflow are a multiple of the window.
+    assert (theirs["cur_iter"] - theirs["last_overflow_iter"] - 1) % 3 == 1
+    assert _scaler_state(theirs) == {key: state[key] for key in ("scale", "_growth_tracker", "_hysteresis")}
+    # DeepSpeed's own Adam, which this config asks for, counts in numbers.
+    assert type(torch.load(tmp_path / "universal" / "zero" / "inner.bias" / "step.pt", weights_only=True)) is int
+    with zipfile.ZipFile(tmp_path / "universal" / "zero" / "optimizer_state.pt") as archive:
+        written = archive.read("optimizer_state/data.pkl")
+    assert b"deepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n" in written
+    assert not any(name.startswith("deepspeed.runtime") for name in sys.modules)
+
+
+@pytest.mark.parametrize(
+    ("good", "window", "tracker"),
+    [(0, 3, -1), (1, 3, 0), (3, 3, 2), (4, 3, 0), (6, 3, 2), (7, 3, 0), (1000, 1000, 999)],
+)
+def test_the_good_steps_of_a_loss_scale_are_counted(good, window, tracker):
+    theirs = {"cur_scale": 8.0, "cur_iter": good + 5, "last_overflow_iter": 4, "scale_window": window}
+    assert _scaler_state(theirs) == {"scale": 8.0, "_growth_tracker": tracker}
+
+
+@pytest.mark.parametrize(
+    ("source", "output", "code"),
+    [
+        ("stage0_fp32/global_step4", "new", "checkpoint-foreign"),
+        ("stage1_fp32", "new", "checkpoint-missing"),
+        ("stage1_fp32/global_step4", "stage2_fp32", "checkpoint-foreign"),
+    ],
+)
+def test_what_is_not_converted(folders, source, output, code):
+    with pytest.raises(CheckpointError) as error:
+        convert(str(folders / source), str(folders / output))
+    assert error.value.code == code
+    assert not (folders / "new").exists() and (folders / "stage2_fp32" / "global_step4").is_dir()
 
 
 def test_stage_3_loads_divided_as_it_was_and_otherwise(folders):

@@ -52,7 +52,8 @@ class Ended:
     @property
     def error(self) -> str:
         """The code of a coded error; "" if there is none."""
-        codes = re.findall(r"\[([a-z]+(?:-[a-z0-9]+)+)\]", self.output)
+        # At the end of a line and after two spaces; a traceback may show another `[arg-type]` in a line of code.
+        codes = re.findall(r"  \[([a-z]+(?:-[a-z0-9]+)+)\]$", self.output, re.MULTILINE)
         # The launcher's own error comes last; it says only that a rank has failed.
         coded = [code for code in codes if code != "rank-failed"]
         return coded[0] if coded and self.code else ""

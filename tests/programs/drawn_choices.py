@@ -76,7 +76,7 @@ def draw(seed: int) -> dict[str, Any]:
         zero["round_robin_gradients"] = chance.choice((True, False))
     if stage == 3:
         zero["stage3_param_persistence_threshold"] = chance.choice((0, 10**5))
-    return {
+    program: dict[str, Any] = {
         "config": config,
         "optimizer": optimizer,
         "decay": decay,
@@ -89,4 +89,12 @@ def draw(seed: int) -> dict[str, Any]:
         "micro_batches": steps * chance.choice((5, 7)) + chance.choice((0, 0, 1)),
         "evaluates": chance.random() < 0.3,
         "outlier": chance.choice((0, 3)) if precision == "fp16" else 0,
+    }
+    # DeepSpeed has no `no_sync` where gradients are divided, and none around `engine.step`.
+    without_exchange = stage < 2 and steps == 1 and precision in ("fp32", "bf16") and program["backward"] == "engine"
+    return {
+        **program,
+        "losses": chance.choice((1, 1, 2)) if program["backward"] == "engine" else 1,
+        "no_sync": without_exchange and chance.random() < 0.5,
+        "reloads": chance.random() < 0.4,
     }

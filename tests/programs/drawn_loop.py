@@ -36,10 +36,8 @@ class Net(nn.Module):
         return self.head(hidden)  # type: ignore[no-any-return]
 
 
-def train(seed: int, rank: int) -> dict[str, Any]:
-    """Runs the program of a seed; returns what is compared."""
-    program = draw(seed)
-    torch.manual_seed(seed)
+def build(program: dict[str, Any]) -> Any:
+    """Returns the engine of a program."""
     model = Net(program["norm"], program["frozen"])
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: Any = trained
@@ -54,6 +52,25 @@ def train(seed: int, rank: int) -> dict[str, Any]:
     elif program["optimizer"] == "own Adam":
         arguments = {"optimizer": torch.optim.Adam(groups, 0.01, weight_decay=program["decay"])}
     engine, *_ = deepspeed.initialize(model=model, config=program["config"], **arguments)
+    return engine
+
+
+def backward(engine: Any, loss: torch.Tensor, program: dict[str, Any]) -> None:
+    """Runs the backward pass of a loss, or of two that are its parts."""
+    if program["backward"] == "loss":
+        loss.backward()
+    elif program["losses"] == 1:
+        engine.backward(loss)
+    else:
+        engine.backward(loss * 0.25, retain_graph=True)
+        engine.backward(loss * 0.75)
+
+
+def train(seed: int, rank: int, output: Path) -> dict[str, Any]:
+    """Runs the program of a seed; returns what is compared."""
+    program = draw(seed)
+    torch.manual_seed(seed)
+    engine = build(program)
     micro = engine.train_micro_batch_size_per_gpu()
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     seen: dict[str, Any] = {"losses": [], "rates": [], "norms": [], "scales": []}
@@ -62,13 +79,14 @@ def train(seed: int, rank: int) -> dict[str, Any]:
         y = x.sum(1, keepdim=True)
         if program["outlier"] and number == program["outlier"]:
             x = x * 3e4
-        output = engine(x.to(engine.module.first.weight.dtype))
-        loss = (output.float() - y).square().mean()
+        if program["no_sync"]:
+            with engine.no_sync():
+                early = engine((-x).to(engine.module.first.weight.dtype)).float().square().mean()
+                engine.backward(early)
+        predicted = engine(x.to(engine.module.first.weight.dtype))
+        loss = (predicted.float() - y).square().mean()
         seen["losses"].append(loss.item())
-        if program["backward"] == "engine":
-            engine.backward(loss)
-        else:
-            loss.backward()
+        backward(engine, loss, program)
         boundary = engine.is_gradient_accumulation_boundary()
         engine.step()
         if boundary:
@@ -77,6 +95,11 @@ def train(seed: int, rank: int) -> dict[str, Any]:
             seen["rates"].append([float(rate) for rate in engine.get_lr()])
             if "fp16" in program["precision"] and hasattr(engine.optimizer, "cur_scale"):
                 seen["scales"].append(float(engine.optimizer.cur_scale))
+        if program["reloads"] and boundary and engine.global_steps == 3:
+            engine.save_checkpoint(str(output / f"saved-{seed}"), client_state={"seed": seed})
+            engine = build(program)  # of other weights
+            _, client_state = engine.load_checkpoint(str(output / f"saved-{seed}"))
+            assert client_state["seed"] == seed
         if program["evaluates"] and number % 3 == 2:
             engine.eval()
             with torch.no_grad():
@@ -87,7 +110,9 @@ def train(seed: int, rank: int) -> dict[str, Any]:
         with deepspeed.zero.GatheredParameters([parameter]):
             weights += parameter.detach().float().flatten().tolist()
     seen["weights"] = weights
-    seen["counters"] = [engine.global_steps, engine.micro_steps, engine.skipped_steps, engine.global_samples]
+    # DeepSpeed counts micro-steps anew after a load.
+    micro_steps = 0 if program["reloads"] else engine.micro_steps
+    seen["counters"] = [engine.global_steps, micro_steps, engine.skipped_steps, engine.global_samples]
     return seen
 
 
@@ -99,7 +124,7 @@ def main() -> None:
     rank = torch.distributed.get_rank()
     for seed in range(first, last + 1):
         try:
-            seen = train(seed, rank)
+            seen = train(seed, rank, output)
         except Exception as error:  # of the library under test; the next seed has an engine of its own
             seen = {"error": f"{type(error).__name__}: {error}"}
         (output / f"{seed}-{rank}.json").write_text(json.dumps(seen), encoding="utf-8")

@@ -127,9 +127,11 @@ PROGRAMS = (
             "autotp_custom_patterns.py --model_name model --tp_size 2 --dp_size 1 --zero_stage 1 --seq_length 32 "
             "--num_steps 6 --learning_rate 1e-2 --precision fp32", "differs", procs=(2,), inputs=("gpt_neox",)),
     example("superoffload", "training/DeepSpeed-SuperOffload",
-            _SUPEROFFLOAD.format("super"), "refused", procs=(1,), inputs=("language_model", "instructions", "superoffload")),
+            _SUPEROFFLOAD.format("super"), "refused", procs=(1,), inputs=("language_model", "instructions", "superoffload"),
+            env={"PROGRAMS_IDLE": "wandb"}),
     example("superoffload zero", "training/DeepSpeed-SuperOffload",
-            _SUPEROFFLOAD.format("zero"), inputs=("language_model", "instructions", "superoffload"), tolerance=2e-2),
+            _SUPEROFFLOAD.format("zero"), inputs=("language_model", "instructions", "superoffload"), tolerance=2e-2,
+            env={"PROGRAMS_IDLE": "wandb"}),
     example("zenflow llama", "training/DeepSpeed-ZenFlow/finetuning",
             "finetune_llama.py --deepspeed_config zf_config.json --model_name model --num_train_epochs 1 --lr 2e-5 "
             "--batch_size 8 --output_dir out", "refused", procs=(1,), inputs=("language_model", "instructions")),
@@ -176,7 +178,7 @@ PROGRAMS = (
     example("bing_bert", "training/bing_bert",
             "deepspeed_train.py --cf bert_large_lamb_nvidia_data.json --max_seq_length 128 --output_dir out --deepspeed "
             "--deepspeed_config deepspeed_bsz64k_lamb_config_seq128.json --data_path_prefix . --use_nvidia_dataset",
-            "refused", procs=(1,)),
+            "own fault", procs=(1,), env={"PROGRAMS_IDLE": "tensorboardX,h5py"}),  # it downloads its vocabulary
     plain("nanogpt", "karpathy/nanoGPT/.",
           "train.py --device=cpu --compile=False --dtype=float32 --backend=gloo --dataset=tiny --n_layer=2 --n_head=2 "
           "--n_embd=32 --block_size=16 --batch_size=4 --gradient_accumulation_steps=4 --max_iters=6 --lr_decay_iters=6 "

@@ -3,6 +3,7 @@
     CUDA        tensors and modules that are moved to `cuda` stay on the CPU
     seeds       every process begins with the same one; a program may set its own
     data        data sets that would be downloaded are drawn at random, small
+    trackers    modules that `$PROGRAMS_IDLE` names are there, and do nothing
     record      the value of every loss that needs a gradient goes to `$PROGRAMS_RECORD/RANK.txt`, in the order of the calls
 
 The same file serves both sides of a comparison. Of the libraries that are compared it changes three things: the real DeepSpeed
@@ -20,6 +21,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import MagicMock
 
 FOLDER = os.environ.get("PROGRAMS_RECORD", "")
 LOSSES = (
@@ -230,6 +232,20 @@ SHIMS = {
 }
 
 
+class IdleLoader(Loader):
+    """Makes a module each of whose names can be called and does nothing: a tracker that is not installed."""
+
+    def exec_module(self, module: Any) -> None:
+        """Gives it all names."""
+
+        def look_up(name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return MagicMock(name=name)
+
+        module.__getattr__ = look_up
+
+
 class ShimLoader(Loader):
     """Loads a module as ever, and changes it once."""
 
@@ -256,6 +272,8 @@ class ShimFinder(MetaPathFinder):
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Returns the spec of a module that is changed, with a loader of ours."""
+        if name in os.environ.get("PROGRAMS_IDLE", "").split(","):
+            return ModuleSpec(name, IdleLoader())
         if name not in SHIMS:
             return None
         for finder in sys.meta_path:

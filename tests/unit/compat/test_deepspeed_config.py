@@ -18,6 +18,7 @@ from paceline_deepspeed.config import read
 from paceline_deepspeed.config.keys import blocks, by_name, rows
 from paceline_deepspeed.config.parts import PARTS
 from paceline_deepspeed.config.row import Staged
+from paceline_deepspeed.width import data_ranks
 
 
 def nested(**keys):
@@ -445,3 +446,31 @@ def test_a_config_says_which_keys_were_given_as_the_dict_of_a_script_does():
     )
     assert "fp16" not in config and "overlap_comm" not in config["zero_optimization"] and 0 not in config
     assert config["fp16"]["enabled"] is False
+
+
+@pytest.mark.parametrize(
+    ("config", "env", "expected"),
+    [
+        ({}, {}, 8),
+        ({"sequence_parallel_size": 2}, {}, 4),
+        ({}, {"PACELINE_TP": "2"}, 4),
+        ({"sequence_parallel_size": 2}, {"PACELINE_TP": "2"}, 2),
+        ({"tensor_parallel": {"autotp_size": 4}}, {}, 2),
+        ({"zero_optimization": {"stage": 3}, "sequence_parallel_size": 4}, {}, 2),
+    ],
+)
+def test_the_batch_triangle_counts_ranks_that_read_samples(config, env, expected):
+    """`paceline launch --tp` hands its number over as a variable."""
+    parsed = read({"train_batch_size": 16, "gradient_accumulation_steps": 2, **config})
+    ranks = data_ranks(parsed, 8, env)
+    assert ranks == expected
+    assert parsed.batch(ranks).micro == 16 // 2 // expected
+
+
+@pytest.mark.parametrize("env", [{"PACELINE_TP": "2"}, {}])
+def test_a_batch_that_does_not_divide_is_refused(env):
+    config = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 4, "sequence_parallel_size": 2}
+    parsed = read(config)
+    with pytest.raises(ConfigError) as error:
+        parsed.batch(data_ranks(parsed, 16 if env else 8, env))
+    assert error.value.code == "deepspeed-batch"

@@ -68,6 +68,7 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     "unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
     f"{_HERE}.consolidation": "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "
     "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint",
+    f"{_HERE}.ds_to_universal": {"deepspeed.checkpoint.ds_to_universal": "main parse_arguments"},
     f"{_HERE}.partition": {"deepspeed.runtime.utils": "partition_balanced=balanced partition_uniform=uniform"},
     f"{_HERE}.runner": {
         "deepspeed.launcher.runner": "DLTS_HOSTFILE encode_world_info fetch_hostfile parse_args parse_inclusion_exclusion "

@@ -33,6 +33,7 @@ from paceline_deepspeed.checkpoint_format import LATEST, tag_in
 if TYPE_CHECKING:
     from paceline.checkpoint.weights.divided import DividedModel
     from paceline.checkpoint.weights.export import RowsOfTensor
+    from paceline_deepspeed.config import DeepSpeedConfig
     from paceline_deepspeed.engine_parts import Engine
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -89,6 +90,9 @@ def save_checkpoint(
             "counters": {name: getattr(engine, name) for name in _COUNTERS},
             "window": [engine.steps_in_window, engine.batch.accumulate],
             "client_state": dict(client_state or {}),
+            # The schedule of the loss scale is the config's, and a universal checkpoint needs it too.
+            "loss_scale": engine.view.dynamic_loss_scale_args(),
+            "counts_in_numbers": _counts_in_numbers(engine.config),
         }
     try:
         accelerator.states.save(store.join(folder, tag), frozen=not exclude_frozen_parameters)
@@ -106,6 +110,12 @@ def save_checkpoint(
 
     accelerator.states.on_main(write_beside)
     return True
+
+
+def _counts_in_numbers(config: DeepSpeedConfig) -> bool:
+    """Whether DeepSpeed would step with an Adam of its own, whose count of steps is a number and not a tensor as torch's."""
+    own = str(config["optimizer.type"]).lower() in ("adam", "adamw")
+    return own and not (config["optimizer.params"] or {}).get("torch_adam", False)
 
 
 def _folder(save_dir: object) -> str:

@@ -349,18 +349,18 @@ class DeepSpeedFolder:
         return pieces, others_by_name
 
     @property
-    def scale(self) -> float | None:
-        """The loss scale, where there was a dynamic one."""
+    def dynamic_scale(self) -> dict[str, Any] | None:
+        """The attributes of the dynamic loss scale, by DeepSpeed's names; None where there was none."""
         if self.stage == 0:
             state = self.first["optimizer"] or {}
         else:
             state = self._states[0]
         if not state.get("dynamic_loss_scale"):
             return None
-        # Stage 0 writes the number itself, and the other stages write the object that keeps it.
+        # Stage 0 writes the numbers themselves, and the other stages write the object that keeps them.
         if "cur_scale" in state:
-            return float(state["cur_scale"])
-        return float(state["loss_scaler"].cur_scale)
+            return dict(state)
+        return dict(vars(state["loss_scaler"]))
 
     @property
     def client_state(self) -> dict[str, Any]:

@@ -58,9 +58,9 @@ class DeepSpeedReader:
             name = next(iter(self._optimizers))
             self._add_optimizer(name, self._optimizers[name])
         self._add_scheduler()
-        if saved.scale is not None:
+        if saved.dynamic_scale is not None:
             scaler_state = {} if run.scaler is None else run.scaler.state_dict()
-            translation.set("scaler", {**scaler_state, "scale": saved.scale})
+            translation.set("scaler", {**scaler_state, **_scaler_state(saved.dynamic_scale)})
         self._set_counters()
         translation.note("random streams and the place in the data: a folder of DeepSpeed's holds none")
         return translation.opened()
@@ -162,6 +162,20 @@ class DeepSpeedReader:
         step = counters["global_steps"] - counters["skipped_steps"]
         extra = {**run["extra"], "deepspeed": engine_state}
         self._translation.set("run", {**run, "step": step, "micro_step": 0, "extra": extra})
+
+
+def _scaler_state(theirs: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what DeepSpeed's attributes of a loss scale are in the state of ours."""
+    state: dict[str, Any] = {"scale": float(theirs["cur_scale"])}
+    if {"cur_iter", "last_overflow_iter", "scale_window"} <= theirs.keys():
+        # DeepSpeed grows after each `scale_window` good steps that follow the first; ours counts these, from -1.
+        num_good = theirs["cur_iter"] - theirs["last_overflow_iter"] - 1
+        state["_growth_tracker"] = num_good - 1
+        if num_good > theirs["scale_window"]:
+            state["_growth_tracker"] = (num_good - 1) % theirs["scale_window"]
+    if "cur_hysteresis" in theirs:
+        state["_hysteresis"] = theirs["cur_hysteresis"]
+    return state
 
 
 def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
