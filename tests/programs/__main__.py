@@ -24,6 +24,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from programs import inputs
 from programs.table import PROGRAMS, Program
@@ -137,7 +138,14 @@ def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(set(folder.rglob("*")) - given):
         name = str(path.relative_to(folder))
-        if path.suffix == ".safetensors":
+        # `save_state` of ours writes the weights a second time, for older scripts; docs/migrating-from-accelerate.md says so.
+        if path.name == "pytorch_model.bin" and (path.parent / "model.safetensors").exists():
+            continue
+        if path.name == ".metadata":  # of torch.distributed.checkpoint
+            whole = path.with_name("whole.pt")
+            dcp_to_torch_save(path.parent, whole)
+            flatten(torch.load(whole, weights_only=False), name, tensors)
+        elif path.suffix == ".safetensors":
             flatten(load_file(path), name, tensors)
         elif path.suffix in (".pt", ".pth", ".bin", ".ckpt") or path.name.endswith(".pth.tar"):
             # Arguments of a training need the program's own classes, and are no weights.
@@ -161,7 +169,9 @@ def flatten(value: object, name: str, tensors: dict[str, torch.Tensor]) -> None:
 def weights_differ(real: Ended, ours: Ended, tolerance: float) -> str:
     """Returns the first tensor that differs, or ""."""
     if real.tensors.keys() != ours.tensors.keys():
-        return f"files: {sorted(real.tensors.keys() ^ ours.tensors.keys())[:3]}"
+        there = sorted(real.tensors.keys() - ours.tensors.keys())
+        here = sorted(ours.tensors.keys() - real.tensors.keys())
+        return f"files: {len(there)} tensors only there {there[:2]}, {len(here)} only here {here[:2]}"
     for name, tensor in real.tensors.items():
         other = ours.tensors[name]
         if tensor.shape != other.shape or not torch.allclose(tensor, other, rtol=tolerance * 10, atol=tolerance):
@@ -230,7 +240,7 @@ def main() -> int:
     parser.add_argument("--libraries", default="", help="a folder of packages that the programs need, for both sides")
     parser.add_argument("--deepspeed", default="", help="a folder of packages with the real DeepSpeed")
     parser.add_argument("--accelerate", default="", help="a folder of packages with the real accelerate")
-    parser.add_argument("--only", default="", help="a part of a name")
+    parser.add_argument("--only", default="", help="parts of names, with commas between them")
     parser.add_argument("--procs", type=int, help="only this number of processes")
     parser.add_argument("--library", default="", help="only programs of this one: deepspeed, accelerate or torchrun")
     parser.add_argument("--logs", default="", help="a folder for what the programs print")
@@ -242,7 +252,8 @@ def main() -> int:
     counts: Counter[str] = Counter()
     unexpected = 0
     for program in PROGRAMS:
-        if args.only not in program.name or args.library not in program.library:
+        wanted = any(part in program.name for part in args.only.split(","))
+        if not wanted or args.library not in program.library:
             continue
         clone = Path(args.folder) / program.repository.partition("/")[2]
         if not (clone / program.folder).is_dir():
