@@ -480,17 +480,18 @@ def boxes(folder: Path) -> None:
             box = [4.0 + number, 8.0, 20.0, 24.0]
             kinds = {"id": [number], "area": [480], "bbox": [box], "category": [number % 2]}
             rows.append({"image_id": number, "objects": kinds})
-        _save_pictures(folder / "boxes" / split, rows, ("L", 1))
+        _save_pictures(folder / "boxes" / split, rows)
     (folder / "boxes" / "README.md").write_text(BOXES, encoding="utf-8")
 
 
-def _save_pictures(folder: Path, rows: Iterable[dict[str, Any]], mask: tuple[str, int]) -> None:
+def _save_pictures(folder: Path, rows: Iterable[dict[str, Any]], mask: tuple[str, int] | None = None) -> None:
     """Writes pictures and masks with the table of them that `datasets` reads."""
     folder.mkdir(parents=True)
     table = []
     for number, row in enumerate(rows):
         _picture(number).save(folder / f"picture{number}.png")
-        _mask(number, mask).save(folder / f"mask{number}.png")
+        if mask is not None:
+            _mask(number, mask).save(folder / f"mask{number}.png")
         table.append({"image_file_name": f"picture{number}.png", **row})
     _write(folder / "metadata.jsonl", table)
 
@@ -577,3 +578,62 @@ def _judgement(draw: random.Random) -> dict[str, Any]:
     question = [{"role": "user", "content": _text(draw, 5)}]
     answer = [{"role": "assistant", "content": _text(draw, 8)}]
     return {"prompt": question, "completion": answer, "label": draw.random() < 0.5}
+
+
+def diffusion(folder: Path) -> None:
+    """Makes `sd`, a tiny Stable Diffusion, `ddpm`, a model without text, and pictures: `captions`, `conditions`, `things`."""
+    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel, UNet2DModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    letters = [chr(number) for number in range(33, 127)]
+    special = ["<|startoftext|>", "<|endoftext|>"]
+    pieces = [*letters, *(f"{letter}</w>" for letter in letters), *special]
+    tokenizer = CLIPTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[])
+    tokenizer.model_max_length = 16
+    torch.manual_seed(1)
+    text_config = CLIPTextConfig(
+        vocab_size=len(pieces),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=len(pieces) - 2,
+        eos_token_id=len(pieces) - 1,
+        pad_token_id=len(pieces) - 1,
+    )
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8, 8, 16),  # a picture becomes an eighth, which ControlNet's condition becomes too
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        norm_num_groups=8,
+    )
+    plain = UNet2DModel(
+        sample_size=32,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2,
+        norm_num_groups=8,
+    )
+    plain.save_config(folder / "ddpm")
+    pipeline = StableDiffusionPipeline(
+        vae, CLIPTextModel(text_config), tokenizer, unet, DDPMScheduler(), None, None, requires_safety_checker=False
+    )
+    pipeline.save_pretrained(folder / "sd")
+    rows = [{"text": _text(random.Random(number), 2)} for number in range(12)]
+    _save_pictures(folder / "captions" / "train", rows)
+    rows = [{**row, "conditioning_image_file_name": f"mask{number}.png"} for number, row in enumerate(rows)]
+    _save_pictures(folder / "conditions" / "train", rows, ("RGB", 3))
+    _draw_images(folder / "things", 6)

@@ -79,6 +79,11 @@ _SUPEROFFLOAD = (
     "--output_dir out --max_length 32 --bench_steps 4 --warmup_steps 1 --attn_implementation eager --activation_checkpointing"
 )
 _EXAMPLES = "pytorch/examples"
+_SD = "--pretrained_model_name_or_path sd --seed 1"
+_DIFFUSION = (
+    "--resolution 64 --train_batch_size 2 --gradient_accumulation_steps 2 --max_train_steps 4 --learning_rate 1e-3 "
+    "--checkpointing_steps 2 --dataloader_num_workers 0 --output_dir out"
+)
 _TUTORIALS = "PyTorchKorea/tutorials-kr"
 _STEPS = (
     "--output_dir out --max_train_steps 4 --gradient_accumulation_steps 2 --per_device_train_batch_size 2 --seed 1 "
@@ -257,10 +262,12 @@ PROGRAMS = (
          "run_instance_segmentation_no_trainer.py | --model_name_or_path maskformer --dataset_name instances "
          "--image_height 64 --image_width 64 --dataloader_num_workers 0", "maskformer", "instances"),
     *(
-        hugging(f"trl {name}", "huggingface/trl/examples/scripts", f"{name}.py {_TRL}{data} {more}", "language_model", data,
+        hugging(f"trl {name}", f"huggingface/trl/{folder}", f"{name}.py {_TRL}{data}", "language_model", data,
                 env={"PROGRAMS_BACKWARD": "1"})
-        for name, data, more in (("dpo", "preferences", ""), ("kto", "judgements", ""), ("orpo", "preferences", ""),
-                                 ("cpo", "preferences", ""))
+        for name, folder, data in (
+            ("dpo", "trl/scripts", "preferences"), ("kto", "trl/scripts", "judgements"),
+            ("orpo", "examples/scripts", "preferences"), ("cpo", "examples/scripts", "preferences"),
+        )
     ),
     plain("vision", "pytorch/vision/references/classification",
           "train.py --device cpu --data-path images --model resnet18 --train-crop-size 32 --val-resize-size 36 "
@@ -279,4 +286,20 @@ PROGRAMS = (
           "--device-batch-size 2 --total-batch-size 512 --num-iterations 4 --eval-every 2 --eval-tokens 512 "
           "--core-metric-every -1 --sample-every -1 --window-pattern L", procs=(1,), inputs=("nanochat",),
           env={"NANOCHAT_BASE_DIR": "base", "TORCHDYNAMO_DISABLE": "1", "PROGRAMS_BACKWARD": "1"}),
+    *(
+        hugging(f"diffusers {name}", f"huggingface/diffusers/examples/{folder}", f"{command} {_DIFFUSION} {more}",
+                "diffusion", env={"PROGRAMS_BACKWARD": "1"})
+        for name, folder, command, more in (
+            ("text_to_image", "text_to_image", "train_text_to_image.py", f"{_SD} --dataset_name captions --use_ema"),
+            ("lora", "text_to_image", "train_text_to_image_lora.py", f"{_SD} --dataset_name captions --rank 2"),
+            ("controlnet", "controlnet", "train_controlnet.py", f"{_SD} --dataset_name conditions"),
+            ("dreambooth", "dreambooth", "train_dreambooth.py",
+             f"{_SD} --instance_data_dir things --instance_prompt w1 --train_text_encoder"),
+        )
+    ),
+    hugging("diffusers unconditional", "huggingface/diffusers/examples/unconditional_image_generation",
+            "train_unconditional.py --model_config_name_or_path ddpm --train_data_dir captions/train --resolution 32 "
+            "--train_batch_size 2 --eval_batch_size 1 --num_epochs 1 --gradient_accumulation_steps 2 --output_dir out "
+            "--save_images_epochs 9 --ddpm_num_steps 20 --ddpm_num_inference_steps 2 --checkpointing_steps 2 "
+            "--dataloader_num_workers 0", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
 )  # fmt: skip
