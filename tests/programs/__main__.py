@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -43,12 +44,14 @@ class Ended:
         losses: of each rank, in the order of the calls.
         output: all that it printed.
         tensors: what the files contain that it wrote, by file and name.
+        cpu_s: time of a core that all of its processes took, from start to end.
     """
 
     code: int
     losses: dict[str, list[float]]
     output: str
     tensors: dict[str, torch.Tensor]
+    cpu_s: float
 
     @property
     def error(self) -> str:
@@ -94,6 +97,7 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         if program.library == "accelerate":
             variables["ACCELERATE_USE_CPU"] = "true"
         command = [sys.executable, "-m", *starting(program.library, side, procs), *program.command]
+        used = _cpu_of_children()
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -110,6 +114,7 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             output, _ = process.communicate()
+        used = _cpu_of_children() - used
         if args.logs:
             log = Path(args.logs) / f"{program.name.replace(' ', '-')}-{procs}-{side}.log"
             log.write_text(output, encoding="utf-8")
@@ -119,7 +124,13 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         tensors = {}
         if program.weights and not code:
             tensors = written(folder, given)
-        return Ended(code, losses, output, tensors)
+        return Ended(code, losses, output, tensors, used)
+
+
+def _cpu_of_children() -> float:
+    """Returns the seconds of a core that processes took which were started here and have ended."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def starting(library: str, side: str, procs: int) -> list[str]:
@@ -225,6 +236,7 @@ def outcome(program: Program, real: Ended, ours: Ended) -> tuple[str, str]:
         if different:
             return "failed", f"{details}; another {different}"
         details += f"; {len(real.tensors)} saved tensors"
+    details += f"; {real.cpu_s:.0f} s of a core there, {ours.cpu_s:.0f} s here"
     return ("equal" if largest <= program.tolerance else "differs"), details
 
 

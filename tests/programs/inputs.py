@@ -556,6 +556,8 @@ def nanochat(folder: Path) -> None:
     (folder / "base" / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
     lengths = torch.tensor([1] * 256 + [0] * len(names), dtype=torch.int32)
     torch.save(lengths, folder / "base" / "tokenizer" / "token_bytes.pt")
+    for name in ("wandb", "rustbpe"):  # it imports both, and calls neither here
+        (folder / f"{name}.py").write_text("", encoding="utf-8")
 
 
 def preferences(folder: Path) -> None:

@@ -247,8 +247,7 @@ PROGRAMS = (
          "run_translation_no_trainer.py | --model_name_or_path t5 --max_source_length 16 --max_target_length 8 "
          f"--num_beams 2 --source_lang en --target_lang de {rows('translation')}", "t5"),
     task("image classes", "image-classification",
-         "run_image_classification_no_trainer.py | --model_name_or_path vit --train_dir images/train --validation_dir "
-         "images/validation", "vit", "images"),
+         "run_image_classification_no_trainer.py | --model_name_or_path vit --dataset_name images", "vit", "images"),
     task("mim", "image-pretraining",
          "run_mim_no_trainer.py | --model_name_or_path vit --dataset_name images --mask_patch_size 16",
          "vit", "images"),
@@ -302,4 +301,8 @@ PROGRAMS = (
             "--train_batch_size 2 --eval_batch_size 1 --num_epochs 1 --gradient_accumulation_steps 2 --output_dir out "
             "--save_images_epochs 9 --ddpm_num_steps 20 --ddpm_num_inference_steps 2 --checkpointing_steps 2 "
             "--dataloader_num_workers 0", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("peft dreambooth", "huggingface/peft/examples/lora_dreambooth",
+            f"train_dreambooth.py {_SD} --instance_data_dir things --instance_prompt w1 --resolution 64 --use_lora --lora_r 2 "
+            "--train_batch_size 2 --max_train_steps 4 --gradient_accumulation_steps 2 --learning_rate 1e-3 "
+            "--num_dataloader_workers 0 --no_tracemalloc --output_dir out", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
 )  # fmt: skip
