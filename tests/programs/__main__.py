@@ -25,7 +25,6 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from programs import inputs
 from programs.table import PROGRAMS, Program
@@ -112,8 +111,13 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
             output, _ = process.communicate(timeout=LIMIT_S)
             code = process.returncode
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
+            # The launcher ends its processes, which have sessions of their own; killed at once it would leave them behind.
+            os.killpg(process.pid, signal.SIGTERM)
+            try:
+                output, _ = process.communicate(timeout=60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                output, _ = process.communicate()
         used = _cpu_of_children() - used
         if args.logs:
             log = Path(args.logs) / f"{program.name.replace(' ', '-')}-{procs}-{side}.log"
@@ -152,11 +156,7 @@ def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
         # `save_state` of ours writes the weights a second time, for older scripts; docs/migrating-from-accelerate.md says so.
         if path.name == "pytorch_model.bin" and (path.parent / "model.safetensors").exists():
             continue
-        if path.name == ".metadata":  # of torch.distributed.checkpoint
-            whole = path.with_name("whole.pt")
-            dcp_to_torch_save(path.parent, whole)
-            flatten(torch.load(whole, weights_only=False), name, tensors)
-        elif path.suffix == ".safetensors":
+        if path.suffix == ".safetensors":
             flatten(load_file(path), name, tensors)
         elif path.suffix in (".pt", ".pth", ".bin", ".ckpt") or path.name.endswith(".pth.tar"):
             # Arguments of a training need the program's own classes, and are no weights.

@@ -231,10 +231,11 @@ PROGRAMS = (
     hugging("trl sft", "huggingface/trl/trl/scripts", f"sft.py {_TRL}chats", "language_model", "chats",
             env={"PROGRAMS_BACKWARD": "1"}),
     task("glue", "text-classification", f"run_glue_no_trainer.py | --model_name_or_path bert {rows('pairs')}", "bert"),
-    task("clm", "language-modeling", f"run_clm_no_trainer.py | {_LINES}", "gpt2", expected="own fault"),  # TPU is no type now
+    task("clm", "language-modeling", f"run_clm_no_trainer.py | {_LINES}", "gpt2",
+         expected="own fault"),  # it and two others name DistributedType.TPU, which accelerate 1.15 does not have
     task("mlm", "language-modeling",
          "run_mlm_no_trainer.py | --train_file train.txt --validation_file test.txt --max_seq_length 16 "
-         "--model_name_or_path bert", "bert"),
+         "--model_name_or_path bert", "bert", expected="own fault"),
     task("fim", "language-modeling", f"run_fim_no_trainer.py | {_LINES}", "gpt2", expected="own fault"),
     task("swag", "multiple-choice", f"run_swag_no_trainer.py | --model_name_or_path bert {rows('choice')}", "bert"),
     task("qa", "question-answering",
@@ -250,7 +251,7 @@ PROGRAMS = (
          "run_image_classification_no_trainer.py | --model_name_or_path vit --dataset_name images", "vit", "images"),
     task("mim", "image-pretraining",
          "run_mim_no_trainer.py | --model_name_or_path vit --dataset_name images --mask_patch_size 16",
-         "vit", "images"),
+         "vit", "images", expected="own fault"),
     task("semantic", "semantic-segmentation",
          "run_semantic_segmentation_no_trainer.py | --model_name_or_path segformer --dataset_name masks",
          "segformer", "masks"),
@@ -272,10 +273,6 @@ PROGRAMS = (
           "train.py --device cpu --data-path images --model resnet18 --train-crop-size 32 --val-resize-size 36 "
           "--val-crop-size 32 -b 4 -j 0 --epochs 2 --lr 0.01 --model-ema --model-ema-steps 2 --lr-warmup-epochs 1 "
           "--label-smoothing 0.1 --mixup-alpha 0.2 --output-dir out", samples=24, inputs=("image_folders",)),
-    plain("dcp", f"{_TUTORIALS}/recipes_source", "distributed_checkpoint_recipe_1.py", procs=(1,), inputs=("tutorial",),
-          env={"PROGRAMS_CUDA": "2", "PROGRAMS_BACKWARD": "1"}),
-    plain("dcp async", f"{_TUTORIALS}/recipes_source", "distributed_async_checkpoint_recipe_1.py", procs=(1,),
-          inputs=("tutorial",), env={"PROGRAMS_CUDA": "2", "PROGRAMS_BACKWARD": "1"}),
     plain("ddp tutorial", f"{_TUTORIALS}/intermediate_source", "ddp_tutorial_6.py", procs=(2,), inputs=("tutorial",),
           env={"PROGRAMS_CUDA": "2", "PROGRAMS_BACKWARD": "1"}, weights=False),
     plain("pipelining", f"{_TUTORIALS}/intermediate_source", "pipelining_tutorial.py", procs=(2,), inputs=("tutorial",),
