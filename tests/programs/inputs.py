@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -11,6 +13,21 @@ from typing import Any
 import torch
 
 WORDS = [f"w{number}" for number in range(90)]
+BLOCK = r"^( *)\.\. code(?:-block)?:: python\n((?:\1[ \t]+.*\n|[ \t]*\n)+)"
+BOXES = """---
+dataset_info:
+  features:
+  - {name: image, dtype: image}
+  - {name: image_id, dtype: int64}
+  - name: objects
+    struct:
+    - {name: id, list: int64}
+    - {name: area, list: int64}
+    - {name: bbox, list: {list: float32}}
+    - {name: category, list: {class_label: {names: {'0': cat, '1': dog}}}}
+---
+"""
+STAGES = ["stage1", "stage2", "stage3", "stage4"]
 CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} </s> {% endfor %}"
 
 
@@ -241,3 +258,384 @@ def _draw_images(folder: Path, count: int, prefix: str = "") -> None:
     for number in range(count):
         pixels = bytes(draw.choices(range(256), k=64 * 64 * 3))
         Image.frombytes("RGB", (64, 64), pixels).save(folder / f"{prefix}{number}.png")
+
+
+def bert(folder: Path) -> None:
+    """Makes `bert`, a tiny BERT with a tokenizer of words."""
+    from transformers import BertConfig, BertModel
+
+    tokenizer = _pair_tokenizer()
+    torch.manual_seed(1)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=128,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    BertModel(config).save_pretrained(folder / "bert")
+    tokenizer.save_pretrained(folder / "bert")
+
+
+def t5(folder: Path) -> None:
+    """Makes `t5`, a tiny T5 with a tokenizer of words."""
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    tokenizer = _tokenizer()
+    torch.manual_seed(1)
+    config = T5Config(
+        vocab_size=len(tokenizer),
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_layers=2,
+        num_heads=4,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+    )
+    T5ForConditionalGeneration(config).save_pretrained(folder / "t5")
+    tokenizer.save_pretrained(folder / "t5")
+
+
+def vit(folder: Path) -> None:
+    """Makes `vit`, a tiny ViT with its image processor."""
+    from transformers import ViTConfig, ViTImageProcessor, ViTModel
+
+    torch.manual_seed(1)
+    config = ViTConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=32,
+        patch_size=8,
+        encoder_stride=8,
+    )
+    ViTModel(config).save_pretrained(folder / "vit")
+    ViTImageProcessor(size={"height": 32, "width": 32}).save_pretrained(folder / "vit")
+
+
+def segformer(folder: Path) -> None:
+    """Makes `segformer`, a tiny SegFormer with its image processor."""
+    from transformers import SegformerConfig, SegformerForSemanticSegmentation, SegformerImageProcessor
+
+    torch.manual_seed(1)
+    config = SegformerConfig(
+        depths=[1, 1, 1, 1],
+        hidden_sizes=[8, 8, 16, 16],
+        num_attention_heads=[1, 1, 2, 2],
+        decoder_hidden_size=16,
+        num_labels=4,
+    )
+    SegformerForSemanticSegmentation(config).save_pretrained(folder / "segformer")
+    SegformerImageProcessor(size={"height": 64, "width": 64}).save_pretrained(folder / "segformer")
+
+
+def yolos(folder: Path) -> None:
+    """Makes `yolos`, a tiny YOLOS with its image processor."""
+    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+    torch.manual_seed(1)
+    config = YolosConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=[64, 64],
+        patch_size=16,
+        num_detection_tokens=5,
+        num_labels=2,
+    )
+    YolosForObjectDetection(config).save_pretrained(folder / "yolos")
+    size = {"height": 64, "width": 64}
+    YolosImageProcessor(size=size, do_pad=False).save_pretrained(folder / "yolos")
+
+
+def maskformer(folder: Path) -> None:
+    """Makes `maskformer`, a tiny MaskFormer with its image processor."""
+    from transformers import (
+        DetrConfig,
+        MaskFormerConfig,
+        MaskFormerForInstanceSegmentation,
+        MaskFormerImageProcessor,
+        SwinConfig,
+    )
+
+    torch.manual_seed(1)
+    backbone = SwinConfig(
+        embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2, image_size=64, out_features=STAGES
+    )
+    decoder = DetrConfig(
+        d_model=32, decoder_layers=1, encoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32, num_queries=5
+    )
+    config = MaskFormerConfig(
+        backbone_config=backbone, decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32, num_labels=3
+    )
+    MaskFormerForInstanceSegmentation(config).save_pretrained(folder / "maskformer")
+    size = {"height": 64, "width": 64}
+    MaskFormerImageProcessor(size=size, do_reduce_labels=False, ignore_index=255).save_pretrained(folder / "maskformer")
+
+
+def _pair_tokenizer() -> Any:
+    """Returns a tokenizer of words that marks pairs as BERT's does."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    vocabulary = {word: number for number, word in enumerate([*special, *WORDS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    names = {
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "pad_token": "[PAD]",
+        "mask_token": "[MASK]",
+    }
+    inputs = ["input_ids", "token_type_ids", "attention_mask"]
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_input_names=inputs, **names)
+
+
+def task_files(folder: Path) -> None:
+    """Makes `train_TASK.json` and `test_TASK.json` for each task on text; the numbers of rows are odd."""
+    makers = {
+        "pairs": _pair,
+        "words": _words,
+        "choice": _choice,
+        "question": _question,
+        "summary": _summary,
+        "translation": _translation,
+    }
+    for task, make in makers.items():
+        draw = random.Random(0)
+        for split, count in (("train", 27), ("test", 9)):
+            rows = [make(draw, number) for number in range(count)]
+            path = folder / f"{split}_{task}.json"
+            if task == "question":  # the program reads these from a field of one document
+                path.write_text(json.dumps({"data": rows}), encoding="utf-8")
+            else:
+                _write(path, rows)
+    for split, count in (("train", 60), ("test", 12)):
+        draw = random.Random(count)
+        lines = [_text(draw, 12) for _ in range(count)]
+        (folder / f"{split}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _pair(draw: random.Random, number: int) -> dict[str, Any]:
+    return {"sentence1": _text(draw, 5), "sentence2": _text(draw, 7), "label": number % 2}
+
+
+def _words(draw: random.Random, number: int) -> dict[str, Any]:
+    words = draw.choices(WORDS, k=4 + number % 5)
+    return {"tokens": words, "ner_tags": [draw.choice(("O", "B-A", "I-A")) for _ in words]}
+
+
+def _choice(draw: random.Random, number: int) -> dict[str, Any]:
+    endings = {f"ending{position}": _text(draw, 4) for position in range(4)}
+    return {"sent1": _text(draw, 6), "sent2": _text(draw, 2), "label": number % 4, **endings}
+
+
+def _question(draw: random.Random, number: int) -> dict[str, Any]:
+    words = draw.choices(WORDS, k=10)
+    answers = {"text": [words[4]], "answer_start": [len(" ".join(words[:4])) + 1]}
+    return {"id": str(number), "context": " ".join(words), "question": _text(draw, 3), "answers": answers}
+
+
+def _summary(draw: random.Random, number: int) -> dict[str, Any]:
+    return {"text": _text(draw, 12), "summary": _text(draw, 3 + number % 3)}
+
+
+def _translation(draw: random.Random, number: int) -> dict[str, Any]:
+    return {"translation": {"en": _text(draw, 5 + number % 4), "de": _text(draw, 5)}}
+
+
+def masks(folder: Path) -> None:
+    """Makes `masks`, pictures with a class for each pixel."""
+    for split, count in (("train", 12), ("validation", 5)):
+        rows: list[dict[str, Any]] = [{"label_file_name": f"mask{number}.png"} for number in range(count)]
+        _save_pictures(folder / "masks" / split, rows, ("L", 1))
+    names = {str(number): f"class{number}" for number in range(4)}
+    (folder / "masks" / "id2label.json").write_text(json.dumps(names), encoding="utf-8")
+
+
+def instances(folder: Path) -> None:
+    """Makes `instances`, pictures with a class and an object for each pixel."""
+    classes = {"background": 0, "cat": 1, "dog": 2}
+    for split, count in (("train", 12), ("validation", 5)):
+        rows = [
+            {"annotation_file_name": f"mask{number}.png", "semantic_class_to_id": classes} for number in range(count)
+        ]
+        _save_pictures(folder / "instances" / split, rows, ("RGB", 3))
+
+
+def boxes(folder: Path) -> None:
+    """Makes `boxes`, pictures with boxes of two kinds."""
+    for split, count in (("train", 12), ("validation", 5), ("test", 5)):
+        rows = []
+        for number in range(count):
+            box = [4.0 + number, 8.0, 20.0, 24.0]
+            kinds = {"id": [number], "area": [480], "bbox": [box], "category": [number % 2]}
+            rows.append({"image_id": number, "objects": kinds})
+        _save_pictures(folder / "boxes" / split, rows)
+    (folder / "boxes" / "README.md").write_text(BOXES, encoding="utf-8")
+
+
+def _save_pictures(folder: Path, rows: Iterable[dict[str, Any]], mask: tuple[str, int] | None = None) -> None:
+    """Writes pictures and masks with the table of them that `datasets` reads."""
+    folder.mkdir(parents=True)
+    table = []
+    for number, row in enumerate(rows):
+        _picture(number).save(folder / f"picture{number}.png")
+        if mask is not None:
+            _mask(number, mask).save(folder / f"mask{number}.png")
+        table.append({"image_file_name": f"picture{number}.png", **row})
+    _write(folder / "metadata.jsonl", table)
+
+
+def _picture(number: int) -> Any:
+    from PIL import Image
+
+    draw = random.Random(number)
+    return Image.frombytes("RGB", (64, 64), bytes(draw.choices(range(256), k=64 * 64 * 3)))
+
+
+def _mask(number: int, kind: tuple[str, int]) -> Any:
+    """Returns a picture whose upper half has one class, and whose lower half another."""
+    from PIL import Image
+
+    mode, channels = kind
+    rows = []
+    for row in range(64):
+        value = (number + row // 32) % (4 if channels == 1 else 3)
+        pixel = bytes([value] if channels == 1 else [value, 1 + row // 32, 0])
+        rows.append(pixel * 64)
+    return Image.frombytes(mode, (64, 64), b"".join(rows))
+
+
+def tutorial(folder: Path) -> None:
+    """Writes the Python of each tutorial: `NAME.py` has all blocks of `NAME.rst`, and `NAME_1.py`, ... one each."""
+    for page in folder.glob("*.rst"):
+        blocks = re.findall(BLOCK, page.read_text(encoding="utf-8"), flags=re.MULTILINE)
+        code = [textwrap.dedent(block) for _, block in blocks]
+        page.with_suffix(".py").write_text("\n".join(code), encoding="utf-8")
+        for number, block in enumerate(code, 1):
+            page.with_name(f"{page.stem}_{number}.py").write_text(block, encoding="utf-8")
+
+
+def image_folders(folder: Path) -> None:
+    """Makes `images/train` and `images/val`, which torchvision's references read."""
+    for split, count in (("train", 12), ("val", 4)):
+        for kind in ("cat", "dog"):
+            _draw_images(folder / "images" / split / kind, count)
+
+
+def nanochat(folder: Path) -> None:
+    """Makes `base`: documents in parquet, and a tokenizer of single bytes, as nanochat keeps them."""
+    import pickle
+
+    import pyarrow
+    import tiktoken
+    from pyarrow import parquet
+
+    draw = random.Random(0)
+    data = folder / "base" / "base_data_climbmix"
+    data.mkdir(parents=True)
+    for number in range(3):
+        table = pyarrow.table({"text": [_text(draw, 20) for _ in range(400)]})
+        parquet.write_table(table, data / f"shard_{number:05d}.parquet", row_group_size=50)
+    names = ["bos", "user_start", "user_end", "assistant_start", "assistant_end"]
+    names += ["python_start", "python_end", "output_start", "output_end"]
+    special = {f"<|{name}|>": 256 + number for number, name in enumerate(names)}
+    single = {bytes([number]): number for number in range(256)}
+    encoding = tiktoken.Encoding("bytes", pat_str=r"\S+|\s+", mergeable_ranks=single, special_tokens=special)
+    (folder / "base" / "tokenizer").mkdir()
+    (folder / "base" / "tokenizer" / "tokenizer.pkl").write_bytes(pickle.dumps(encoding))
+    lengths = torch.tensor([1] * 256 + [0] * len(names), dtype=torch.int32)
+    torch.save(lengths, folder / "base" / "tokenizer" / "token_bytes.pt")
+    for name in ("wandb", "rustbpe"):  # it imports both, and calls neither here
+        (folder / f"{name}.py").write_text("", encoding="utf-8")
+
+
+def preferences(folder: Path) -> None:
+    """Makes `preferences`, a prompt with a better and a worse answer."""
+    _split(folder, "preferences", _preference)
+
+
+def _preference(draw: random.Random) -> dict[str, Any]:
+    question = [{"role": "user", "content": _text(draw, 5)}]
+    answers = [[{"role": "assistant", "content": _text(draw, 8)}] for _ in range(2)]
+    return {"prompt": question, "chosen": answers[0], "rejected": answers[1]}
+
+
+def judgements(folder: Path) -> None:
+    """Makes `judgements`, a prompt with an answer that is good or not."""
+    _split(folder, "judgements", _judgement)
+
+
+def _judgement(draw: random.Random) -> dict[str, Any]:
+    question = [{"role": "user", "content": _text(draw, 5)}]
+    answer = [{"role": "assistant", "content": _text(draw, 8)}]
+    return {"prompt": question, "completion": answer, "label": draw.random() < 0.5}
+
+
+def diffusion(folder: Path) -> None:
+    """Makes `sd`, a tiny Stable Diffusion, `ddpm`, a model without text, and pictures: `captions`, `conditions`, `things`."""
+    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel, UNet2DModel
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    letters = [chr(number) for number in range(33, 127)]
+    special = ["<|startoftext|>", "<|endoftext|>"]
+    pieces = [*letters, *(f"{letter}</w>" for letter in letters), *special]
+    tokenizer = CLIPTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[])
+    tokenizer.model_max_length = 16
+    torch.manual_seed(1)
+    text_config = CLIPTextConfig(
+        vocab_size=len(pieces),
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        max_position_embeddings=16,
+        bos_token_id=len(pieces) - 2,
+        eos_token_id=len(pieces) - 1,
+        pad_token_id=len(pieces) - 1,
+    )
+    unet = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=8,
+        norm_num_groups=8,
+    )
+    vae = AutoencoderKL(
+        block_out_channels=(8, 8, 8, 16),  # a picture becomes an eighth, which ControlNet's condition becomes too
+        down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4,
+        latent_channels=4,
+        norm_num_groups=8,
+    )
+    plain = UNet2DModel(
+        sample_size=32,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D",) * 2,
+        up_block_types=("UpBlock2D",) * 2,
+        norm_num_groups=8,
+    )
+    plain.save_config(folder / "ddpm")
+    pipeline = StableDiffusionPipeline(
+        vae, CLIPTextModel(text_config), tokenizer, unet, DDPMScheduler(), None, None, requires_safety_checker=False
+    )
+    pipeline.save_pretrained(folder / "sd")
+    rows = [{"text": _text(random.Random(number), 2)} for number in range(12)]
+    _save_pictures(folder / "captions" / "train", rows)
+    rows = [{**row, "conditioning_image_file_name": f"mask{number}.png"} for number, row in enumerate(rows)]
+    _save_pictures(folder / "conditions" / "train", rows, ("RGB", 3))
+    _draw_images(folder / "things", 6)

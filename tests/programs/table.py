@@ -79,6 +79,31 @@ _SUPEROFFLOAD = (
     "--output_dir out --max_length 32 --bench_steps 4 --warmup_steps 1 --attn_implementation eager --activation_checkpointing"
 )
 _EXAMPLES = "pytorch/examples"
+_SD = "--pretrained_model_name_or_path sd --seed 1"
+_DIFFUSION = (
+    "--resolution 64 --train_batch_size 2 --gradient_accumulation_steps 2 --max_train_steps 4 --learning_rate 1e-3 "
+    "--checkpointing_steps 2 --dataloader_num_workers 0 --output_dir out"
+)
+_TUTORIALS = "PyTorchKorea/tutorials-kr"
+_STEPS = (
+    "--output_dir out --max_train_steps 4 --gradient_accumulation_steps 2 --per_device_train_batch_size 2 --seed 1 "
+    "--per_device_eval_batch_size 2 --learning_rate 1e-3 --checkpointing_steps 2 "
+)
+_LINES = "--train_file train.txt --validation_file test.txt --block_size 16 --model_name_or_path model "
+
+
+def task(name: str, where: str, command: str, *inputs: str, **others: object) -> Program:
+    """Returns a script of transformers' examples for one task, whose loop is its own."""
+    row = {"env": {"PROGRAMS_BACKWARD": "1"}, **others}
+    return hugging(f"task {name}", f"huggingface/transformers/examples/pytorch/{where}", _STEPS.join(command.split("|")),
+                   *inputs, "task_files", **row)  # fmt: skip
+
+
+def rows(kind: str) -> str:
+    """Returns the flags for the files of a task."""
+    return f"--train_file train_{kind}.json --validation_file test_{kind}.json"
+
+
 PROGRAMS = (
     *(
         example(f"cifar zero {stage} {dtype}", "training/cifar",
@@ -207,4 +232,76 @@ PROGRAMS = (
           env={"PROGRAMS_BACKWARD": "1"}),
     hugging("trl sft", "huggingface/trl/trl/scripts", f"sft.py {_TRL}chats", "language_model", "chats",
             env={"PROGRAMS_BACKWARD": "1"}),
+    task("glue", "text-classification", f"run_glue_no_trainer.py | --model_name_or_path bert {rows('pairs')}", "bert"),
+    task("clm", "language-modeling", f"run_clm_no_trainer.py | {_LINES}", "gpt2",
+         expected="own fault"),  # it and two others name DistributedType.TPU, which accelerate 1.15 does not have
+    task("mlm", "language-modeling",
+         "run_mlm_no_trainer.py | --train_file train.txt --validation_file test.txt --max_seq_length 16 "
+         "--model_name_or_path bert", "bert", expected="own fault"),
+    task("fim", "language-modeling", f"run_fim_no_trainer.py | {_LINES}", "gpt2", expected="own fault"),
+    task("swag", "multiple-choice", f"run_swag_no_trainer.py | --model_name_or_path bert {rows('choice')}", "bert"),
+    task("qa", "question-answering",
+         f"run_qa_no_trainer.py | --model_name_or_path bert --max_seq_length 24 --doc_stride 8 {rows('question')}", "bert"),
+    task("ner", "token-classification", f"run_ner_no_trainer.py | --model_name_or_path bert {rows('words')}", "bert"),
+    task("summarization", "summarization",
+         "run_summarization_no_trainer.py | --model_name_or_path t5 --max_source_length 16 --max_target_length 8 "
+         f"--num_beams 2 {rows('summary')}", "t5"),
+    task("translation", "translation",
+         "run_translation_no_trainer.py | --model_name_or_path t5 --max_source_length 16 --max_target_length 8 "
+         f"--num_beams 2 --source_lang en --target_lang de {rows('translation')}", "t5"),
+    task("image classes", "image-classification",
+         "run_image_classification_no_trainer.py | --model_name_or_path vit --dataset_name images", "vit", "images"),
+    task("mim", "image-pretraining",
+         "run_mim_no_trainer.py | --model_name_or_path vit --dataset_name images --mask_patch_size 16",
+         "vit", "images", expected="own fault"),
+    task("semantic", "semantic-segmentation",
+         "run_semantic_segmentation_no_trainer.py | --model_name_or_path segformer --dataset_name masks",
+         "segformer", "masks"),
+    task("boxes", "object-detection",
+         "run_object_detection_no_trainer.py | --model_name_or_path yolos --dataset_name boxes --image_square_size 64 "
+         "--dataloader_num_workers 0", "yolos", "boxes"),
+    task("instances", "instance-segmentation",
+         "run_instance_segmentation_no_trainer.py | --model_name_or_path maskformer --dataset_name instances "
+         "--image_height 64 --image_width 64 --dataloader_num_workers 0", "maskformer", "instances"),
+    *(
+        hugging(f"trl {name}", f"huggingface/trl/{folder}", f"{name}.py {_TRL}{data}", "language_model", data,
+                env={"PROGRAMS_BACKWARD": "1"})
+        for name, folder, data in (
+            ("dpo", "trl/scripts", "preferences"), ("kto", "trl/scripts", "judgements"),
+            ("orpo", "examples/scripts", "preferences"), ("cpo", "examples/scripts", "preferences"),
+        )
+    ),
+    plain("vision", "pytorch/vision/references/classification",
+          "train.py --device cpu --data-path images --model resnet18 --train-crop-size 32 --val-resize-size 36 "
+          "--val-crop-size 32 -b 4 -j 0 --epochs 2 --lr 0.01 --model-ema --model-ema-steps 2 --lr-warmup-epochs 1 "
+          "--label-smoothing 0.1 --mixup-alpha 0.2 --output-dir out", samples=24, inputs=("image_folders",)),
+    plain("ddp tutorial", f"{_TUTORIALS}/intermediate_source", "ddp_tutorial_6.py", procs=(2,), inputs=("tutorial",),
+          env={"PROGRAMS_CUDA": "2", "PROGRAMS_BACKWARD": "1"}, weights=False),
+    plain("pipelining", f"{_TUTORIALS}/intermediate_source", "pipelining_tutorial.py", procs=(2,), inputs=("tutorial",),
+          weights=False),
+    plain("nanochat", "karpathy/nanochat/.",
+          "-m scripts.base_train --device-type cpu --depth 2 --aspect-ratio 16 --head-dim 16 --max-seq-len 64 "
+          "--device-batch-size 2 --total-batch-size 512 --num-iterations 4 --eval-every 2 --eval-tokens 512 "
+          "--core-metric-every -1 --sample-every -1 --window-pattern L", procs=(1,), inputs=("nanochat",),
+          env={"NANOCHAT_BASE_DIR": "base", "TORCHDYNAMO_DISABLE": "1", "PROGRAMS_BACKWARD": "1"}),
+    *(
+        hugging(f"diffusers {name}", f"huggingface/diffusers/examples/{folder}", f"{command} {_DIFFUSION} {more}",
+                "diffusion", env={"PROGRAMS_BACKWARD": "1"})
+        for name, folder, command, more in (
+            ("text_to_image", "text_to_image", "train_text_to_image.py", f"{_SD} --dataset_name captions --use_ema"),
+            ("lora", "text_to_image", "train_text_to_image_lora.py", f"{_SD} --dataset_name captions --rank 2"),
+            ("controlnet", "controlnet", "train_controlnet.py", f"{_SD} --dataset_name conditions"),
+            ("dreambooth", "dreambooth", "train_dreambooth.py",
+             f"{_SD} --instance_data_dir things --instance_prompt w1 --train_text_encoder"),
+        )
+    ),
+    hugging("diffusers unconditional", "huggingface/diffusers/examples/unconditional_image_generation",
+            "train_unconditional.py --model_config_name_or_path ddpm --train_data_dir captions/train --resolution 32 "
+            "--train_batch_size 2 --eval_batch_size 1 --num_epochs 1 --gradient_accumulation_steps 2 --output_dir out "
+            "--save_images_epochs 9 --ddpm_num_steps 20 --ddpm_num_inference_steps 2 --checkpointing_steps 2 "
+            "--dataloader_num_workers 0", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("peft dreambooth", "huggingface/peft/examples/lora_dreambooth",
+            f"train_dreambooth.py {_SD} --instance_data_dir things --instance_prompt w1 --resolution 64 --use_lora --lora_r 2 "
+            "--train_batch_size 2 --max_train_steps 4 --gradient_accumulation_steps 2 --learning_rate 1e-3 "
+            "--num_dataloader_workers 0 --no_tracemalloc --output_dir out", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
 )  # fmt: skip

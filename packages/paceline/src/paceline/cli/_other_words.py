@@ -21,6 +21,7 @@ _MEANINGS = {
     "gradient_checkpointing": "--recompute blocks",
     "activation_checkpointing": "--recompute blocks",
 }
+_OFF = ("false", "no", "off", "none", "0")
 _FULLY_SHARDED = ("fsdp", "fsdp2", "fully_shard")
 
 
@@ -33,7 +34,8 @@ def meaning(word: str, words: Sequence[str]) -> str:
     """
     flag, _, value = word.replace("=", " ", 1).partition(" ")
     name = flag.lstrip("-").replace("-", "_").lower()
-    if not flag.startswith("-"):
+    # `--bf16 False` asks for nothing; a notice that advised bf16 would change the numbers of whoever follows it.
+    if not flag.startswith("-") or value.strip().lower() in _OFF:
         return ""
     if name in _FULLY_SHARDED:
         procs = ""
