@@ -147,7 +147,7 @@ def test_nothing_heavy_is_loaded_to_serve_names() -> None:
         ("accelerate.commands.config.config", "get_sagemaker_input", "SageMaker"),
         ("accelerate.utils", "MegatronLMPlugin", "Megatron-LM"),
         ("accelerate.utils.megatron_lm", "initialize", "Megatron-LM"),
-        ("accelerate.utils", "convert_model", "8-bit"),
+        ("accelerate.utils", "convert_model", "torchao"),
         ("accelerate.inference", "build_pipeline", "prepare_pippy"),
         ("accelerate.commands.estimate", "verify_on_hub", "network"),
     ],

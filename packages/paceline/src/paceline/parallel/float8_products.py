@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from paceline.parallel.products import Product
 
@@ -66,7 +66,7 @@ class _Float8Product:
         from torchao.float8.float8_linear import matmul_with_hp_or_float8_args
 
         y: Tensor = matmul_with_hp_or_float8_args.apply(_filled(x, self.rows), weight.t(), self.products, self.config)
-        return y[: len(x)]
+        return y if len(y) == len(x) else y[: len(x)]
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class _MxProduct:
         y: Tensor = mx_mm.apply(
             x_filled, weight.contiguous(), float8, float8, float8, _MX_BLOCK, *kernels, ScaleCalculationMode.RCEIL, False
         )
-        return y[: len(x)]
+        return y if len(y) == len(x) else y[: len(x)]
 
 
 def _filled(x: Tensor, multiple: int) -> Tensor:

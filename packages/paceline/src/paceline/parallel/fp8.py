@@ -43,12 +43,14 @@ class Recipe:
         rows: the rows of an input are filled up with zeros to a multiple of it.
         numbers: how the numbers depend on the number of ranks. The figures are differences between the gradient of a batch and
             the sum of those of its halves, relative to its norm, of one layer in float32 (`tests/ranks/test_fp8.py`).
+        blocks: whether scales span so few features that a division of features (tp) keeps them.
         depends: whether losses change visibly with the number of ranks.
     """
 
     multiple: int
     rows: int
     numbers: str
+    blocks: bool = False
     depends: bool = False
 
 
@@ -61,6 +63,7 @@ RECIPES = {
         32,
         "a scale spans 32 values: the numbers of one process, up to rounding (8e-9), if each rank has a multiple of 32 rows "
         "(samples x positions)",
+        blocks=True,
     ),
     "rowwise": Recipe(
         16,
@@ -153,6 +156,15 @@ class Float8(Strategy):
                 )
             )
         recipe = self.options(plan).recipe
+        if plan.layout.cp > 1 and RECIPES[recipe].depends:
+            problems.append(
+                Problem(
+                    "fp8-context",
+                    f"the recipe {recipe} computes other results for a divided sequence than for a whole one.",
+                    why=f"{origin(plan, 'cp')}: a scale spans all positions of a rank",
+                    fix="use --option fp8.recipe=rowwise_with_gw_hp",
+                )
+            )
         chosen = self.choose(plan, facts)
         multiple = RECIPES[recipe].multiple
         if chosen.misfits:
@@ -180,11 +192,12 @@ class Float8(Strategy):
         """Says which layers multiply in float8, and whether the numbers depend on the number of processes."""
         options = self.options(plan)
         chosen = self.choose(plan, facts)
-        numbers = RECIPES[options.recipe].numbers
+        recipe = RECIPES[options.recipe]
+        numbers = recipe.numbers
         if plan.half:
             numbers += f"; everything else is in {plan.half}, with its rounding"
-        if plan.layout.tp > 1:
-            numbers += f"; with tp={plan.layout.tp} scales are those of a rank's part of the features, not of all of them"
+        if plan.layout.tp > 1 and not recipe.blocks:
+            numbers += f"; with tp={plan.layout.tp} a scale is that of a rank's part of the features: losses differ by about 1e-3"
         decisions = [Decision("fp8.numbers", options.recipe, "derived", reason=numbers)]
         reason = f"{listed(chosen.layers)} of {facts.name} multiply in float8"
         decisions.append(Decision("fp8.layers", len(chosen.layers), "derived", reason=reason))

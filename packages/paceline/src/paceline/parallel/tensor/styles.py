@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.base.errors import TrainError
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.module_shell import Shell
-from paceline.parallel.products import linear
+from paceline.parallel.products import linear, product_of
 from paceline.parallel.random_streams import RandomStreams
 from paceline.torch_internals.dtensor import is_mixture
 from paceline.torch_internals.modules import parameter_table
@@ -280,7 +280,10 @@ def rowwise(region: Region, transposed: bool) -> Callable[..., Any]:
             x = _Split.call(x, -1, region.group)
         try:
             # [batch, positions, features out], of which each rank has one summand.
-            y = _Sum.call(_linear(self, x, _matrix(self), transposed), region.group)
+            summand = _linear(self, x, _matrix(self), transposed)
+            if product_of(self) is not None:
+                summand = summand.clone()  # torchao's functions put out views, which cannot be summed in place
+            y = _Sum.call(summand, region.group)
             if region.sequence:
                 y = _Split.call(y, SEQUENCE, region.group)
         finally:
