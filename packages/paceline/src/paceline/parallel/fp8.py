@@ -211,7 +211,7 @@ class Float8(Strategy):
         multiple = RECIPES[options.recipe].multiple
         parts = plan.layout.tp
         wanted, unmatched = _asked_for(options.layers, facts)
-        is_automatic = options.layers == "auto" or "auto" in _patterns(options.layers)
+        is_automatic = "auto" in _patterns(options.layers)
         reason_of = _heads(facts) | _inside_attention(facts)
         layers = []
         left: dict[str, list[str]] = {}
@@ -228,7 +228,8 @@ class Float8(Strategy):
                 if parts > 1:
                     sizes = f"their sizes are not multiples of {multiple} times tp={parts}"
                 reason = sizes
-                if layer.name in wanted:
+                # A function that was written for torchao's conversion often looks at names alone.
+                if layer.name in wanted and not callable(options.layers):
                     shape = " x ".join(map(str, dict(layer.shapes)["weight"]))
                     misfits.append(f"{layer.name} ({shape})")
                     continue
