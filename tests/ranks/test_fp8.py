@@ -1,11 +1,10 @@
-"""Float8: the losses of torchao in plain PyTorch, under each plan; and what the plan says of the number of processes is measured.
+"""Float8: the losses of torchao in plain PyTorch, under each plan; what the plan says of the number of processes is measured.
 
 The reference is a loop without Paceline: torchao's own layers in the place of those that the plan chose, whole batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -96,9 +95,7 @@ def ours(recipe: str, plan: dict[str, Any], settings: dict[str, Any] | None = No
     for step in range(STEPS):
         tokens = tokens_of(step).chunk(layout.width)[layout.data_index(accelerator.process_index)]
         if layout.pp > 1:
-            loss = accelerator.forward_backward(
-                model, (tokens, tokens.roll(1, 1)), loss_of
-            )
+            loss = accelerator.forward_backward(model, (tokens, tokens.roll(1, 1)), loss_of)
         else:
             loss = loss_of(model(tokens), tokens.roll(1, 1))
             accelerator.backward(loss)
@@ -142,7 +139,15 @@ def test_two_processes_differ_by_what_the_plan_says() -> None:
 
 @pytest.mark.parametrize(
     "plan",
-    [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"pp": 2}, {"cp": 2}, {"zero": 3, "recompute": "selective"}, {"recompute": "blocks"}],
+    [
+        {"zero": 1},
+        {"zero": 2},
+        {"zero": 3},
+        {"pp": 2},
+        {"cp": 2},
+        {"zero": 3, "recompute": "selective"},
+        {"recompute": "blocks"},
+    ],
     ids=str,
 )
 def test_recipes_that_keep_the_numbers_do_so_under_each_plan(plan: dict[str, Any]) -> None:

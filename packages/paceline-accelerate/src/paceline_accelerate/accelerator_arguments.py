@@ -311,7 +311,10 @@ class AcceleratorArguments:
         """Yields what asks for float8 by another library than torchao: a recipe, or the variable of `--fp8_backend`."""
         for handler in self.kwargs_handlers or ():
             if isinstance(handler, TERecipeKwargs | MSAMPRecipeKwargs):
-                yield f"float8 is computed by torchao alone, and {type(handler).__name__} is for another library", repr(handler)
+                yield (
+                    f"float8 is computed by torchao alone, and {type(handler).__name__} is for another library",
+                    repr(handler),
+                )
         variables = environment.snapshot()
         backend = variables.get("ACCELERATE_FP8_BACKEND", "")
         precision = self.mixed_precision or variables.get("ACCELERATE_MIXED_PRECISION", "")

@@ -12,7 +12,12 @@ import torch
 from paceline.base import env
 
 # Where the package is called otherwise.
-_PACKAGES = {"fp8": "torchao", "bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata", "lomo": "lomo_optim"}
+_PACKAGES = {
+    "fp8": "torchao",
+    "bnb": "bitsandbytes",
+    "torchdata_stateful_dataloader": "torchdata",
+    "lomo": "lomo_optim",
+}
 # Where one of several distributions is enough: the package and the distribution of each.
 _DISTRIBUTIONS = {
     "pynvml": (("pynvml", None), ("pynvml", "nvidia-ml-py")),

@@ -58,7 +58,9 @@ _CONTRADICTIONS = (
     ("use_fsdp", "use_deepspeed", "each of them chooses the engine that divides the model"),
     ("cpu", "multi_gpu", "one asks for the CPU, the other for several accelerators"),
 )
-_FLOAT8 = "write ao, or leave it out: `--mixed_precision fp8` uses torchao, and --option fp8.recipe=... chooses a recipe"
+_FLOAT8 = (
+    "write ao, or leave it out: `--mixed_precision fp8` uses torchao, and --option fp8.recipe=... chooses a recipe"
+)
 _LAUNCH_THERE = "start `paceline launch` on the machine itself"
 
 

@@ -1,8 +1,8 @@
 """accelerate's recipes for float8, which scripts pass in `Accelerator(kwargs_handlers=...)`.
 
 Paceline multiplies in float8 by torchao, whose recipe becomes options of the strategy `fp8`. The others raise an error where
-their library is missing, and are refused by the accelerator. They fill and check their fields nevertheless, for tests of scripts
-that replace the question for the library.
+their library is missing, and are refused by the accelerator. They fill and check their fields nevertheless, for tests of
+scripts that replace the question for the library.
 """
 
 from __future__ import annotations

@@ -45,7 +45,9 @@ def product_of_layer(layer: Any) -> Product:
 
 def multiplies_blocks(device: torch.device) -> bool:
     """Returns whether a device multiplies MX blocks; otherwise they are emulated."""
-    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= _BLACKWELL
+    return (
+        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= _BLACKWELL
+    )
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,15 @@ class _MxProduct:
         float8 = torch.float8_e4m3fn
         x_filled = _filled(x, self.rows).contiguous()
         y: Tensor = mx_mm.apply(
-            x_filled, weight.contiguous(), float8, float8, float8, _MX_BLOCK, *kernels, ScaleCalculationMode.RCEIL, False
+            x_filled,
+            weight.contiguous(),
+            float8,
+            float8,
+            float8,
+            _MX_BLOCK,
+            *kernels,
+            ScaleCalculationMode.RCEIL,
+            False,
         )
         return y if len(y) == len(x) else y[: len(x)]
 
@@ -100,5 +110,3 @@ def _filled(x: Tensor, multiple: int) -> Tensor:
     """Returns the input with rows of zeros at its end, which change no scale and add nothing to a gradient."""
     missing = -len(x) % multiple
     return F.pad(x, (0, 0, 0, missing)) if missing else x
-
-

@@ -13,11 +13,10 @@ Source: torchao, `float8` and `prototype/moe_training`; OCP Microscaling Formats
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import metadata
-from typing import Any
 
 from torch import nn
 
@@ -32,6 +31,9 @@ from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 
 OLDEST = (0, 18)  # of torchao, whose prototypes change their signatures
+
+
+LayerChoice: TypeAlias = str | tuple[str, ...] | Callable[[nn.Module, str], bool]
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,11 @@ class Float8Options:
     """Which layers multiply in float8, and how."""
 
     recipe: str = option(
-        "rowwise_with_gw_hp", one_of(*RECIPES), "How products are scaled; only the first two keep the numbers of one process."
+        "rowwise_with_gw_hp",
+        one_of(*RECIPES),
+        "How products are scaled; only the first two keep the numbers of one process.",
     )
-    layers: str | tuple[str, ...] | Callable[[nn.Module, str], bool] = option(
+    layers: LayerChoice = option(
         "auto",
         None,
         "Patterns of layers' names; auto: all linear layers whose sizes fit, except the head. 'auto,lm_head' adds one. Or a "
@@ -130,7 +134,7 @@ class Float8(Strategy):
         return plan.precision == "fp8"
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Refuses to start without torchao, sizes that the recipe does not allow, and models that hold float8 layers already."""
+        """Refuses a missing torchao, sizes that the recipe does not allow, and models that hold float8 layers already."""
         precision = origin(plan, "mixed_precision")
         problem = library_problem(precision)
         problems = [problem] if problem else []
@@ -197,7 +201,8 @@ class Float8(Strategy):
         if plan.half:
             numbers += f"; everything else is in {plan.half}, with its rounding"
         if plan.layout.tp > 1 and not recipe.blocks:
-            numbers += f"; with tp={plan.layout.tp} a scale is that of a rank's part of the features: losses differ by about 1e-3"
+            part = f"with tp={plan.layout.tp} a scale is that of a rank's part of the features"
+            numbers += f"; {part}: losses differ by about 1e-3"
         decisions = [Decision("fp8.numbers", options.recipe, "derived", reason=numbers)]
         reason = f"{listed(chosen.layers)} of {facts.name} multiply in float8"
         decisions.append(Decision("fp8.layers", len(chosen.layers), "derived", reason=reason))
@@ -317,7 +322,9 @@ def _inside_attention(facts: ModelFacts) -> dict[str, str]:
     attentions = [layer.name for layer in facts.layers if layer.role == "attention"]
     reason = "torch.nn.MultiheadAttention multiplies by their weights itself"
     return {
-        layer.name: reason for layer in _linears(facts) if any(inside(layer.name, attention) for attention in attentions)
+        layer.name: reason
+        for layer in _linears(facts)
+        if any(inside(layer.name, attention) for attention in attentions)
     }
 
 

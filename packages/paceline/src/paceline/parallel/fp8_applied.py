@@ -30,7 +30,8 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     if recipe.depends and context.plan.layout.size() > 1:
         warn_once(
             "parallel",
-            f"fp8.recipe={options.recipe}: {recipe.numbers}. Use --option fp8.recipe=rowwise_with_gw_hp for those of one process.",
+            f"fp8.recipe={options.recipe}: {recipe.numbers}. For those of one process use "
+            "--option fp8.recipe=rowwise_with_gw_hp.",
         )
     product = product_by(options.recipe, recipe.rows, context.device)
     chosen = set(STRATEGY.choose(context.plan, context.facts).layers)

@@ -44,7 +44,7 @@ def shared_models(models: Sequence[nn.Module], remedy: str, *, frozen_too: bool)
 
 
 def float8_gathers(model: nn.Module, facts: ModelFacts, plan: Plan) -> list[Problem]:
-    """Returns the problem with weights that torchao has wrapped to be gathered in float8, where they are divided by rows of memory.
+    """Returns the problem with weights that torchao has wrapped to be gathered in float8, where nobody gathers them.
 
     FSDP2 asks such a tensor for what it gathers. ZeRO 1 and 2 cut tensors themselves, and would cut the wrapper alone.
     """
@@ -60,8 +60,8 @@ def float8_gathers(model: nn.Module, facts: ModelFacts, plan: Plan) -> list[Prob
         Problem(
             "fp8-gather",
             f"weights of {facts.name} are to be gathered in float8, which zero={plan.zero} cannot do.",
-            why=f"enable_fsdp_float8_all_gather=True in torchao's config has wrapped {listed(wrapped)}; {origin(plan, 'zero')}: "
-            "these weights are never gathered",
+            why=f"enable_fsdp_float8_all_gather=True in torchao's config has wrapped {listed(wrapped)}; "
+            f"{origin(plan, 'zero')}: these weights are never gathered",
             fix="use zero=3, or leave enable_fsdp_float8_all_gather out of the config",
         )
     ]

@@ -6,8 +6,7 @@ layer, and asks here how this layer multiplies.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -67,5 +66,3 @@ def linear(layer: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None = No
     if bias is None:
         return y
     return y + bias.to(y.dtype)
-
-

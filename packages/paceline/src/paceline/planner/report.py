@@ -163,7 +163,7 @@ class PlanReport:
         """Least time of one step: arithmetic, sending within nodes, sending between them."""
         assert self.device is not None
         traffic = self.rehearsal.traffic
-        return self.device.seconds(traffic.flops, traffic.total(False), traffic.total(True), self.plan.precision)
+        return self.device.seconds(traffic.flops, traffic.total(False), traffic.total(True), self.plan)
 
     def json(self) -> dict[str, Any]:
         """Returns the report as JSON values for tools."""

@@ -197,9 +197,7 @@ class Region:
             setattr(module, name, all_of_them if whole else here)
 
 
-def _linear(
-    layer: nn.Module, x: Tensor, weight: Tensor, transposed: bool, bias: Tensor | None = None
-) -> Tensor:
+def _linear(layer: nn.Module, x: Tensor, weight: Tensor, transposed: bool, bias: Tensor | None = None) -> Tensor:
     # The weight of transformers' `Conv1D` is [features in, features out].
     if transposed:
         weight = weight.t()
