@@ -62,6 +62,7 @@ def test_the_same_answers_give_the_same_config_file(tmp_path: Path, monkeypatch)
     import questions_program
 
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("paceline_accelerate.commands.config.questions.is_fp8_available", lambda: False)
     recorded = json.loads((REFERENCE / "recorded_questions.json").read_text(encoding="utf-8"))
     assert questions_program.everything() == recorded
 

@@ -79,12 +79,13 @@ def test_answers_that_end_early_leave_the_file_as_it_was(tmp_path: Path, monkeyp
         (" 9    yes", "DEEPSPEED is not supported on Neuron devices"),
         (" 9     yes", "FSDP is not supported on Neuron devices"),
         (" 4       ", "num_processes cannot be 1 for several GPUs"),
-        ("       3", "mixed_precision fp8 is not supported"),
+        ("       3", "mixed_precision fp8 needs torchao"),
     ],
 )
 def test_what_cannot_be_had_is_refused_at_its_question(
     answers: str, message: str, tmp_path: Path, monkeypatch, capsys
 ) -> None:
+    monkeypatch.setattr("paceline_accelerate.commands.config.questions.is_fp8_available", lambda: False)
     file = tmp_path / "a.yaml"
     assert answered(monkeypatch, file, answers.replace(" ", "\n") + "\n") == 2
     error = capsys.readouterr().err

@@ -73,7 +73,8 @@ def test_flags_of_megatron_become_variables() -> None:
 @pytest.mark.parametrize(
     "name", ["prepare_simple_launcher_cmd_env", "prepare_multi_gpu_env", "prepare_deepspeed_cmd_env"]
 )
-def test_8_bits_without_a_library_for_them_are_refused(name: str) -> None:
+def test_8_bits_without_a_library_for_them_are_refused(name: str, monkeypatch) -> None:
+    monkeypatch.setattr("paceline_accelerate.launch_environment.is_fp8_available", lambda: False)
     with pytest.raises(RuntimeError, match="FP8 is not available"):
         getattr(builders, name)(arguments("--mixed_precision", "fp8"))
 

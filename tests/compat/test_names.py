@@ -147,7 +147,7 @@ def test_nothing_heavy_is_loaded_to_serve_names() -> None:
         ("accelerate.commands.config.config", "get_sagemaker_input", "SageMaker"),
         ("accelerate.utils", "MegatronLMPlugin", "Megatron-LM"),
         ("accelerate.utils.megatron_lm", "initialize", "Megatron-LM"),
-        ("accelerate.utils", "convert_model", "8-bit"),
+        ("accelerate.utils", "convert_model", "torchao"),
         ("accelerate.inference", "build_pipeline", "prepare_pippy"),
         ("accelerate.commands.estimate", "verify_on_hub", "network"),
     ],
@@ -220,9 +220,10 @@ def test_using_a_name_that_is_not_carried_names_the_native_way() -> None:
 
     with pytest.raises(CompatError, match=r"(?s)\[compat-name\].*plan=\{'tp'"):
         MegatronEngine([])
-    for name in (BnbQuantizationConfig, TERecipeKwargs):
-        with pytest.raises(CompatError, match="is not carried by Paceline"):
-            name()
+    with pytest.raises(CompatError, match="is not carried by Paceline"):
+        BnbQuantizationConfig()
+    with pytest.raises(CompatError, match=r"(?s)\[compat-name\].*mixed_precision='fp8'"):
+        TERecipeKwargs()
     with pytest.raises(CompatError, match=r"MegatronEngine\.lr"):
         MegatronEngine.lr  # noqa: B018
 

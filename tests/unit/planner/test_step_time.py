@@ -146,7 +146,7 @@ def test_which_messages_travel_while_the_model_computes(settings, over_gloo, on_
     message = Message("backward", "allreduce", 4, False, 1)
     for calibration, phases in (
         (CALIBRATION, over_gloo),
-        (calibration_of(device_of("h100"), FAST), on_accelerators),
+        (calibration_of(device_of("h100"), FAST, plan), on_accelerators),
     ):
         beside = beside_computing(plan, calibration)
         seen = [phase for phase in ("forward", "backward") if beside and beside.covers(replace(message, phase=phase))]

@@ -201,8 +201,8 @@ _NATIVE_WAYS = (
     ),
     (
         r"\.ao\.|transformer_engine|fp8|FP8|_ao(\b|_)|AORecipe|linear_layers|convert_model|MSAMP|msamp",
-        "8-bit training is not built yet",
-        "use mixed_precision='bf16'",
+        "the plan chooses the layers that multiply in float8, by torchao alone",
+        "use `Accelerator(mixed_precision='fp8')`, with `AORecipeKwargs` for a recipe or a choice of layers",
     ),
     (
         r"\.inference\.|pippy",

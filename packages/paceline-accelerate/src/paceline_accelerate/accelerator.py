@@ -165,12 +165,14 @@ class Accelerator(ParticipantByState, AcceleratorBase):
     # -- what this run is --------------------------------------------------------------------------------------
 
     torch_device_mesh = None
-    fp8_backend = property(lambda self: FP8BackendType(environment.snapshot().get("ACCELERATE_FP8_BACKEND", "NO")))
+    fp8_backend = property(lambda self: FP8BackendType(_float8_backend(self.fp8_enabled)))
     deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
     deepspeed_engine_wrapped = property(lambda self: None if self.deepspeed is None else self.deepspeed.wrapped)
     is_composable_parallelism_enabled = has_lomo_optimizer = False
-    fp8_enabled = has_fp8_handler = delayed_fp8_autocast = False
-    ao_recipe_handler = te_recipe_handler = msamp_recipe_handler = fp8_recipe_handler = None
+    delayed_fp8_autocast = False
+    fp8_enabled = property(lambda self: self.mixed_precision == "fp8")
+    has_fp8_handler = property(lambda self: self.ao_recipe_handler is not None)
+    te_recipe_handler = msamp_recipe_handler = fp8_recipe_handler = None
     parallelism_config = property(lambda self: self._arguments["parallelism_config"])
     project_dir = property(lambda self: self.project_configuration.project_dir)
     is_fsdp2 = property(lambda self: self.state.is_fsdp2)
@@ -545,3 +547,8 @@ def _unpickled(process: int, number: int, kind: type[Accelerator], arguments: di
     """Returns the accelerator that was pickled, or in another process a new one with the same arguments."""
     original = _accelerators.get(number) if process == os.getpid() else None
     return kind(**arguments) if original is None else original
+
+
+def _float8_backend(is_enabled: bool) -> str:
+    """Returns what accelerate calls the library of float8: the one of the variable, or torchao, which computes it."""
+    return environment.snapshot().get("ACCELERATE_FP8_BACKEND", "AO" if is_enabled else "NO")

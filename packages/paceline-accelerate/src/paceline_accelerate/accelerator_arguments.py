@@ -5,7 +5,7 @@ Only `accelerator` calls this module. A check collects all problems before it ra
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +38,13 @@ from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline_accelerate.kinds import DynamoBackend, PrecisionType, text_of
 from paceline_accelerate.parallelism_config import ParallelismConfig
 from paceline_accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
+from paceline_accelerate.recipes import (
+    NATIVE_FLOAT8,
+    AORecipeKwargs,
+    FP8RecipeKwargs,
+    MSAMPRecipeKwargs,
+    TERecipeKwargs,
+)
 from paceline_accelerate.semantics import ACCELERATE
 from paceline_accelerate.state import AcceleratorState, deepspeed_plugins_of, is_initialized, wanted_device
 
@@ -49,6 +56,7 @@ HANDLERS = {
     "init_handler": InitProcessGroupKwargs,
     "autocast_handler": AutocastKwargs,
     "profile_handler": ProfileKwargs,
+    "ao_recipe_handler": AORecipeKwargs,
 }
 # Plugin that cannot be used -> what to do instead.
 _WINDOW_VARIABLE = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
@@ -199,6 +207,9 @@ class AcceleratorArguments:
                 # A model that runs twice before its backward pass needs this under `--zero 2` as well: buffers that autograd
                 # has saved must not be written to by the broadcast of the second run.
                 options["zero"] = {"broadcast_buffers": False}
+        ao_handler = self.handlers["ao_recipe_handler"]
+        if ao_handler is not None:
+            options = {**(options or {}), "fp8": ao_handler.options()}
         scaler_handler = self.handlers["scaler_handler"]
         init_handler = self.handlers["init_handler"]
         timeout_s: float | None = None
@@ -271,16 +282,15 @@ class AcceleratorArguments:
             what = "you cannot pass in both `deepspeed_plugin` and `deepspeed_plugins`"
             why = f"deepspeed_plugin={self.deepspeed_plugin!r} and deepspeed_plugins={self.deepspeed_plugins!r}"
             problems.append(_problem(what, why, "remove one of them"))
-        if text_of(self.mixed_precision) == "fp8":
-            what = "8-bit training is not built yet"
-            problems.append(_problem(what, "mixed_precision='fp8'", "use mixed_precision='bf16'"))
+        problems += [_problem(what, why, NATIVE_FLOAT8) for what, why in self._other_float8()]
         steps = self.gradient_accumulation_steps
         if self.gradient_accumulation_plugin is not None and steps != 1:
             what = "you can only pass one of gradient_accumulation_steps and gradient_accumulation_plugin"
             why = f"gradient_accumulation_steps={steps} and {self.gradient_accumulation_plugin}"
             problems.append(_problem(what, why, "say the length once, in the plugin"))
         handler_classes = [type(handler) for handler in self.kwargs_handlers or ()]
-        unknown_classes = [handler for handler in handler_classes if handler not in HANDLERS.values()]
+        others = (TERecipeKwargs, MSAMPRecipeKwargs, FP8RecipeKwargs)  # a problem of their own
+        unknown_classes = [handler for handler in handler_classes if handler not in (*HANDLERS.values(), *others)]
         known_names = ", ".join(handler.__name__ for handler in HANDLERS.values())
         for handler_class in dict.fromkeys(handler_classes):
             name = handler_class.__name__
@@ -296,6 +306,20 @@ class AcceleratorArguments:
         if unknown_classes:
             raise UnknownHandler.of(problems)
         raise CompatValueError.of(problems)
+
+    def _other_float8(self) -> Iterator[tuple[str, str]]:
+        """Yields what asks for float8 by another library than torchao: a recipe, or the variable of `--fp8_backend`."""
+        for handler in self.kwargs_handlers or ():
+            if isinstance(handler, TERecipeKwargs | MSAMPRecipeKwargs):
+                yield (
+                    f"float8 is computed by torchao alone, and {type(handler).__name__} is for another library",
+                    repr(handler),
+                )
+        variables = environment.snapshot()
+        backend = variables.get("ACCELERATE_FP8_BACKEND", "")
+        precision = self.mixed_precision or variables.get("ACCELERATE_MIXED_PRECISION", "")
+        if backend.upper() in ("TE", "MSAMP") and text_of(precision) == "fp8":
+            yield f"float8 is computed by torchao alone, and not by {backend}", f"ACCELERATE_FP8_BACKEND={backend}"
 
     def _check_plugins(self) -> None:
         """Checks the classes of FSDP's plugin and the parallelism config, and the backend of `torch.compile`."""

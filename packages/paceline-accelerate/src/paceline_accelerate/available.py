@@ -12,15 +12,20 @@ import torch
 from paceline.base import env
 
 # Where the package is called otherwise.
-_PACKAGES = {"bnb": "bitsandbytes", "torchdata_stateful_dataloader": "torchdata", "lomo": "lomo_optim"}
+_PACKAGES = {
+    "fp8": "torchao",
+    "bnb": "bitsandbytes",
+    "torchdata_stateful_dataloader": "torchdata",
+    "lomo": "lomo_optim",
+}
 # Where one of several distributions is enough: the package and the distribution of each.
 _DISTRIBUTIONS = {
     "pynvml": (("pynvml", None), ("pynvml", "nvidia-ml-py")),
     "tensorboard": (("tensorboard", None), ("tensorboardX", None)),
     "mlflow": (("mlflow", None), ("mlflow", "mlflow-skinny")),
 }
-# What is never so here: devices that this library does not drive, 8-bit training, engines.
-_NEVER = ("fp8", "transformer_engine", "transformer_engine_mxfp8", "msamp", "torch_xla", "megatron_lm",
+# What is never so here: devices that this library does not drive, float8 by other libraries than torchao, engines.
+_NEVER = ("transformer_engine", "transformer_engine_mxfp8", "msamp", "torch_xla", "megatron_lm",
           "sagemaker", "4bit_bnb", "8bit_bnb", "bitsandbytes_multi_backend", "habana_gaudi1")  # fmt: skip
 _DEVICES = ("cuda", "xpu", "npu", "mps", "mlu", "musa", "sdaa", "hpu", "neuron")
 

@@ -47,8 +47,8 @@ IDLE: Mapping[str, str] = MappingProxyType({
     "deepspeed_hostfile": _LAUNCHED,
     "deepspeed_exclusion_filter": _LAUNCHED,
     "deepspeed_inclusion_filter": _LAUNCHED,
-    "enable_msamp": "8-bit training is not built yet",
-    "msamp_opt_level": "8-bit training is not built yet",
+    "enable_msamp": "MS-AMP is not carried: `mixed_precision: fp8` multiplies in float8 by torchao",
+    "msamp_opt_level": "MS-AMP is not carried: `mixed_precision: fp8` multiplies in float8 by torchao",
 })  # fmt: skip
 # Values of such fields that the files of `accelerate config` and trl have by default.
 USUAL: Mapping[str, str] = MappingProxyType({"deepspeed_multinode_launcher": "standard"})

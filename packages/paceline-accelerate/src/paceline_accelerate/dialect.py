@@ -58,6 +58,9 @@ _CONTRADICTIONS = (
     ("use_fsdp", "use_deepspeed", "each of them chooses the engine that divides the model"),
     ("cpu", "multi_gpu", "one asks for the CPU, the other for several accelerators"),
 )
+_FLOAT8 = (
+    "write ao, or leave it out: `--mixed_precision fp8` uses torchao, and --option fp8.recipe=... chooses a recipe"
+)
 _LAUNCH_THERE = "start `paceline launch` on the machine itself"
 
 
@@ -102,9 +105,23 @@ _ROWS = (
     ),
     Foreign("gradient_clipping", "it is DeepSpeed's", _OFF, "call `accelerator.clip_grad_norm_` in the script", True),
     Foreign(
-        "deepspeed_config megatron_lm_config fp8_config",
-        "it counts only where distributed_type or mixed_precision asks for it",
+        "deepspeed_config megatron_lm_config",
+        "it counts only where distributed_type asks for it",
     ),
+    Foreign("fp8_backend", "torchao multiplies in float8", ("ao", *_OFF), _FLOAT8, True),
+    Foreign(
+        "fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim",
+        "it changes no numbers: weights travel as they are, and layers whose sizes do not fit are left out",
+        takes=True,
+    ),
+    Foreign(
+        "fp8_format fp8_fp8_format fp8_margin fp8_interval fp8_amax_history_len fp8_amax_history_length fp8_amax_compute_algo "
+        "fp8_amax_compute_algorithm fp8_opt_level fp8_optimization_level fp8_use_mxfp8_block_scaling",
+        "it concerns TransformerEngine or MS-AMP",
+        takes=True,
+    ),
+    Foreign("fp8_override_linear_precision", "it concerns TransformerEngine", takes=True),
+    Foreign("fp8_use_autocast_during_eval", "it concerns TransformerEngine", takes=False),
     Foreign("ipex_config", "torch itself has what Intel's extension brought"),
     Foreign("mpirun_ccl", "processes talk by torch's own backends"),
     Foreign("tpu_cluster", "it asks for a pod of TPUs", _OFF, "leave it out", False),
@@ -141,7 +158,7 @@ _FAMILIES: Mapping[str, tuple[str, str]] = MappingProxyType(
         "zero3_": ("it configures DeepSpeed", _USE_ZERO),
         "offload_": ("it configures DeepSpeed", _USE_ZERO),
         "megatron_lm_": ("it configures Megatron-LM", "leave it out; `--tp`, `--pp` and `--zero` divide a model"),
-        "fp8_": ("it configures float8 arithmetic", "use mixed_precision bf16"),
+        "fp8_": ("accelerate 1.15 has no such field", "leave it out"),
         "parallelism_config_": (
             "accelerate 1.15 has no such field",
             "leave it out; the sizes of dp_replicate, dp_shard, tp, cp and sp are read",
@@ -170,6 +187,7 @@ class AccelerateDialect(ConfigDialect):
         "dynamo_config": "dynamo_",
         "fsdp_config": "fsdp_",
         "mpirun_config": "mpirun_",
+        "fp8_config": "fp8_",
     }
     together = (
         "distributed_type",

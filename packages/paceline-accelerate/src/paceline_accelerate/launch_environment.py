@@ -65,7 +65,7 @@ def _common_variables(args: argparse.Namespace) -> dict[str, str]:
     if precision == "fp8":
         if not is_fp8_available():
             raise RuntimeError(
-                "FP8 is not available on this machine: no library for it is used. Use --mixed_precision bf16."
+                "FP8 is not available on this machine: torchao is not installed. Use --mixed_precision bf16."
             )
         setup_fp8_env(args, variables)
     return variables

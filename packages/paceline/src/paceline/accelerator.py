@@ -73,7 +73,7 @@ class Accelerator(Participant):
     config file, else from its default. `accelerator.plan.explain()` shows the source of each value.
 
     Args:
-        mixed_precision: "no", "bf16" or "fp16".
+        mixed_precision: "no", "bf16", "fp16" or "fp8".
         gradient_accumulation_steps: micro-batches in one optimizer step.
         cpu: True computes on the CPU even if the machine has an accelerator.
         plan: settings of the plan, such as `{"shard": 2, "zero": 1}`; or the name of a config file.
@@ -108,7 +108,7 @@ class Accelerator(Participant):
 
     def __init__(
         self,
-        mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
+        mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None,
         gradient_accumulation_steps: int | None = None,
         cpu: bool | None = None,
         *,

@@ -112,7 +112,7 @@ class Forecaster:
     def _seconds(self, plan: Plan, computed: float, needed: Bytes) -> float:
         """Returns the seconds of one step that computes `computed` FLOP and needs these bytes."""
         if self.calibration is None or not self.flops:
-            compute_s, near_s, _ = self.device.seconds(computed, needed.sent, 0, plan.precision)
+            compute_s, near_s, _ = self.device.seconds(computed, needed.sent, 0, plan)
             return compute_s + near_s
         # The times of the rehearsed step are scaled to the candidate.
         rehearsed = step_time(self.work, self.calibration)

@@ -158,7 +158,7 @@ class RunSettings:
 
     mixed_precision: str = setting(
         "no", OneRegistered(PRECISIONS),
-        "Precision of the model's arithmetic: float32 (no), float16 with loss scaling, or bfloat16.",
+        "Precision of the model's arithmetic: float32 (no), float16 with loss scaling, bfloat16, or products in float8.",
         _DEVICE,
     )  # fmt: skip
     accumulate: int = setting(

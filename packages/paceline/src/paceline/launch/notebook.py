@@ -41,7 +41,7 @@ def notebook_launcher(
     function: Callable[..., Any],
     args: Sequence[Any] = (),
     num_processes: int | None = None,
-    mixed_precision: Literal["no", "fp16", "bf16"] = "no",
+    mixed_precision: Literal["no", "fp16", "bf16", "fp8"] = "no",
     use_port: str | int = _USUAL_PORT,
     master_addr: str = "127.0.0.1",
     node_rank: int = 0,
@@ -62,7 +62,7 @@ def notebook_launcher(
         function: what to run; it may be defined in a cell.
         args: its arguments, a tuple or a list.
         num_processes: processes on this node; None for one for each accelerator, or 1 where there is none.
-        mixed_precision: "no", "fp16" or "bf16", unless the function's `Accelerator` says otherwise.
+        mixed_precision: "no", "fp16", "bf16" or "fp8", unless the function's `Accelerator` says otherwise.
         use_port: port of node 0; on one node the usual one stands for any free one.
         master_addr: address of node 0.
         node_rank, num_nodes: number of this node, and how many there are; call it on each of them.

@@ -11,6 +11,9 @@ from torch import nn
 
 from paceline.base.errors import Problem
 from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import listed
+from paceline.plan.plan import Plan
+from paceline.plan.rules import origin
 from paceline.world.collectives import Collectives
 
 
@@ -38,6 +41,30 @@ def shared_models(models: Sequence[nn.Module], remedy: str, *, frozen_too: bool)
                 )
             ]
     return []
+
+
+def float8_gathers(model: nn.Module, facts: ModelFacts, plan: Plan) -> list[Problem]:
+    """Returns the problem with weights that torchao has wrapped to be gathered in float8, where nobody gathers them.
+
+    FSDP2 asks such a tensor for what it gathers. ZeRO 1 and 2 cut tensors themselves, and would cut the wrapper alone.
+    """
+    if plan.zero not in (1, 2) or plan.fully_sharded:
+        return []
+    wrapped = []
+    for name, parameter in model.named_parameters():
+        if type(parameter.data).__name__ == "WeightWithDynamicFloat8CastTensor":
+            wrapped.append(name)
+    if not wrapped:
+        return []
+    return [
+        Problem(
+            "fp8-gather",
+            f"weights of {facts.name} are to be gathered in float8, which zero={plan.zero} cannot do.",
+            why=f"enable_fsdp_float8_all_gather=True in torchao's config has wrapped {listed(wrapped)}; "
+            f"{origin(plan, 'zero')}: these weights are never gathered",
+            fix="use zero=3, or leave enable_fsdp_float8_all_gather out of the config",
+        )
+    ]
 
 
 def differing_models(models: Sequence[tuple[nn.Module, ModelFacts]], collectives: Collectives) -> list[Problem]:

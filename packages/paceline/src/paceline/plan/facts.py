@@ -260,7 +260,7 @@ def _role(module: torch.nn.Module) -> str:
     has_weight = any(name == "weight" for name, _ in module.named_parameters(recurse=False))
     if not has_weight and forward in ("Linear.forward", "Conv1D.forward", "Embedding.forward"):
         return "computed"
-    if forward == "Linear.forward":
+    if forward in ("Linear.forward", "Float8Linear.forward"):  # torchao's computes the same, in float8
         return "linear"
     if forward == "Conv1D.forward":
         return "conv1d"

@@ -42,7 +42,7 @@ class Plan:
 
     Attributes:
         layout: ranks along each axis.
-        precision: name of a row of the precision table: "no", "bf16", "fp16".
+        precision: name of a row of the precision table: "no", "bf16", "fp16", "fp8".
         accumulate: micro-batches in one optimizer step.
         zero: what ranks along `shard` divide: 1 optimizer states, 2 gradients too, 3 parameters too; 0 where shard is 1.
         recompute: which activations are computed again in the backward pass: "no", "blocks", "selective", or "K" for
@@ -85,6 +85,14 @@ class Plan:
     def offloads_activations(self) -> bool:
         """Whether activations wait in the host's memory."""
         return self.offload.endswith("activations")
+
+    @property
+    def half(self) -> str:
+        """In which 16-bit dtype the model computes: "bf16", "fp16", or "" for none."""
+        if self.precision != "fp8":
+            return self.precision if self.precision in ("bf16", "fp16") else ""
+        # What is not multiplied in float8.
+        return "" if self.options.get("fp8", {}).get("dtype") == "float32" else "bf16"
 
     def in_float32(self, reason: str) -> Plan:
         """Returns the plan in float32, whatever precision was asked for."""

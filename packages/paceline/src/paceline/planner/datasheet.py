@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from paceline.plan.plan import Plan
 from paceline.planner.calibration import BETWEEN_NODES, WITHIN_NODE, Calibration, Link, Machine
 from paceline.planner.device import Device
 
@@ -38,24 +39,26 @@ class Efficiency:
 SLOW = Efficiency(products=0.60, attention=0.6, memory=0.70, links=0.6, hidden=0.8, fused=0.7)
 FAST = Efficiency(products=0.75, attention=0.7, memory=0.85, links=0.8, hidden=1.0, fused=0.5)
 
+_HALF_OR_LESS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
 _LATENCY_S = 30e-6  # of a collective
 _KERNEL_S = 3e-6  # of an operation that has next to nothing to compute, on a device that never waits for the host
 
 
-def calibration_of(device: Device, efficiency: Efficiency, compiled: bool = False) -> Calibration:
+def calibration_of(device: Device, efficiency: Efficiency, plan: Plan) -> Calibration:
     """Returns what one rank on such a device computes, moves and sends in a second.
 
     Args:
         device: of each rank.
         efficiency: `SLOW` or `FAST`.
-        compiled: whether `torch.compile` compiles the model.
+        plan: its precision, and whether `torch.compile` compiles the model.
     """
-    half = ((1.0, device.half * efficiency.products),)
+    half_rate = device.rate(plan) if plan.half else device.half
+    half = ((1.0, half_rate * efficiency.products),)
     single = ((1.0, device.single * efficiency.products),)
     return Calibration(
         Machine("", device.name, "", 0, 0),
         measured=0.0,
-        matrix={"float32": single, "bfloat16": half, "float16": half},
+        matrix={"float32": single, **dict.fromkeys(_HALF_OR_LESS, half)},
         memory=((1.0, device.bandwidth * efficiency.memory),),
         optimizer=device.bandwidth * efficiency.memory,
         overhead_s=_KERNEL_S,
@@ -66,5 +69,5 @@ def calibration_of(device: Device, efficiency: Efficiency, compiled: bool = Fals
         overlap=efficiency.hidden,
         attention=efficiency.attention,
         prefetches=True,
-        fused=efficiency.fused if compiled else 1.0,
+        fused=efficiency.fused if plan.compile else 1.0,
     )

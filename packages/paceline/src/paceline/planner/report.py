@@ -61,8 +61,8 @@ class PlanReport:
     def range_s(self) -> tuple[float, float]:
         """Returns the least and the most seconds that a step is expected to take on the device; see `datasheet`."""
         assert self.device is not None
-        fast = self._time_by(calibration_of(self.device, FAST, self.plan.compile))
-        slow = self._time_by(calibration_of(self.device, SLOW, self.plan.compile))
+        fast = self._time_by(calibration_of(self.device, FAST, self.plan))
+        slow = self._time_by(calibration_of(self.device, SLOW, self.plan))
         return fast.total_s, slow.total_s
 
     def tokens_a_second(self, step_s: float) -> float:

@@ -6,14 +6,15 @@ name. One that does more than choose a dtype subclasses `Precision`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from paceline.plan.plan import Plan
 from paceline.world.forward import original_forward, override_forward, restore_forward
 from paceline.world.tree import map_tensors
 
@@ -34,6 +35,14 @@ class Precision:
     name: str
     dtype: torch.dtype | None = None
     scales: bool = False
+
+    def under(self, options: Mapping[str, Any]) -> Precision:
+        """Returns the precision as the plan's options of its name change it."""
+        return self
+
+    def settle(self, plan: Plan, device: torch.device) -> Plan:
+        """Returns the plan with what this precision decides by the device."""
+        return plan
 
     def autocast(
         self, device: torch.device, *, enabled: bool = True, cache_enabled: bool | None = None

@@ -41,7 +41,7 @@ from paceline.optim.schedule import (
 from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
-from paceline.parallel.model_problems import differing_models, misplaced, shared_models, without_shapes
+from paceline.parallel.model_problems import differing_models, float8_gathers, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import step_local_parts
 from paceline.parallel.strategy import STRATEGIES, Context, strategies_of
@@ -303,6 +303,7 @@ class Preparation:
                 problems += shared_models(modules, remedy, frozen_too=strategy.replaces_parameters)
                 break
         for model in new:
+            problems += float8_gathers(model.module, model.facts, plan)
             if self.run.world.size > 1:
                 problems += misplaced(model.facts, model.is_moved, self.run.device)
                 problems += without_shapes(model.facts)

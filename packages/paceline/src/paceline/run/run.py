@@ -96,7 +96,8 @@ class Run:
             self.prepared.finish_reduction,
             plan.semantics,
         )
-        self.precision: Precision = PRECISIONS.get(plan.precision)
+        precision: Precision = PRECISIONS.get(plan.precision)
+        self.precision = precision.under(plan.options.get(plan.precision, {}))
         loss_scaler: LossScaler | None = None
         # Options are checked under every precision: a misspelt one must not wait for the first run in fp16.
         if self.precision.scales or scaler:

@@ -82,6 +82,7 @@ def start_run(arguments: RunArguments) -> Run:
         reason = f"{plan.precision} has no effect on the CPU, as under {semantics.library}"
         warn_once("compat", f"{reason}: use bf16 for fewer bytes.")
         plan = plan.in_float32(reason)
+    plan = PRECISIONS.get(plan.precision).settle(plan, device)
     folder = None if arguments.project_dir is None else str(arguments.project_dir)
     run = Run(world, device, collectives, settings, decisions, plan, arguments.scaler, folder)
     # Nobody reads the progress of a process that no launcher has started.

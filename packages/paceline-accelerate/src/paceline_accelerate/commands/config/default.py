@@ -24,7 +24,7 @@ def write_basic_config(
     """Writes accelerate's config file for this machine; returns its path, or False if there is one already.
 
     Raises:
-        CompatValueError: `compat-argument` for an unknown precision, and for fp8.
+        CompatValueError: `compat-argument` for an unknown precision.
         ConfigError: `config-write` where the file cannot be written.
     """
     path = expanded(save_location)

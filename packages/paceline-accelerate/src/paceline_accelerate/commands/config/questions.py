@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from paceline.base.errors import Problem
+from paceline.base.parts import how_to_install
 from paceline.config.given import Given
 from paceline_accelerate import word_lists
+from paceline_accelerate.available import is_fp8_available
 from paceline_accelerate.commands.config.config_args import ClusterConfig
 from paceline_accelerate.dialect import DIALECT
 
@@ -178,13 +180,13 @@ def _without_engine(engine: str) -> Callable[[Answers], Problem | None]:
 
 
 def _without_fp8(answers: Answers) -> Problem | None:
-    if answers["mixed_precision"] != "fp8":
+    if answers["mixed_precision"] != "fp8" or is_fp8_available():
         return None
     return Problem(
         "accelerate-feature",
-        "mixed_precision fp8 is not supported.",
-        "your answer: 8-bit training is not built yet",
-        "choose bf16",
+        "mixed_precision fp8 needs torchao, which is not installed.",
+        "it comes from your answer",
+        f"run `{how_to_install('fp8')}`, or choose bf16",
     )
 
 

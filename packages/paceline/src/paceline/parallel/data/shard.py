@@ -190,7 +190,7 @@ def resolved_reshard(plan: Plan, options: ShardOptions) -> tuple[bool | int, str
 def param_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
     if options.param_dtype != "auto":
         return DTYPES[options.param_dtype]
-    return HALVES.get(plan.precision)
+    return HALVES.get(plan.half)
 
 
 def reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:

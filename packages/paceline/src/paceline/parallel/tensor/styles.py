@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from paceline.base.errors import TrainError
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.module_shell import Shell
+from paceline.parallel.products import linear, product_of
 from paceline.parallel.random_streams import RandomStreams
 from paceline.torch_internals.dtensor import is_mixture
 from paceline.torch_internals.modules import parameter_table
@@ -196,11 +197,11 @@ class Region:
             setattr(module, name, all_of_them if whole else here)
 
 
-def _linear(x: Tensor, weight: Tensor, transposed: bool, bias: Tensor | None = None) -> Tensor:
+def _linear(layer: nn.Module, x: Tensor, weight: Tensor, transposed: bool, bias: Tensor | None = None) -> Tensor:
     # The weight of transformers' `Conv1D` is [features in, features out].
     if transposed:
         weight = weight.t()
-    return F.linear(x, weight, bias)
+    return linear(layer, x, weight, bias)
 
 
 def _matrix(layer: nn.Module) -> Tensor:
@@ -232,7 +233,7 @@ def colwise(region: Region, transposed: bool) -> Callable[..., Any]:
     def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
-        y = _linear(region.enter(x, self.training), _matrix(self), transposed, _bias(self))
+        y = _linear(self, region.enter(x, self.training), _matrix(self), transposed, _bias(self))
         if region.split:
             return y
         return _Gather.call(y, -1, region.group)
@@ -255,14 +256,14 @@ def shared_heads(region: Region, transposed: bool, heads: int) -> Callable[..., 
         weight = _matrix(self)
         bias = _bias(self)
         if not region.split:
-            return _linear(x, weight, transposed, bias)
+            return _linear(self, x, weight, transposed, bias)
         rank = dist.get_rank(region.group)
         head = rank * heads // dist.get_world_size(region.group)
         dim_of_outputs = int(transposed)
         weight = _CopyToRanks.call(weight, region.group).chunk(heads, dim_of_outputs)[head]
         if bias is not None:
             bias = _CopyToRanks.call(bias, region.group).chunk(heads)[head]
-        return _linear(region.enter(x, self.training), weight, transposed, bias)
+        return _linear(self, region.enter(x, self.training), weight, transposed, bias)
 
     return forward
 
@@ -277,7 +278,10 @@ def rowwise(region: Region, transposed: bool) -> Callable[..., Any]:
             x = _Split.call(x, -1, region.group)
         try:
             # [batch, positions, features out], of which each rank has one summand.
-            y = _Sum.call(_linear(x, _matrix(self), transposed), region.group)
+            summand = _linear(self, x, _matrix(self), transposed)
+            if product_of(self) is not None:
+                summand = summand.clone()  # torchao's functions put out views, which cannot be summed in place
+            y = _Sum.call(summand, region.group)
             if region.sequence:
                 y = _Split.call(y, SEQUENCE, region.group)
         finally:
@@ -301,7 +305,7 @@ def head(region: Region, transposed: bool, mesh: DeviceMesh | None) -> Callable[
     def forward(self: nn.Module, original: Callable[..., Tensor], x: Tensor) -> Tensor:
         if not is_sharded(self.weight):
             return original(x)
-        y = _linear(_CopyToRanks.call(x, region.group), _matrix(self), transposed, _bias(self))
+        y = _linear(self, _CopyToRanks.call(x, region.group), _matrix(self), transposed, _bias(self))
         if mesh is None:
             return _Gather.call(y, -1, region.group)
         from torch.distributed.tensor import DTensor, Shard
