@@ -74,7 +74,9 @@ class BnbQuantizationConfig:
         self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
         self.llm_int8_threshold = float(self.llm_int8_threshold)
         if self.load_in_4bit and self.llm_int8_threshold != 6.0:
-            warnings.warn("llm_int8_threshold changes 8-bit layers only, and this config asks for 4 bits.", stacklevel=3)
+            warnings.warn(
+                "llm_int8_threshold changes 8-bit layers only, and this config asks for 4 bits.", stacklevel=3
+            )
 
 
 def load_and_quantize_model(

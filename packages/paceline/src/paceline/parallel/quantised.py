@@ -47,7 +47,10 @@ class QuantisedWeights(Strategy):
                 Problem(
                     "quantised-axis",
                     f"{facts.name} has quantised layers, which {axis} cannot divide.",
-                    why=[origin(plan, axis), f"{first.name} is kept in {first.kind} form: its bytes belong to blocks of numbers"],
+                    why=[
+                        origin(plan, axis),
+                        f"{first.name} is kept in {first.kind} form: its bytes belong to blocks of numbers",
+                    ],
                     fix=f"set {axis} to 1, and use the ranks for replicate or shard",
                 )
             )
