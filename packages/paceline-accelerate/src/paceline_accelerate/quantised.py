@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from paceline_accelerate.available import is_bnb_available
-from paceline_accelerate.kinds import CustomDtype
 from paceline_accelerate.errors import CompatImportError, CompatValueError
+from paceline_accelerate.kinds import CustomDtype
 from paceline_accelerate.loading import load_checkpoint_in_model
 
 _DTYPES = {
@@ -122,8 +122,9 @@ def load_and_quantize_model(
         if weights_location is None:
             raise _wrong("weights_location", None, "the folder or file of the model's weights")
         load_checkpoint_in_model(model, weights_location, {"": "cpu"})
-        if hasattr(model, "tie_weights"):
-            model.tie_weights()
+        tie_weights: Any = getattr(model, "tie_weights", None)  # of transformers' models
+        if tie_weights is not None:
+            tie_weights()
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue
@@ -230,7 +231,7 @@ def _one_device(device_map: Mapping[str, int | str | torch.device] | str | None)
         raise _wrong("device_map", dict(device_map), "one device for all modules, such as {'': 0}")
     (place,) = places
     if isinstance(place, int):
-        return torch.device(own.type, place if own.type != "cpu" else None)
+        return torch.device(own.type, place)
     return torch.device(place)
 
 

@@ -67,7 +67,7 @@ def _weight(layer: nn.Module) -> Any:
 
 
 def _row_maxima(layer: Any) -> Tensor | None:
-    """Returns the largest value of each row of an 8-bit weight: at the weight, and after the first pass in the layer's state."""
+    """Returns the maximum of each row of an 8-bit weight: at the weight, and after the first pass in the layer's state."""
     at_weight: Tensor | None = getattr(layer.weight, "SCB", None)
     if at_weight is not None or not hasattr(layer, "state"):
         return at_weight
