@@ -139,8 +139,8 @@ def test_nothing_heavy_is_loaded_to_serve_names() -> None:
 @pytest.mark.parametrize(
     ("module", "name", "reason"),
     [
-        ("accelerate.utils", "BnbQuantizationConfig", "bitsandbytes"),
-        ("accelerate.utils.bnb", "get_keys_to_not_convert", "bitsandbytes"),
+        ("accelerate.utils.bnb", "get_quantized_model_device_map", "one device"),
+        ("accelerate.utils.bnb", "quantize_and_offload_8bit", "one device"),
         ("accelerate.commands.launch", "tpu_launcher", "TPU"),
         ("accelerate.utils.launch", "prepare_tpu", "TPU"),
         ("accelerate.commands.launch", "sagemaker_launcher", "SageMaker"),
@@ -215,13 +215,11 @@ _IN_INSTANCES = {"Accelerator.device", "Accelerator.parallelism_config", "Accele
 
 
 def test_using_a_name_that_is_not_carried_names_the_native_way() -> None:
-    from accelerate.utils import BnbQuantizationConfig, TERecipeKwargs
+    from accelerate.utils import TERecipeKwargs
     from accelerate.utils.megatron_lm import MegatronEngine
 
     with pytest.raises(CompatError, match=r"(?s)\[compat-name\].*plan=\{'tp'"):
         MegatronEngine([])
-    with pytest.raises(CompatError, match="is not carried by Paceline"):
-        BnbQuantizationConfig()
     with pytest.raises(CompatError, match=r"(?s)\[compat-name\].*mixed_precision='fp8'"):
         TERecipeKwargs()
     with pytest.raises(CompatError, match=r"MegatronEngine\.lr"):

@@ -152,6 +152,8 @@ _CARRIED = {
         check_os_kernel get_cpu_distributed_information
         get_current_device_type get_driver_version get_free_port get_gpu_info get_int_from_env install_xla
         is_habana_gaudi1 override_numa_affinity set_numa_affinity torchao_required""",
+    f"{_HERE}.quantised": """BnbQuantizationConfig get_keys_to_not_convert has_4bit_bnb_layers load_and_quantize_model
+        replace_with_bnb_layers""",
     f"{_HERE}.checkpoint_functions": """load_accelerator_state load_custom_state save_accelerator_state
         save_custom_state""",
     f"{_HERE}.local_sgd": "LocalSGD",
@@ -190,9 +192,9 @@ _NATIVE_WAYS = (
         "start `paceline launch train.py` on the machine itself",
     ),
     (
-        r"\.bnb\.|Bnb|bnb|load_and_quantize",
-        "it needs the kernels of bitsandbytes, and nothing of Paceline's loads or trains quantised weights",
-        "load the model in 16 bits: `load_checkpoint_and_dispatch(..., dtype=torch.bfloat16)`",
+        r"\.bnb\.",
+        "a quantised model is on one device: parts of it on the host or on disk would have to be quantised in each pass",
+        "quantise it on one device: `load_and_quantize_model(model, config, weights_location=...)`",
     ),
     (
         r"megatron|Megatron|MEGATRON|TrainStep|avg_losses|\.parse_\w+_config$",

@@ -36,8 +36,7 @@ class Bytes:
             states: float32 values that the optimizer keeps for each trained parameter; Adam keeps 2.
             activations: bytes that are kept between forward and backward.
         """
-        trained = facts.parameter_bytes * facts.trainable // max(1, facts.parameters)
-        return cls(facts.parameter_bytes, trained, int(states * 4 * facts.trainable), activations)
+        return cls(facts.parameter_bytes, facts.trainable_bytes, int(states * 4 * facts.trainable), activations)
 
     @property
     def held(self) -> int:

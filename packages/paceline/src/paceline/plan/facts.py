@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from paceline.base.ours import is_our_module
 from paceline.plan.blocks import is_sequence, repeated_blocks
@@ -39,6 +39,25 @@ class Layer:
 
 
 @dataclass(frozen=True)
+class Quantised:
+    """A parameter that a library keeps in few bits. Its bytes are no numbers: they mean something together with statistics.
+
+    Attributes:
+        name: its FQN.
+        kind: "4-bit" or "8-bit" (bitsandbytes), or the name of its class (torchao).
+        bytes: of the parameter and its statistics.
+        batch_threshold: of an 8-bit layer that chooses columns of its input by the largest value in the batch; 0 without.
+        trained: whether it requires a gradient, as an 8-bit layer does that keeps its weight in 16 bits.
+    """
+
+    name: str
+    kind: str
+    bytes: int
+    batch_threshold: float = 0.0
+    trained: bool = False
+
+
+@dataclass(frozen=True)
 class ModelFacts:
     """Facts about one model; on the meta device they are the same as on a real one.
 
@@ -46,7 +65,9 @@ class ModelFacts:
         name: class of the model.
         parameters: elements in all parameters, tied ones once.
         trainable: elements in those that require a gradient.
-        parameter_bytes: bytes of all parameters, tied ones once.
+        parameter_bytes: bytes of all parameters, tied ones once; a quantised one with what turns it back into numbers.
+        trainable_bytes: bytes of those that require a gradient.
+        quantised: frozen parameters that a library keeps in few bits, see `Quantised`.
         tied: groups of names that share one parameter.
         dtypes: dtypes of the trainable parameters, as text.
         half_names: trainable parameters held in float16; gradients of such cannot be unscaled.
@@ -72,6 +93,8 @@ class ModelFacts:
     parameters: int
     trainable: int
     parameter_bytes: int
+    trainable_bytes: int = 0
+    quantised: tuple[Quantised, ...] = ()
     tied: tuple[tuple[str, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     half_names: tuple[str, ...] = ()
@@ -113,6 +136,8 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
     parameters = 0
     trainable_elements = 0
     parameter_bytes = 0
+    trainable_bytes = 0
+    quantised = []
     half_names = []
     hooked = []
     for parameter, (name, *_) in names.items():
@@ -120,9 +145,15 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
             lazy.append(name)
             continue
         parameters += parameter.numel()
-        parameter_bytes += parameter.numel() * parameter.element_size()
+        nbytes = parameter.numel() * parameter.element_size()
+        row = _quantised(name, parameter, model)
+        if row is not None:
+            quantised.append(row)
+            nbytes = row.bytes
+        parameter_bytes += nbytes
         if parameter.requires_grad:
             trainable_elements += parameter.numel()
+            trainable_bytes += nbytes
         if parameter.requires_grad and str(parameter.dtype) == "torch.float16":
             half_names.append(name)
         if parameter.requires_grad and _has_foreign_hook(parameter):
@@ -166,6 +197,8 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         parameters=parameters,
         trainable=trainable_elements,
         parameter_bytes=parameter_bytes,
+        trainable_bytes=trainable_bytes,
+        quantised=tuple(quantised),
         tied=tuple(tied),
         dtypes=dtypes,
         half_names=tuple(half_names),
@@ -190,6 +223,44 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
 def _class_names(value: object) -> set[str]:
     """Names of an object's class and of all that it inherits from: planning knows torch's classes by name alone."""
     return {base.__name__ for base in type(value).__mro__}
+
+
+def _quantised(name: str, parameter: torch.nn.Parameter, model: torch.nn.Module) -> Quantised | None:
+    """Returns the row of a parameter that a library keeps in few bits; None for any other."""
+    classes = _class_names(parameter)
+    nbytes = parameter.numel() * parameter.element_size()
+    if "Params4bit" in classes:
+        statistics = four_bit_statistics(getattr(parameter, "quant_state", None))
+        nbytes += sum(tensor.numel() * tensor.element_size() for tensor in statistics)
+        return Quantised(name, "4-bit", nbytes)
+    if "Int8Params" in classes:
+        if parameter.dtype.itemsize == 1:
+            nbytes += 4 * parameter.shape[0]  # a float32 for each row
+        layer = model.get_submodule(name.rpartition(".")[0])
+        threshold = float(getattr(getattr(layer, "state", None), "threshold", 0.0))
+        return Quantised(name, "8-bit", nbytes, threshold, parameter.requires_grad)
+    if "TorchAOBaseTensor" in classes:
+        return Quantised(name, type(parameter).__name__, _inner_bytes(parameter), trained=parameter.requires_grad)
+    return None
+
+
+def four_bit_statistics(quant_state: Any) -> list[torch.Tensor]:
+    """Returns the tensors of bitsandbytes' `QuantState`, which turn the bytes of a 4-bit weight back into numbers."""
+    if quant_state is None:
+        return []
+    statistics = [quant_state.absmax, quant_state.code]
+    if quant_state.nested:
+        statistics += [quant_state.offset, quant_state.state2.absmax, quant_state.state2.code]
+    return statistics
+
+
+def _inner_bytes(tensor: Any) -> int:
+    """Returns the bytes of the plain tensors of which a tensor subclass is made."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        nbytes: int = tensor.numel() * tensor.element_size()
+        return nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_inner_bytes(getattr(tensor, name)) for name in names)
 
 
 def _is_lazy(parameter: torch.nn.Parameter) -> bool:

@@ -140,7 +140,7 @@ class Shard(Strategy):
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Divides everything by n; at the peak the two largest units are unsharded, and the gradients of one."""
+        """Divides all but quantised weights by n; at the peak the two largest units are unsharded, and the gradients of one."""
         n = plan.layout.size("shard", "cp")
         options = self.options(plan)
         own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)  # bytes of an element of a shard
@@ -161,12 +161,15 @@ class Shard(Strategy):
             passes = 2
         # The gradients of the largest unit are there twice, in float32: as computed, and as they are reduced.
         buffers = int(scale * (whole_at_once * gathered + 2 * sizes[0] * 4))
+        # Quantised weights stay whole on every rank, see `quantised.py`.
+        whole_bytes = sum(row.bytes for row in facts.quantised)
+        divided_bytes = max(0, before.parameters - whole_bytes)
         # An all-gather and a reduce-scatter each send (n - 1) / n of the data.
-        once = before.parameters * gathered // own
+        once = divided_bytes * gathered // own
         sent = (n - 1) * (passes * once + before.gradients) // n
         return replace(
             before,
-            parameters=-(-before.parameters // n),
+            parameters=whole_bytes - (-divided_bytes // n),
             gradients=-(-before.gradients // n),
             optimizer=-(-before.optimizer // n),
             buffers=before.buffers + buffers,
@@ -205,13 +208,13 @@ def reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
 def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
     """Returns the number of elements that each unit, and the root, gathers at once."""
     sizes = dict.fromkeys(("", *wrapping.units), 0)
-    aliases = facts.aliases
+    left_out = {*facts.aliases, *(row.name for row in facts.quantised)}
     for layer in facts.layers:
         # The innermost unit around a layer has the longest name; "" is the root.
         around = [unit for unit in sizes if within(layer.name, unit)]
         owner = max(around, key=len)
         for key, shape in layer.shapes:
-            if f"{layer.name}.{key}".lstrip(".") not in aliases:
+            if f"{layer.name}.{key}".lstrip(".") not in left_out:
                 sizes[owner] += torch.Size(shape).numel()
     return list(sizes.values())
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     plan = context.plan
     options = context.options
     chosen = STRATEGY.wrapping(plan, context.facts)
-    alone = _left_alone(model, chosen)
+    alone = _left_alone(model, chosen, {row.name for row in context.facts.quantised})
     # FSDP2 shards rows, and needs contiguous parameters; weights in the channels-last format are not.
     for parameter in model.parameters():
         if not parameter.is_contiguous():
@@ -150,14 +151,14 @@ class DividedUnits(Units):
         return [*decisions, *super().bind(adapter)]
 
 
-def _left_alone(model: nn.Module, wrapping: Wrapping) -> list[nn.Parameter]:
-    """Returns the parameters that FSDP2 ignores: of ignored modules, and without rows. The order is the same on all ranks."""
+def _left_alone(model: nn.Module, wrapping: Wrapping, quantised: Container[str]) -> list[nn.Parameter]:
+    """Returns the parameters that FSDP2 ignores: of ignored modules, quantised, without rows. The order is that of all ranks."""
     # A tied parameter counts under each of its names. If one of them is ignored and another is in a unit, FSDP2 would
     # divide the parameter in the unit only, and refuse the model.
     alone: dict[nn.Parameter, None] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         has_rows = parameter.dim() > 0 and parameter.numel() > 0
-        if not has_rows or within_some(name, wrapping.alone):
+        if not has_rows or name in quantised or within_some(name, wrapping.alone):
             alone[parameter] = None
     return list(alone)
 
