@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -58,48 +58,46 @@ def _synchronise(layer: nn.Module, peers: BatchPeers) -> None:
 
 
 class SharedStatistics(AppliedStrategy):
-    """A model whose batch norms take statistics over several ranks.
-
-    Attributes:
-        peers: these ranks.
-        updated: the layers of another model, such as an average, whose statistics `update_bn` is computing.
-    """
+    """A model whose batch norms take statistics over several ranks, which are its `peers`."""
 
     def __init__(self, model: nn.Module, peers: BatchPeers) -> None:
         super().__init__(model)
-        self.peers = peers
-        self.updated: list[nn.Module] = []
+        self._peers = peers
+        self._updated: list[nn.Module] = []  # layers of another model, whose statistics `update_bn` is computing
+
+    def begin_update(self, layers: Iterable[nn.Module]) -> None:
+        """Synchronises the layers of an average of weights, which was not prepared: they see their own batch alone."""
+        for layer in layers:
+            if getattr(layer, PEERS, None) is None:
+                _synchronise(layer, self._peers)
+                self._updated.append(layer)
+
+    def end_update(self) -> None:
+        """Lets these layers see their own batch alone again."""
+        for layer in self._updated:
+            setattr(layer, PEERS, None)
+        self._updated.clear()
 
     @contextmanager
     def uneven_steps(self) -> Iterator[None]:
         """While it is open, each rank normalises by its own batch."""
-        self.peers.paused += 1
+        self._peers.paused += 1
         try:
             yield
         finally:
-            self.peers.paused -= 1
+            self._peers.paused -= 1
 
 
 def _follow_update(applied: SharedStatistics | None, everything: bool) -> None:
-    """Called when a loop over a prepared loader begins. If it is that of torch's `update_bn`, all ranks update together.
-
-    The model there is an average of weights, and was not prepared: its layers are copies, which see their own batch alone.
-    """
+    """Called when a loop over a prepared loader begins. If it is that of torch's `update_bn`, all ranks update together."""
     model = model_of_update()
-    if applied is None or model is None:
-        return
-    for layer in _layers(model, everything):
-        if getattr(layer, PEERS, None) is None:
-            _synchronise(layer, applied.peers)
-            applied.updated.append(layer)
+    if applied is not None and model is not None:
+        applied.begin_update(_layers(model, everything))
 
 
 def _end_update(applied: SharedStatistics | None) -> None:
-    if applied is None:
-        return
-    for layer in applied.updated:
-        setattr(layer, PEERS, None)
-    applied.updated.clear()
+    if applied is not None:
+        applied.end_update()
 
 
 def is_synchronised(module: nn.Module) -> bool:
