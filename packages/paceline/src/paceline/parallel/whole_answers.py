@@ -50,9 +50,9 @@ def _pickled(tensor: DTensor) -> Any:
     if _is_cut(tensor.placements):
         warn_once(
             "parallel",
-            "a parameter or gradient of which each rank has a part was pickled, as by `torch.save(model.state_dict(), path)`. The file "
-            "has the part of this rank only, and no plain model can load it. On all ranks call `state = "
-            "accelerator.get_state_dict(model)`, which is whole, and then save it on one",
+            "a parameter or gradient of which each rank has a part was pickled, as by `torch.save(model.state_dict(), path)`. "
+            "The file has the part of this rank only, and no plain model can load it. On all ranks call "
+            "`state = accelerator.get_state_dict(model)`, which is whole, and then save it on one",
         )
     return tensor.__reduce_ex__(2)
 

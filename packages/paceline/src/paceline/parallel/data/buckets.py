@@ -108,6 +108,7 @@ class Slot:
             changed = None if number == own else hook(gradient)
             gradient = gradient if changed is None else changed
         if gradient is not mean and is_sharded(mean) and not is_sharded(gradient):
+            assert gradient is not None
             local(mean).copy_(part_of(gradient, mean))
             gradient = mean
         self.parameter.grad = gradient
