@@ -153,3 +153,12 @@ def test_the_dtype_of_everything_else_is_decided_by_the_device() -> None:
     assert elsewhere.half == "bf16" and PRECISION.under(elsewhere.options["fp8"]).dtype is torch.bfloat16
     given = Plan(precision="fp8", options={"fp8": {"dtype": "bf16"}}, decisions=(Decision("x", 1, "code"),))
     assert PRECISION.settle(given, torch.device("cpu")) is given
+
+
+def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from paceline.parallel.fp8_applied import _check_device
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    with pytest.raises(PlanError, match="fp8-device"):
+        _check_device(torch.device("cuda"))

@@ -13,7 +13,6 @@ Source: torchao, `float8` and `prototype/moe_training`; OCP Microscaling Formats
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from importlib import metadata
@@ -31,9 +30,6 @@ from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 
 OLDEST = (0, 18)  # of torchao, whose prototypes change their signatures
-
-
-LayerChoice: TypeAlias = str | tuple[str, ...] | Callable[[nn.Module, str], bool]
 
 
 @dataclass(frozen=True)
@@ -91,7 +87,7 @@ class Float8Options:
         one_of(*RECIPES),
         "How products are scaled; only the first two keep the numbers of one process.",
     )
-    layers: LayerChoice = option(
+    layers: str | tuple[str, ...] = option(
         "auto",
         None,
         "Patterns of layers' names; auto: all linear layers whose sizes fit, except the head. 'auto,lm_head' adds one. Or a "
