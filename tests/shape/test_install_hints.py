@@ -8,6 +8,7 @@ from pathlib import Path
 # Names on PyPI, spelt as pip takes them. `{package}`, `{library}` and `{name}` stand for one of these, filled in later.
 ON_PYPI = {
     "accelerate",
+    "bitsandbytes",
     "cloudpickle",
     "comet_ml",
     "deepspeed",

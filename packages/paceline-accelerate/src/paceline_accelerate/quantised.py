@@ -1,6 +1,6 @@
 """accelerate's functions that quantise a model by bitsandbytes: its linear layers become 4-bit or 8-bit ones.
 
-The layers are those of bitsandbytes, which does the arithmetic; `paceline.parallel.quantised` trains around them on several ranks.
+bitsandbytes does the arithmetic, and `paceline.parallel.quantised` trains around such layers on several ranks.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def has_4bit_bnb_layers(model: nn.Module) -> bool:
 
 
 def _layer_like(linear: nn.Linear, config: BnbQuantizationConfig) -> nn.Module:
-    """Returns a frozen layer of bitsandbytes with the weights of a linear layer, which shares their memory until it is moved."""
+    """Returns a frozen layer of bitsandbytes with the weights of a linear layer, in their memory until it is moved."""
     import bitsandbytes
 
     nn_layers = bitsandbytes.nn

@@ -152,7 +152,7 @@ class DividedUnits(Units):
 
 
 def _left_alone(model: nn.Module, wrapping: Wrapping, quantised: Container[str]) -> list[nn.Parameter]:
-    """Returns the parameters that FSDP2 ignores: of ignored modules, quantised, without rows. The order is that of all ranks."""
+    """Returns the parameters that FSDP2 ignores: of ignored modules, quantised, without rows. All ranks have one order."""
     # A tied parameter counts under each of its names. If one of them is ignored and another is in a unit, FSDP2 would
     # divide the parameter in the unit only, and refuse the model.
     alone: dict[nn.Parameter, None] = {}
