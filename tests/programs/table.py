@@ -265,7 +265,7 @@ PROGRAMS = (
         hugging(f"trl {name}", f"huggingface/trl/{folder}", f"{name}.py {_TRL}{data}", "language_model", data,
                 env={"PROGRAMS_BACKWARD": "1"})
         for name, folder, data in (
-            ("dpo", "trl/scripts", "preferences"), ("kto", "trl/scripts", "judgements"),
+            ("dpo", "trl/scripts", "preferences"), ("kto", "trl/scripts", "judgements"), ("reward", "trl/scripts", "preferences"),
             ("orpo", "examples/scripts", "preferences"), ("cpo", "examples/scripts", "preferences"),
         )
     ),
@@ -290,7 +290,7 @@ PROGRAMS = (
             ("lora", "text_to_image", "train_text_to_image_lora.py", f"{_SD} --dataset_name captions --rank 2"),
             ("controlnet", "controlnet", "train_controlnet.py", f"{_SD} --dataset_name conditions"),
             ("dreambooth", "dreambooth", "train_dreambooth.py",
-             f"{_SD} --instance_data_dir things --instance_prompt w1 --train_text_encoder"),
+             f"{_SD} --instance_data_dir things --instance_prompt w1"),
         )
     ),
     hugging("diffusers unconditional", "huggingface/diffusers/examples/unconditional_image_generation",
