@@ -265,7 +265,8 @@ PROGRAMS = (
         hugging(f"trl {name}", f"huggingface/trl/{folder}", f"{name}.py {_TRL}{data}", "language_model", data,
                 env={"PROGRAMS_BACKWARD": "1"})
         for name, folder, data in (
-            ("dpo", "trl/scripts", "preferences"), ("kto", "trl/scripts", "judgements"), ("reward", "trl/scripts", "preferences"),
+            ("dpo", "trl/scripts", "preferences"), ("kto", "trl/scripts", "judgements"),
+            ("reward", "trl/scripts", "preferences"),
             ("orpo", "examples/scripts", "preferences"), ("cpo", "examples/scripts", "preferences"),
         )
     ),
@@ -275,8 +276,6 @@ PROGRAMS = (
           "--label-smoothing 0.1 --mixup-alpha 0.2 --output-dir out", samples=24, inputs=("image_folders",)),
     plain("ddp tutorial", f"{_TUTORIALS}/intermediate_source", "ddp_tutorial_6.py", procs=(2,), inputs=("tutorial",),
           env={"PROGRAMS_CUDA": "2", "PROGRAMS_BACKWARD": "1"}, weights=False),
-    plain("pipelining", f"{_TUTORIALS}/intermediate_source", "pipelining_tutorial.py", procs=(2,), inputs=("tutorial",),
-          weights=False),
     plain("nanochat", "karpathy/nanochat/.",
           "-m scripts.base_train --device-type cpu --depth 2 --aspect-ratio 16 --head-dim 16 --max-seq-len 64 "
           "--device-batch-size 2 --total-batch-size 512 --num-iterations 4 --eval-every 2 --eval-tokens 512 "

@@ -153,7 +153,10 @@ def test_a_flag_before_the_script_is_a_slip_or_belongs_to_the_script(words, mess
         ("import torch", ["--zero", "2"], 1),
         ("import torch; torch.zero_", ["--zero=2"], 1),  # the word is no argument there
         ("import torch", ["--bf16"], 1),
-        *(("import torch", words, 0) for words in (["--bf16", "False"], ["--fp16=no"], ["--fsdp", "off"], ["--zero3=0"])),
+        *(
+            ("import torch", words, 0)
+            for words in (["--bf16", "False"], ["--fp16=no"], ["--fsdp", "off"], ["--zero3=0"])
+        ),
         ("import torch", ["--gradient_checkpointing", "True"], 1),
         ("import argparse\nparser.add_argument('--zero-stage')", ["--zero", "2"], 0),  # argparse takes it for that
         ("import fire\ndef train(zero=1): ...", ["--zero", "2"], 0),
