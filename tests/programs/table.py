@@ -255,12 +255,6 @@ PROGRAMS = (
     task("semantic", "semantic-segmentation",
          "run_semantic_segmentation_no_trainer.py | --model_name_or_path segformer --dataset_name masks",
          "segformer", "masks"),
-    task("boxes", "object-detection",
-         "run_object_detection_no_trainer.py | --model_name_or_path yolos --dataset_name boxes --image_square_size 64 "
-         "--dataloader_num_workers 0", "yolos", "boxes"),
-    task("instances", "instance-segmentation",
-         "run_instance_segmentation_no_trainer.py | --model_name_or_path maskformer --dataset_name instances "
-         "--image_height 64 --image_width 64 --dataloader_num_workers 0", "maskformer", "instances"),
     *(
         hugging(f"trl {name}", f"huggingface/trl/{folder}", f"{name}.py {_TRL}{data}", "language_model", data,
                 env={"PROGRAMS_BACKWARD": "1"})
@@ -292,11 +286,6 @@ PROGRAMS = (
              f"{_SD} --instance_data_dir things --instance_prompt w1"),
         )
     ),
-    hugging("diffusers unconditional", "huggingface/diffusers/examples/unconditional_image_generation",
-            "train_unconditional.py --model_config_name_or_path ddpm --train_data_dir captions/train --resolution 32 "
-            "--train_batch_size 2 --eval_batch_size 1 --num_epochs 1 --gradient_accumulation_steps 2 --output_dir out "
-            "--save_images_epochs 9 --ddpm_num_steps 20 --ddpm_num_inference_steps 2 --checkpointing_steps 2 "
-            "--dataloader_num_workers 0", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
     hugging("peft dreambooth", "huggingface/peft/examples/lora_dreambooth",
             f"train_dreambooth.py {_SD} --instance_data_dir things --instance_prompt w1 --resolution 64 --use_lora --lora_r 2 "
             "--train_batch_size 2 --max_train_steps 4 --gradient_accumulation_steps 2 --learning_rate 1e-3 "
