@@ -14,20 +14,6 @@ import torch
 
 WORDS = [f"w{number}" for number in range(90)]
 BLOCK = r"^( *)\.\. code(?:-block)?:: python\n((?:\1[ \t]+.*\n|[ \t]*\n)+)"
-BOXES = """---
-dataset_info:
-  features:
-  - {name: image, dtype: image}
-  - {name: image_id, dtype: int64}
-  - name: objects
-    struct:
-    - {name: id, list: int64}
-    - {name: area, list: int64}
-    - {name: bbox, list: {list: float32}}
-    - {name: category, list: {class_label: {names: {'0': cat, '1': dog}}}}
----
-"""
-STAGES = ["stage1", "stage2", "stage3", "stage4"]
 CHAT = "{% for message in messages %}{{ message['role'] }} {{ message['content'] }} </s> {% endfor %}"
 
 
@@ -334,51 +320,6 @@ def segformer(folder: Path) -> None:
     SegformerImageProcessor(size={"height": 64, "width": 64}).save_pretrained(folder / "segformer")
 
 
-def yolos(folder: Path) -> None:
-    """Makes `yolos`, a tiny YOLOS with its image processor."""
-    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
-
-    torch.manual_seed(1)
-    config = YolosConfig(
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        image_size=[64, 64],
-        patch_size=16,
-        num_detection_tokens=5,
-        num_labels=2,
-    )
-    YolosForObjectDetection(config).save_pretrained(folder / "yolos")
-    size = {"height": 64, "width": 64}
-    YolosImageProcessor(size=size, do_pad=False).save_pretrained(folder / "yolos")
-
-
-def maskformer(folder: Path) -> None:
-    """Makes `maskformer`, a tiny MaskFormer with its image processor."""
-    from transformers import (
-        DetrConfig,
-        MaskFormerConfig,
-        MaskFormerForInstanceSegmentation,
-        MaskFormerImageProcessor,
-        SwinConfig,
-    )
-
-    torch.manual_seed(1)
-    backbone = SwinConfig(
-        embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2, image_size=64, out_features=STAGES
-    )
-    decoder = DetrConfig(
-        d_model=32, decoder_layers=1, encoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=32, num_queries=5
-    )
-    config = MaskFormerConfig(
-        backbone_config=backbone, decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32, num_labels=3
-    )
-    MaskFormerForInstanceSegmentation(config).save_pretrained(folder / "maskformer")
-    size = {"height": 64, "width": 64}
-    MaskFormerImageProcessor(size=size, do_reduce_labels=False, ignore_index=255).save_pretrained(folder / "maskformer")
-
-
 def _pair_tokenizer() -> Any:
     """Returns a tokenizer of words that marks pairs as BERT's does."""
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -460,28 +401,6 @@ def masks(folder: Path) -> None:
         _save_pictures(folder / "masks" / split, rows, ("L", 1))
     names = {str(number): f"class{number}" for number in range(4)}
     (folder / "masks" / "id2label.json").write_text(json.dumps(names), encoding="utf-8")
-
-
-def instances(folder: Path) -> None:
-    """Makes `instances`, pictures with a class and an object for each pixel."""
-    classes = {"background": 0, "cat": 1, "dog": 2}
-    for split, count in (("train", 12), ("validation", 5)):
-        rows = [
-            {"annotation_file_name": f"mask{number}.png", "semantic_class_to_id": classes} for number in range(count)
-        ]
-        _save_pictures(folder / "instances" / split, rows, ("RGB", 3))
-
-
-def boxes(folder: Path) -> None:
-    """Makes `boxes`, pictures with boxes of two kinds."""
-    for split, count in (("train", 12), ("validation", 5), ("test", 5)):
-        rows = []
-        for number in range(count):
-            box = [4.0 + number, 8.0, 20.0, 24.0]
-            kinds = {"id": [number], "area": [480], "bbox": [box], "category": [number % 2]}
-            rows.append({"image_id": number, "objects": kinds})
-        _save_pictures(folder / "boxes" / split, rows)
-    (folder / "boxes" / "README.md").write_text(BOXES, encoding="utf-8")
 
 
 def _save_pictures(folder: Path, rows: Iterable[dict[str, Any]], mask: tuple[str, int] | None = None) -> None:
@@ -583,8 +502,8 @@ def _judgement(draw: random.Random) -> dict[str, Any]:
 
 
 def diffusion(folder: Path) -> None:
-    """Makes `sd`, a tiny Stable Diffusion, `ddpm`, a model without text, and pictures: `captions`, `conditions`, `things`."""
-    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel, UNet2DModel
+    """Makes `sd`, a tiny Stable Diffusion, and pictures: `captions`, `conditions`, `things`."""
+    from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
     letters = [chr(number) for number in range(33, 127)]
@@ -621,15 +540,6 @@ def diffusion(folder: Path) -> None:
         latent_channels=4,
         norm_num_groups=8,
     )
-    plain = UNet2DModel(
-        sample_size=32,
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        down_block_types=("DownBlock2D",) * 2,
-        up_block_types=("UpBlock2D",) * 2,
-        norm_num_groups=8,
-    )
-    plain.save_config(folder / "ddpm")
     pipeline = StableDiffusionPipeline(
         vae, CLIPTextModel(text_config), tokenizer, unet, DDPMScheduler(), None, None, requires_safety_checker=False
     )

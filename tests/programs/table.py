@@ -257,17 +257,12 @@ PROGRAMS = (
     task("semantic", "semantic-segmentation",
          "run_semantic_segmentation_no_trainer.py | --model_name_or_path segformer --dataset_name masks",
          "segformer", "masks"),
-    task("boxes", "object-detection",
-         "run_object_detection_no_trainer.py | --model_name_or_path yolos --dataset_name boxes --image_square_size 64 "
-         "--dataloader_num_workers 0", "yolos", "boxes"),
-    task("instances", "instance-segmentation",
-         "run_instance_segmentation_no_trainer.py | --model_name_or_path maskformer --dataset_name instances "
-         "--image_height 64 --image_width 64 --dataloader_num_workers 0", "maskformer", "instances"),
     *(
         hugging(f"trl {name}", f"huggingface/trl/{folder}", f"{name}.py {_TRL}{data}", "language_model", data,
                 env={"PROGRAMS_BACKWARD": "1"})
         for name, folder, data in (
             ("dpo", "trl/scripts", "preferences"), ("kto", "trl/scripts", "judgements"),
+            ("reward", "trl/scripts", "preferences"),
             ("orpo", "examples/scripts", "preferences"), ("cpo", "examples/scripts", "preferences"),
         )
     ),
@@ -277,8 +272,6 @@ PROGRAMS = (
           "--label-smoothing 0.1 --mixup-alpha 0.2 --output-dir out", samples=24, inputs=("image_folders",)),
     plain("ddp tutorial", f"{_TUTORIALS}/intermediate_source", "ddp_tutorial_6.py", procs=(2,), inputs=("tutorial",),
           env={"PROGRAMS_CUDA": "2", "PROGRAMS_BACKWARD": "1"}, weights=False),
-    plain("pipelining", f"{_TUTORIALS}/intermediate_source", "pipelining_tutorial.py", procs=(2,), inputs=("tutorial",),
-          weights=False),
     plain("nanochat", "karpathy/nanochat/.",
           "-m scripts.base_train --device-type cpu --depth 2 --aspect-ratio 16 --head-dim 16 --max-seq-len 64 "
           "--device-batch-size 2 --total-batch-size 512 --num-iterations 4 --eval-every 2 --eval-tokens 512 "
@@ -292,14 +285,9 @@ PROGRAMS = (
             ("lora", "text_to_image", "train_text_to_image_lora.py", f"{_SD} --dataset_name captions --rank 2"),
             ("controlnet", "controlnet", "train_controlnet.py", f"{_SD} --dataset_name conditions"),
             ("dreambooth", "dreambooth", "train_dreambooth.py",
-             f"{_SD} --instance_data_dir things --instance_prompt w1 --train_text_encoder"),
+             f"{_SD} --instance_data_dir things --instance_prompt w1"),
         )
     ),
-    hugging("diffusers unconditional", "huggingface/diffusers/examples/unconditional_image_generation",
-            "train_unconditional.py --model_config_name_or_path ddpm --train_data_dir captions/train --resolution 32 "
-            "--train_batch_size 2 --eval_batch_size 1 --num_epochs 1 --gradient_accumulation_steps 2 --output_dir out "
-            "--save_images_epochs 9 --ddpm_num_steps 20 --ddpm_num_inference_steps 2 --checkpointing_steps 2 "
-            "--dataloader_num_workers 0", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
     hugging("peft dreambooth", "huggingface/peft/examples/lora_dreambooth",
             f"train_dreambooth.py {_SD} --instance_data_dir things --instance_prompt w1 --resolution 64 --use_lora --lora_r 2 "
             "--train_batch_size 2 --max_train_steps 4 --gradient_accumulation_steps 2 --learning_rate 1e-3 "

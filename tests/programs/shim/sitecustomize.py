@@ -266,6 +266,17 @@ def shim_evaluate(evaluate: Any) -> None:
     evaluate.load = lambda *_, **__: Metric()
 
 
+def shim_albumentations(compositions: Any) -> None:
+    """Seeds the changes of pictures, which have a generator of their own."""
+    plain = compositions.Compose.__init__
+
+    @wraps(plain)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **{"seed": 0, **kwargs})
+
+    compositions.Compose.__init__ = init
+
+
 def shim_nltk(nltk: Any) -> None:
     """Cuts sentences without the tables that would be downloaded."""
     nltk.data.find = lambda *_, **__: None
@@ -285,6 +296,7 @@ def shim_hub(hub: Any) -> None:
 
 
 SHIMS = {
+    "albumentations.core.composition": shim_albumentations,
     "evaluate": shim_evaluate,
     "huggingface_hub": shim_hub,
     "nltk": shim_nltk,
