@@ -63,7 +63,8 @@ def _selective(save: Sequence[str], products: int) -> tuple[Any, Any]:
                 return CheckpointPolicy.PREFER_RECOMPUTE
         return CheckpointPolicy.MUST_SAVE
 
-    return create_selective_checkpoint_contexts(policy)
+    contexts: tuple[Any, Any] = create_selective_checkpoint_contexts(policy)
+    return contexts
 
 
 def _override(block: nn.Module, how: dict[str, Any]) -> None:

@@ -24,10 +24,10 @@ def has_gradient_hooks(tensor: Tensor) -> bool:
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     """The functions of `register_hook` and `register_post_accumulate_grad_hook` that stand on the tensor."""
-    after = tensor._post_accumulate_grad_hooks
+    after: Any = tensor._post_accumulate_grad_hooks
     if isinstance(after, _OneHook):
         after = after.others
-    before = tensor._backward_hooks
+    before: Any = tensor._backward_hooks
     if isinstance(before, _OneHook):
         before = before.others
     tables = (before, after)
@@ -92,7 +92,7 @@ def take_over_gradient_hooks(
         ends all this.
     """
     others: dict[int, Callable[..., Any]] = tensor._backward_hooks or {}
-    table = _OneHook(hook, others)
+    table: Any = _OneHook(hook, others)
     tensor._backward_hooks = table
 
     def give_back() -> None:
