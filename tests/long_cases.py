@@ -54,7 +54,7 @@ LONG = (
     "ranks/test_background_save.py::test_a_launcher_hears_of_a_last_save_that_failed[torchrun]",
     "ranks/test_background_save.py::test_the_process_ends_after_its_save[exception]",
     "ranks/test_background_save.py::test_the_process_ends_after_its_save[function]",
-    "ranks/test_pipeline.py::test_beside_data_parallel[zbv-shard]",
+    "ranks/test_pipeline.py::test_beside_data_parallel[zbv-replicate]",
     "ranks/test_pipeline.py::test_beside_data_parallel[1f1b-replicate]",
     "ranks/test_tensor.py::test_together_with_shards_of_the_divided_parameters",
     "ranks/test_launch_nodes.py::test_torchelastic_reports_the_failing_rank",

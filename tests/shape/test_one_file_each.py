@@ -431,11 +431,11 @@ def test_a_precision(add: Add) -> None:
     from paceline.config.settings import PRECISIONS, settings_of
 
     kind = settings_of()["mixed_precision"].kind
-    assert kind.metavar == "no|fp16|bf16"
-    with pytest.raises(ConfigError, match="no, fp16 or bf16"):
+    assert kind.metavar == "no|fp8|fp16|bf16"
+    with pytest.raises(ConfigError, match="no, fp8, fp16 or bf16"):
         Accelerator(mixed_precision="toy", cpu=True)
     add("paceline.precisions", PRECISION)
-    assert (kind.metavar, kind.expected) == ("toy|no|fp16|bf16", "toy, no, fp16 or bf16")
+    assert (kind.metavar, kind.expected) == ("toy|no|fp8|fp16|bf16", "toy, no, fp8, fp16 or bf16")
     assert resolve_run(env={"PACELINE_MIXED_PRECISION": "Toy"}).settings.mixed_precision == "toy"
 
     accelerator = Accelerator(mixed_precision="toy", cpu=True)

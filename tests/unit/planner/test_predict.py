@@ -21,7 +21,9 @@ from paceline.planner.rehearsal import Rehearsal, SimulatedWorld
 
 GIB = 2**30
 WORLD = SimulatedWorld(world_size=8, local_size=8)
-FACTS = ModelFacts("Model", 10**9, 10**9, 4 * 10**9, 4 * 10**9, blocks=tuple(f"blocks.{number}" for number in range(12)))
+FACTS = ModelFacts(
+    "Model", 10**9, 10**9, 4 * 10**9, 4 * 10**9, blocks=tuple(f"blocks.{number}" for number in range(12))
+)
 ACTIVATIONS = 20 * GIB
 
 

@@ -218,7 +218,7 @@ def _of_paceline(folder: str, saved: dict[str, Any], tensors: DividedWeights) ->
 
     extra = saved["run"]["extra"].get(KEY, {})
     prefix = f"models/{model}/"
-    weights = _Renamed(
+    weights = _TensorsUnderPaths(
         tensors, {name.removeprefix(prefix): name for name in tensors.entries if name.startswith(prefix)}
     )
     strangers = sorted(optimizer_state["members"].keys() - weights.entries.keys())
@@ -258,7 +258,7 @@ def _of_paceline(folder: str, saved: dict[str, Any], tensors: DividedWeights) ->
         frozen=set(extra.get("frozen_parameters", ())) & weights.entries.keys(),
         groups=groups,
         options=[value(group) for group in optimizer_state["groups"]],
-        tensors={key: _Renamed(tensors, paths) for key, paths in paths_by_key.items()},
+        tensors={key: _TensorsUnderPaths(tensors, paths) for key, paths in paths_by_key.items()},
         others=others,
         scheduler=scheduler,
         scale=scale,
@@ -267,7 +267,7 @@ def _of_paceline(folder: str, saved: dict[str, Any], tensors: DividedWeights) ->
     )
 
 
-class _Renamed:
+class _TensorsUnderPaths:
     """Some of the tensors of others, under other names.
 
     Args:

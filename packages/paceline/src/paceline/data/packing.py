@@ -20,7 +20,7 @@ from paceline.base.errors import DataError, Problem
 _NO_TARGET = -100  # the target that losses of torch leave out
 
 
-def pack_documents(samples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+def pack_documents(samples: Sequence[Mapping[str, object]]) -> dict[str, Tensor]:
     """Collates documents into one row; the `collate_fn` of a DataLoader with a `TokenBatchSampler`.
 
     It adds `position_ids`. As models that shift their `labels` themselves expect (transformers), the first label of each

@@ -11,7 +11,7 @@ of a loader counts documents as it counts samples anywhere else.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from functools import cached_property
 from typing import Any
 
@@ -45,7 +45,7 @@ class TokenBatchSampler(Sampler[list[int]]):
         DataError: `data-lengths`, `data-tokens`.
     """
 
-    def __init__(self, sampler: Any, tokens: int, lengths: Lengths | None = None) -> None:
+    def __init__(self, sampler: Sampler[int] | Sized, tokens: int, lengths: Lengths | None = None) -> None:
         if not isinstance(sampler, Sampler):
             sampler = SequentialSampler(sampler)
         self.sampler: Sampler[int] = sampler
@@ -116,7 +116,7 @@ class TokenBatches:
         except TypeError:
             return None
 
-    def open(self, plan: DataPlan, epoch: int, keep: int, note: Mapping[str, Any]) -> BatchesOfDocuments:
+    def open(self, plan: DataPlan, epoch: int, keep: int, note: Mapping[str, object]) -> BatchesOfDocuments:
         return BatchesOfDocuments(self.documents.open(plan, epoch, 0, note), self.sampler)
 
 
@@ -146,7 +146,7 @@ class BatchesOfDocuments(Entries):
         if before < len(self._bounds):
             self._documents.settle(self._bounds[before])
 
-    def note(self) -> Mapping[str, Any]:
+    def note(self) -> Mapping[str, object]:
         return self._documents.note()
 
     def _next(self, count: int) -> Piece | None:
@@ -219,7 +219,7 @@ def _num_parts(lengths: Sequence[int], size: int) -> int:
     return num_parts
 
 
-def _checked_lengths(sampler: Any, lengths: Lengths | None) -> np.ndarray:
+def _checked_lengths(sampler: object, lengths: Lengths | None) -> np.ndarray:
     """Returns the length of each document.
 
     Raises:

@@ -6,6 +6,7 @@ and those of MX blocks are emulated.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,13 +14,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from paceline.parallel.products import Product
-
 _MX_BLOCK = 32
 _BLACKWELL = (10, 0)  # the first CUDA devices that multiply MX blocks
 
 
-def product_by(recipe: str, rows: int, device: torch.device) -> Product:
+def product_by(recipe: str, rows: int, device: torch.device) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns the product of a recipe.
 
     Args:
@@ -38,7 +37,7 @@ def product_by(recipe: str, rows: int, device: torch.device) -> Product:
     return _Float8Product(rows, layer.linear_mm_config, config)
 
 
-def product_of_layer(layer: Any) -> Product:
+def product_of_layer(layer: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns the product of a float8 layer of torchao."""
     return _Float8Product(1, layer.linear_mm_config, layer.config)
 

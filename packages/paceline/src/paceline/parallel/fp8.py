@@ -6,7 +6,7 @@
     rowwise               each row                                        each column, over all rows of a rank
     tensorwise            each tensor                                     each tensor
 
-A scale over all rows of a rank depends on which rows the rank has, and so on the number of ranks: see `Recipe.numbers`.
+A scale over all rows of a rank depends on which rows the rank has, and so on the number of ranks: see `Float8Recipe.numbers`.
 
 Source: torchao, `float8` and `prototype/moe_training`; OCP Microscaling Formats (MX) 1.0, 2023.
 """
@@ -33,7 +33,7 @@ OLDEST = (0, 18)  # of torchao, whose prototypes change their signatures
 
 
 @dataclass(frozen=True)
-class Recipe:
+class Float8Recipe:
     """How products are scaled.
 
     Attributes:
@@ -53,23 +53,23 @@ class Recipe:
 
 
 RECIPES = {
-    "rowwise_with_gw_hp": Recipe(
+    "rowwise_with_gw_hp": Float8Recipe(
         16, 1, "no scale spans several rows: the numbers of one process, up to rounding (2e-7)"
     ),
-    "mxfp8": Recipe(
+    "mxfp8": Float8Recipe(
         32,
         32,
         "a scale spans 32 values: the numbers of one process, up to rounding (8e-9), if each rank has a multiple of 32 rows "
         "(samples x positions)",
         blocks=True,
     ),
-    "rowwise": Recipe(
+    "rowwise": Float8Recipe(
         16,
         16,
         "in gradients of weights a scale spans all rows of a rank: they differ from those of one process by 2e-3; losses of "
         "the same weights are equal",
     ),
-    "tensorwise": Recipe(
+    "tensorwise": Float8Recipe(
         16,
         16,
         "a scale spans all rows of a rank: losses and gradients depend on the number of processes (7e-2)",
@@ -101,7 +101,7 @@ class Float8Options:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LayersInFloat8:
     """Which layers of a model multiply in float8.
 
     Attributes:
@@ -117,7 +117,7 @@ class Choice:
     unmatched: tuple[str, ...] = ()
 
 
-class Float8(Strategy):
+class Float8Products(Strategy):
     """Products in float8."""
 
     name = "fp8"
@@ -206,7 +206,7 @@ class Float8(Strategy):
             decisions.append(Decision("fp8.left_out", listed(names), "derived", reason=reason))
         return decisions
 
-    def choose(self, plan: Plan, facts: ModelFacts) -> Choice:
+    def choose(self, plan: Plan, facts: ModelFacts) -> LayersInFloat8:
         """Decides which layers of a model multiply in float8."""
         options = self.options(plan)
         multiple = RECIPES[options.recipe].multiple
@@ -238,7 +238,7 @@ class Float8(Strategy):
                 left.setdefault(reason, []).append(layer.name)
             else:
                 layers.append(layer.name)
-        return Choice(tuple(layers), left, tuple(misfits), unmatched)
+        return LayersInFloat8(tuple(layers), left, tuple(misfits), unmatched)
 
 
 def library_problem(why: str) -> Problem | None:
@@ -324,4 +324,4 @@ def _inside_attention(facts: ModelFacts) -> dict[str, str]:
     }
 
 
-STRATEGY = Float8()
+STRATEGY = Float8Products()

@@ -6,7 +6,8 @@ layer, and asks here how this layer multiplies.
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -15,13 +16,8 @@ from torch import Tensor, nn
 _PRODUCT = "_paceline_product"
 
 
-class Product(Protocol):
-    """Multiplies an input by a weight.
-
-    Shape: x [rows, features in], weight [features out, features in]; returns [rows, features out].
-    """
-
-    def __call__(self, x: Tensor, weight: Tensor) -> Tensor: ...
+# Multiplies inputs by weights. Shape: [rows, features in], weight [features out, features in], result [rows, features out].
+Product: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 
 
 def give_product(layer: nn.Module, product: Product) -> None:

@@ -16,7 +16,7 @@ from paceline.plan.plan import Decision, Plan
 from paceline.precision.policy import Precision
 
 
-class Float8(Precision):
+class Float8Precision(Precision):
     """The precision of everything that is not multiplied in float8."""
 
     def under(self, options: Mapping[str, Any]) -> Precision:
@@ -39,4 +39,4 @@ class Float8(Precision):
         )
 
 
-PRECISION = Float8("fp8", torch.bfloat16)
+PRECISION = Float8Precision("fp8", torch.bfloat16)

@@ -507,6 +507,9 @@ def communication_classes() -> tuple[type[AllGather], type[ReduceScatter]]:
 def kept_gathered(units: Iterable[FSDPModule]) -> Iterator[None]:
     """Keeps the parameters of these units whole inside the context: no forward or backward pass reshards them.
 
+    Split backward passes write the gradients of weights without autograd. The hooks on accumulated gradients are called for
+    these at the end.
+
     The public `set_reshard_after_forward` cannot restore the setting afterwards if it was a mesh of its own, which a width
     for `reshard` makes.
     """
@@ -521,9 +524,22 @@ def kept_gathered(units: Iterable[FSDPModule]) -> Iterator[None]:
             group.reshard_after_backward = False
     for unit in units:
         unit.unshard()
+    wholes = [whole_parameter(parameter) for group in before for parameter in group_parameters(group)]
+    trained = [whole for whole in wholes if whole is not None and whole.requires_grad]
+    gradients = [_state_of_gradient(whole) for whole in trained]
     try:
         yield
+        for whole, gradient in zip(trained, gradients, strict=True):
+            if _state_of_gradient(whole) not in (None, gradient):
+                for hook in list((whole._post_accumulate_grad_hooks or {}).values()):
+                    hook(whole)
     finally:
         for group, (forward, backward) in before.items():
             group.post_forward_mesh_info = forward
             group.reshard_after_backward = backward
+
+
+def _state_of_gradient(whole: torch.Tensor) -> tuple[int, int] | None:
+    """Returns which tensor the gradient is and how often it was written; None if there is none."""
+    gradient = _own_gradient(whole)
+    return None if gradient is None else (id(gradient), gradient._version)
