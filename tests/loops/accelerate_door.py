@@ -162,7 +162,7 @@ def accelerate_plain(program: Program) -> dict[str, Any]:
 
 
 def accelerate_script(
-    program: Program, plan: Mapping[str, int], phase: str = "", folder: str = "saved", epoch: int = 0
+    program: Program, plan: Mapping[str, int | str], phase: str = "", folder: str = "saved", epoch: int = 0
 ) -> str:
     """The script as it is written for accelerate; `shard` is its plugin for FSDP. See `script` for the arguments."""
     imports = [

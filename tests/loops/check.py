@@ -22,7 +22,7 @@ from loops.script import script
 
 from paceline.base.temporary import temporary_folder
 
-Plan = tuple[tuple[str, int], ...]
+Plan = tuple[tuple[str, int | str], ...]
 
 PLANS: dict[int, dict[str, Plan]] = {
     1: {"one": ()},
@@ -33,6 +33,7 @@ PLANS: dict[int, dict[str, Plan]] = {
         "shard": (("shard", 2),),
         "tp": (("tp", 2),),
         "pp": (("pp", 2),),
+        "pp-zbv": (("pp", 2), ("schedule", "zbv")),
     },
     3: {
         "replicate": (),
@@ -48,6 +49,7 @@ PLANS: dict[int, dict[str, Plan]] = {
         "hybrid": (("replicate", 2), ("shard", 2)),
         "tp-replicate": (("tp", 2), ("replicate", 2)),
         "pp-shard": (("pp", 2), ("shard", 2)),
+        "pp-shard-halves": (("pp", 2), ("shard", 2), ("schedule", "zero-bubble")),
     },
 }
 _LARGEST = 1e6  # of a loss: beyond it, rounding is no longer small
@@ -77,7 +79,7 @@ class Case:
         return f"{self.program.seed}-{self.plan}{self.world}{after}{door}"
 
     @property
-    def settings(self) -> dict[str, int]:
+    def settings(self) -> dict[str, int | str]:
         return dict(PLANS[self.world][self.plan])
 
 

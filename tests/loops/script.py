@@ -193,7 +193,7 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
     return "\n".join(lines) + "\n"
 
 
-def script(program: Program, plan: Mapping[str, int], phase: str = "", folder: str = "saved", epoch: int = 0) -> str:
+def script(program: Program, plan: Mapping[str, int | str], phase: str = "", folder: str = "saved", epoch: int = 0) -> str:
     """The script under a plan.
 
     Args:
@@ -211,9 +211,14 @@ def script(program: Program, plan: Mapping[str, int], phase: str = "", folder: s
         options.append(f"gradient_accumulation_steps={program.window}")
     options.append(f"split_batches={program.split_batches}")
     settings: dict[str, int | str] = {**plan}
+    of_strategies: dict[str, dict[str, object]] = {}
     if program.offload:
         settings["offload"] = program.offload
-        options.append("options={'offload': {'always': True}}")
+        of_strategies["offload"] = {"always": True}
+    if "schedule" in settings:
+        of_strategies["pipeline"] = {"schedule": settings.pop("schedule")}
+    if of_strategies:
+        options.append(f"options={of_strategies}")
     if settings:
         options.append(f"plan={settings}")
     batches = {}

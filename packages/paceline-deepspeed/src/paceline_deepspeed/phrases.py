@@ -23,6 +23,10 @@ PHRASES: Phrases = (
         "let all ranks call `engine.module_state_dict()`",
     ),
     (
+        r"call `state = accelerator\.get_state_dict\(model\)`, which is whole",
+        "call `state = engine.module_state_dict()`, which is whole",
+    ),
+    (
         r"use what `prepare` returns: `model, optimizer = accelerator\.prepare[^`]*`",
         f"use what it returns: `{_INITIALIZE}`",
     ),
