@@ -157,7 +157,6 @@ def words():
         "merged over a value": lambda: utils.merge_dicts({"b": {"c": 3}}, {"b": 1}),
         "distributed is there": imports.is_torch_distributed_available,
         "recipe of TransformerEngine": utils.TERecipeKwargs,
-        "recipe of torchao": utils.AORecipeKwargs,
         "bar": lambda: utils.tqdm(range(3), file=io.StringIO()).disable,
         "bar of a truth value": lambda: utils.tqdm(True, range(3)),
     }

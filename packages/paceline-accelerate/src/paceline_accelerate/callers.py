@@ -6,7 +6,8 @@ test compares the table with the imports of these modules.
 
 # Function, with its module -> the other modules that call it by its name.
 REPLACEABLE = {
-    "available:is_fp8_available": "launch_environment",
+    "available:is_bnb_available": "quantised",
+    "available:is_fp8_available": "launch_environment commands.config.questions",
     "available:is_torchao_available": "recipes",
     "available:is_transformer_engine_available": "recipes",
     "checkpoint_functions:load_custom_state": "checkpoint",
@@ -22,7 +23,7 @@ REPLACEABLE = {
     "hook_attachment:attach_align_device_hook_on_blocks": "big_modeling",
     "hooks:add_hook_to_module": "big_modeling hook_attachment",
     "hooks:has_offloaded_params": "accelerator offloaded_state preparation",
-    "loading:load_checkpoint_in_model": "big_modeling",
+    "loading:load_checkpoint_in_model": "big_modeling quantised",
     "module_classes:get_module_class_from_name": "fsdp_modules",
     "module_sizes:compute_module_sizes": "device_map inference",
     "module_sizes:compute_module_total_buffer_size": "device_map",

@@ -55,13 +55,17 @@ class Agreement:
         hosts: a group of the ranks that divide the model, for tensors on the CPU; None where ranks make no statements.
         collectives: of all ranks, which begin an evaluation together; None in a pipeline, whose stages begin one after the
             other.
+        others_answer: False in a rehearsal, which has no other ranks: it assumes that they would announce the same.
 
     Ranks:
         All of the group construct it, in the same order as other models.
     """
 
-    def __init__(self, name: str, hosts: dist.ProcessGroup | None, collectives: Collectives | None) -> None:
+    def __init__(
+        self, name: str, hosts: dist.ProcessGroup | None, collectives: Collectives | None, others_answer: bool = True
+    ) -> None:
         self.hosts = hosts
+        self._others_answer = others_answer
         self._number = register_unit(name)
         self._collectives = collectives
         self._operation = f"evaluation of {name}, whose parameters are divided over all ranks"
@@ -77,7 +81,7 @@ class Agreement:
     def state(self, kind: int, unit: int, flags: Sequence[int] = ()) -> Statement:
         """Announces what this rank is about to do."""
         assert self.hosts is not None
-        return Statement(self.hosts, kind, unit, flags, decline=self._decline)
+        return Statement(self.hosts, kind, unit, flags, self._decline, self._others_answer)
 
     def note_mode(self) -> None:
         """Called before parameters are gathered, in the script's mode: FSDP2 turns gradients off while it gathers."""
@@ -110,7 +114,7 @@ class Agreement:
 
     def _begin(self) -> None:
         self._is_evaluating = self._next_kind in _EVALUATES
-        if self._next_kind != BEGIN or self._collectives is None:
+        if self._next_kind != BEGIN or self._collectives is None or not self._others_answer:
             return
         try:
             self._collectives.barrier(self._operation)
@@ -133,6 +137,7 @@ class Statement:
         unit: the number of the unit, see `register_unit`.
         flags: small numbers of this rank; ranks with equal `kind` and `unit` have the same number of them.
         decline: called with what this rank does, if others begin an evaluation and this rank does not.
+        others_answer: see `Agreement`.
     """
 
     def __init__(
@@ -142,6 +147,7 @@ class Statement:
         unit: int,
         flags: Sequence[int] = (),
         decline: Callable[[str], object] = lambda what: None,
+        others_answer: bool = True,
     ) -> None:
         self._transport = PairwiseTransport(group)
         self._own_statement = [kind, unit]
@@ -152,6 +158,9 @@ class Statement:
         own = torch.tensor(self._own_flags, dtype=torch.uint8)
         self._statements = torch.empty(size, 2, dtype=torch.int64)
         self._flags = torch.empty(size, len(self._own_flags), dtype=torch.uint8)
+        if not others_answer:
+            self._statements[:] = statement
+            self._flags[:] = own
         self._under_way = self._transport.all_gather(self._statements, statement, _TAG)
         if self._own_flags:
             # Each unit has a tag of its own: ranks that announce different units may send different numbers of flags.

@@ -370,16 +370,17 @@ class Units(AppliedStrategy):
                 gradient = part_like(gradient, internals.whole_parameter(parameter), placements)
             internals.set_pending_gradient(parameter, gradient)
 
-    def agree(self, collectives: Collectives | None, with_statements: bool) -> None:
+    def agree(self, collectives: Collectives | None, with_statements: bool, others_answer: bool) -> None:
         """From now on the ranks check that they evaluate together. Ranks: all of the group.
 
         Args:
             collectives: of all ranks, which begin an evaluation together; None if some of them begin later than others.
             with_statements: whether they also check that all of them gather and reduce the same unit.
+            others_answer: see `Agreement`.
         """
         kind = type(self.module).__name__.removeprefix("FSDP")
         hosts = cpu_group(self._group) if with_statements else None
-        self._agreement = Agreement(kind, hosts, collectives)
+        self._agreement = Agreement(kind, hosts, collectives, others_answer)
         names = {module: name for name, module in self.module.named_modules()}
         for group in self._groups:
             unit_name = kind

@@ -103,9 +103,8 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     applied.parameters_on_host = plan.offloads_states
     # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
     collectives = context.collectives if plan.layout.pp == 1 else None
-    if context.runtime.others_answer:  # else there is nobody to agree with
-        is_pairwise = transport_of(group, context.device).is_pairwise
-        applied.agree(collectives, with_statements=is_pairwise or context.collectives.debug)
+    with_statements = transport_of(group, context.device).is_pairwise or context.collectives.debug
+    applied.agree(collectives, with_statements, context.runtime.others_answer)
     # Before the hooks that divide what is loaded: they need shards in the place of whole parameters.
     model.register_load_state_dict_pre_hook(lambda *_: _reshard_divided(model, applied))
     take_whole_values(model)
