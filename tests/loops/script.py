@@ -193,7 +193,9 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
     return "\n".join(lines) + "\n"
 
 
-def script(program: Program, plan: Mapping[str, int | str], phase: str = "", folder: str = "saved", epoch: int = 0) -> str:
+def script(
+    program: Program, plan: Mapping[str, int | str], phase: str = "", folder: str = "saved", epoch: int = 0
+) -> str:
     """The script under a plan.
 
     Args:

@@ -77,9 +77,13 @@ def take_over_hooks(
     return others, give_back
 
 
-def num_gradient_hooks(tensor: Tensor) -> int:
-    """The number of functions that autograd calls with the tensor's gradient, before it accumulates."""
-    return len(tensor._backward_hooks or ())
+def has_users_gradient_hooks(tensor: Tensor) -> bool:
+    """Whether autograd calls a function of the script's with the tensor's gradient, before it accumulates.
+
+    Ours, of any run of this process, are told apart by the module that defines them.
+    """
+    hooks = (tensor._backward_hooks or {}).values()
+    return any(not str(getattr(hook, "__module__", "")).startswith("paceline.") for hook in hooks)
 
 
 def take_over_gradient_hooks(

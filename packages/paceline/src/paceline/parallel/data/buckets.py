@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.parallel.divided_parameters import part_of
-from paceline.torch_internals.tensors import num_gradient_hooks, take_over_gradient_hooks, take_over_hooks
+from paceline.torch_internals.tensors import has_users_gradient_hooks, take_over_gradient_hooks, take_over_hooks
 from paceline.world.sharded import is_sharded, local, whole
 
 
@@ -74,8 +74,7 @@ class Slot:
 
     def take_gradient_hooks(self) -> None:
         """Takes over what `register_hook` has got: a function of a part of the samples' gradient is none of the mean."""
-        num_own = 0 if self.watch is None else 1
-        if self._give_gradient_hooks_back is not None or num_gradient_hooks(self.parameter) == num_own:
+        if self._give_gradient_hooks_back is not None or not has_users_gradient_hooks(self.parameter):
             return
         slot = weakref.ref(self)
 
