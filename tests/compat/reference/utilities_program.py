@@ -274,7 +274,6 @@ def variables():
         bar=lambda: [list(tqdm(range(2), disable=True)), tqdm(range(1), file=open(os.devnull, "w")).disable],
         old_bar=lambda: tqdm(True, range(2)),
         deepspeed=lambda: imports.deepspeed_required(lambda: 1)(),
-        torchao=lambda: imports.torchao_required(lambda: 1)(),
         devices=lambda: [
             bool(getattr(imports, f"is_{kind}_available")())
             for kind in ["npu", "mlu", "xpu", "hpu", "musa", "sdaa", "neuron", "mps", "fp8"]

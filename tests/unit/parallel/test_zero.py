@@ -29,6 +29,7 @@ from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import resolve
 from paceline.world.layout import Layout
+from paceline.world.runtime import Runtime
 
 
 def plan(zero: int = 1, **axes: int) -> Plan:
@@ -89,7 +90,7 @@ def test_offload_says_that_nothing_was_moved_on_the_host() -> None:
     )
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters())
-    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case), plan=case)
+    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case), plan=case, runtime=Runtime())
     (said,) = OFFLOAD.apply(net, context).bind(OptimizerAdapter(optimizer))
     assert said.value == "no" and "nothing was moved" in said.reason
     assert "step" not in vars(optimizer) and OFFLOAD.cost(case, None, Bytes(optimizer=8)).optimizer == 0
@@ -108,7 +109,7 @@ def nets() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
 def test_offloaded_steps_are_the_same_steps() -> None:
     (net, optimizer), (plain_net, plain) = nets()
     case = Plan(offload="optimizer", options={"offload": {"always": True}})
-    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case), plan=case)
+    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case), plan=case, runtime=Runtime())
     OFFLOAD.apply(net, context).bind(OptimizerAdapter(optimizer))
     parameters = list(net.parameters())
     for step in range(3):

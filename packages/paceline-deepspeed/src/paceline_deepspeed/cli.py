@@ -15,6 +15,7 @@ from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
+from paceline.base.ours import our_folders
 from paceline.base.parts import names_of_parts, require
 from paceline.base.terminal import say
 from paceline.cli.script import add_script
@@ -152,7 +153,9 @@ def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str])
 
     served = [library for library in env.get("PACELINE_COMPAT", "").split(",") if library not in ("", "deepspeed")]
     # Libraries that are used with DeepSpeed import accelerate, as peft does. Without that part they fail by themselves.
-    is_installed = PathFinder.find_spec("accelerate") is not None
+    # A process that our launcher has started finds our own package of that name.
+    spec = PathFinder.find_spec("accelerate")
+    is_installed = spec is not None and not (spec.origin or "").startswith(our_folders())
     if "accelerate" not in served and "accelerate" in LIBRARIES.names() and not is_installed:
         served.append("accelerate")
     said: Said = {
