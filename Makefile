@@ -20,7 +20,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Where it is set, each process of a test compiles all of our sources anew (0.15 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-all test-torch huggingface check ranks loops programs hosts trackers gpu simulated-device docs coverage mutants package release bench bench-deepspeed sweep chaos clean
+.PHONY: help setup quickstart test test-all test-long test-torch huggingface check ranks loops programs hosts trackers gpu simulated-device docs coverage mutants package release bench bench-deepspeed sweep chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -64,6 +64,9 @@ test: setup  ## run the tests that the changes since the last whole run can reac
 test-all: setup  ## run the whole test suite: before a release, and before an issue is closed; commit dev/whole-run then
 	$(SUITE) tests $(ARGS)
 	@git diff --quiet HEAD && git rev-parse HEAD > dev/whole-run || echo "dev/whole-run is as before: there are changes that are not committed"
+
+test-long: setup  ## run the cases that test-all leaves out, as they add little to their neighbours: each night, and before a release
+	$(PYTEST) -m long -n $(JOBS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
 
 # An environment for each release, named after it and after the Python where that is not 3.11: .venv-torch-2.15.0-py312.
 TORCH ?=

@@ -219,6 +219,29 @@ def test_four_stages(schedule):
     check("gpt tied frozen", {"pp": 4}, {"schedule": schedule}, accumulate=2, rows=(ROWS,) * 4)
 
 
+def two_calls_a_step(plan: dict[str, int]) -> dict[str, Any]:
+    """The weights after two steps, each with the gradients of two calls that were not declared as a window."""
+    model = made("gpt tied")
+    accelerator = Accelerator(plan=plan, options={"pipeline": {"schedule": "zero-bubble"}} if plan else {}, cpu=True)
+    layout = accelerator.plan.layout
+    width, index = layout.width, layout.data_index(accelerator.process_index)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), 0.1))
+    for step in range(4):
+        own = slice(index * ROWS // width, (index + 1) * ROWS // width)
+        accelerator.forward_backward(model, tuple(part[own] for part in batch("gpt", step)), mean_of)
+        if step % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model)
+
+
+def test_gradients_of_two_calls_add_up_where_backward_passes_are_split() -> None:
+    (want,) = run_ranks(two_calls_a_step, world=1, args=({},))
+    for got in run_ranks(two_calls_a_step, world=4, args=({"pp": 2, "shard": 2},)):
+        for name, value in want.items():
+            torch.testing.assert_close(got[name], value, rtol=0, atol=2e-6)
+
+
 @pytest.mark.parametrize("axis", ["replicate", "shard"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_beside_data_parallel(axis, schedule):

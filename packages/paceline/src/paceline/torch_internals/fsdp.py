@@ -121,6 +121,11 @@ def without_taking_up(parameters: Iterable[FSDPParam]) -> Iterator[None]:
 # -- gradients -----------------------------------------------------------------------------------------------------------
 
 
+# Groups while a schedule runs that splits their backward passes: torch's second half reads and writes the whole parameters'
+# own gradients, between the passes of autograd.
+_SPLITTING: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
+
+
 class WholeParameter(nn.Parameter):
     """A whole parameter that stands for its shard: what a script does with `data`, `grad`, `requires_grad` reaches the shard.
 
@@ -139,7 +144,9 @@ class WholeParameter(nn.Parameter):
     def _shard(self) -> nn.Parameter | None:
         """Returns the shard for which this parameter stands at the moment."""
         parameter, group = self._parameter(), self._group()
-        if parameter is None or group is None or group._training_state.name not in ("IDLE", "FORWARD"):
+        if parameter is None or group is None or group in _SPLITTING:
+            return None
+        if group._training_state.name not in ("IDLE", "FORWARD"):
             return None
         return parameter.sharded_param
 
@@ -527,6 +534,7 @@ def kept_gathered(units: Iterable[FSDPModule]) -> Iterator[None]:
     wholes = [whole_parameter(parameter) for group in before for parameter in group_parameters(group)]
     trained = [whole for whole in wholes if whole is not None and whole.requires_grad]
     gradients = [_state_of_gradient(whole) for whole in trained]
+    _SPLITTING.update(before)
     try:
         yield
         for whole, gradient in zip(trained, gradients, strict=True):
@@ -534,6 +542,7 @@ def kept_gathered(units: Iterable[FSDPModule]) -> Iterator[None]:
                 for hook in list((whole._post_accumulate_grad_hooks or {}).values()):
                     hook(whole)
     finally:
+        _SPLITTING.difference_update(before)
         for group, (forward, backward) in before.items():
             group.post_forward_mesh_info = forward
             group.reshard_after_backward = backward
