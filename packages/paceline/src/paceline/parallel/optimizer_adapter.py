@@ -237,11 +237,15 @@ class OptimizerAdapter:
 
     def _stepped_members(self, members: list[Any]) -> list[Any]:
         """Returns the members of a new group, tensors or pairs of a name and a tensor, with what is stepped of each."""
-        names = [member[0] if isinstance(member, tuple) else None for member in members]
+        # Parameters that were given with names stay so.
+        are_named = [isinstance(member, tuple) for member in members]
         tensors = [member[1] if isinstance(member, tuple) else member for member in members]
         for stepped, _ in self._followers:
             tensors = stepped(tensors)
-        return [tensor if name is None else (name, tensor) for name, tensor in zip(names, tensors, strict=True)]
+        result: list[Any] = []
+        for member, is_named, tensor in zip(members, are_named, tensors, strict=True):
+            result.append((member[0], tensor) if is_named else tensor)
+        return result
 
     def _surrounded(self, name: str, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with self._surroundings_of(name):

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
+from torch.utils.weak import TensorWeakRef
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -538,7 +539,7 @@ def kept_gathered(units: Iterable[FSDPModule]) -> Iterator[None]:
     try:
         yield
         for whole, gradient in zip(trained, gradients, strict=True):
-            if _state_of_gradient(whole) not in (None, gradient):
+            if _was_written(whole, gradient):
                 for hook in list((whole._post_accumulate_grad_hooks or {}).values()):
                     hook(whole)
     finally:
@@ -548,7 +549,17 @@ def kept_gathered(units: Iterable[FSDPModule]) -> Iterator[None]:
             group.reshard_after_backward = backward
 
 
-def _state_of_gradient(whole: torch.Tensor) -> tuple[int, int] | None:
+def _state_of_gradient(whole: torch.Tensor) -> tuple[TensorWeakRef, int] | None:
     """Returns which tensor the gradient is and how often it was written; None if there is none."""
     gradient = _own_gradient(whole)
-    return None if gradient is None else (id(gradient), gradient._version)
+    return None if gradient is None else (TensorWeakRef(gradient), gradient._version)
+
+
+def _was_written(whole: torch.Tensor, before: tuple[TensorWeakRef, int] | None) -> bool:
+    """Returns whether the gradient is another one than before, or was written since."""
+    gradient = _own_gradient(whole)
+    if gradient is None or before is None:
+        return gradient is not None
+    reference, version = before
+    # A new tensor may lie where the old one was, so that its `id` would say nothing.
+    return reference() is not gradient or gradient._version != version
