@@ -30,13 +30,14 @@ from parallel.model import gpt, loss_of
 from parallel.ways import Task, Way, paceline
 from timing import seconds
 
-from paceline.parallel.pipeline.timing import Meter, measure
-from paceline.plan.pipeline import simulate
+from paceline.parallel.strategy import timetable_of
+from paceline.plan.timetable import simulate
 from paceline.planner.calibration import Calibration, Machine
 from paceline.planner.measure import Probes
 from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, rehearse
-from paceline.planner.step_time import StepTime, beside_computing, pipelined_by, step_time
+from paceline.planner.step_time import StepTime, beside_computing, step_time
 from paceline.testing import run_ranks
+from paceline_large.pipeline.timing import Meter, measure
 
 RANKS = 2
 
@@ -172,20 +173,24 @@ def forecast(rehearsal: Rehearsal, calibration: Calibration) -> StepTime:
     """What is predicted."""
     plan = rehearsal.plan
     return step_time(
-        rehearsal.traffic.work, calibration, beside_computing(plan, calibration), pipelined_by(plan, rehearsal.models)
+        rehearsal.traffic.work,
+        calibration,
+        beside_computing(plan, calibration),
+        timetable_of(plan, rehearsal.models),
+        max(1, plan.accumulate),
     )
 
 
 def measured_s(rehearsal: Rehearsal, measured: Measured) -> float:
     """Seconds of the step; the schedule of a pipeline is played with the lengths of its passes."""
-    pipelined = pipelined_by(rehearsal.plan, rehearsal.models)
-    if pipelined is None or not measured.lengths:
+    timetable = timetable_of(rehearsal.plan, rehearsal.models)
+    if timetable is None or not measured.lengths:
         return measured.step_s
     of_action: dict[tuple[str, int], list[float]] = {}
     for rank, lengths in enumerate(measured.lengths):
-        for (op, stage, _), length in zip(pipelined.order[rank], lengths, strict=True):
+        for (op, stage, _), length in zip(timetable.order[rank], lengths, strict=True):
             of_action.setdefault((op, stage), []).append(length)
-    played = simulate(pipelined.order, lambda op, stage: statistics.median(of_action[op, stage]))
+    played = simulate(timetable.order, lambda op, stage: statistics.median(of_action[op, stage]))
     return measured.step_s + played.length
 
 

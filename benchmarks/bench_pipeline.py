@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from paceline import Accelerator
-from paceline.parallel.pipeline.timing import measure
-from paceline.plan.pipeline import SCHEDULES
 from paceline.testing import run_ranks
+from paceline_large.pipeline.split import SCHEDULES
+from paceline_large.pipeline.timing import measure
 
 FORWARD_S = 0.024  # of all blocks of a rank; as long again for gradients of inputs, and for those of weights
 BLOCKS = 2  # on each rank

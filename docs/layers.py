@@ -50,8 +50,7 @@ LAYERS = (
     ),
     Layer(
         {
-            "parallel": "the strategies; those of an axis, or of the data axes, in a package: `data`, `tensor`, `pipeline`, "
-            "`context`",
+            "parallel": "the chain of strategies, and those that every part builds on; `data`: replicate, ZeRO, shard",
             "precision": "number formats and loss scaling",
             "optim": "accumulation, clipping, the rebinding of optimizers to divided parameters, Paceline's own optimizers",
             "data": "order, division and position of samples; prepared loaders",
@@ -60,13 +59,7 @@ LAYERS = (
         },
         siblings=False,
     ),
-    Layer(
-        {
-            "planner": "prediction of memory and time",
-            "inference": "placements of models that are larger than a device, and the loading of their weights",
-        },
-        siblings=False,
-    ),
+    Layer({"planner": "prediction of memory and time"}),
     Layer(
         {
             "__init__": "the public names, which are loaded on first use",
@@ -85,6 +78,7 @@ LAYERS = (
     Layer(
         {
             "paceline_hosts": "a part: launchers for ssh, SLURM, Kubernetes, Ray and MPI, and `paceline doctor`",
+            "paceline_large": "a part: tensor, pipeline and context parallel, float8, models run from memory or from the disk",
             "paceline_lens": "a part: the live page, `verify`, `tune`, trackers of products",
         },
         siblings=False,

@@ -14,6 +14,7 @@ from torch import nn
 
 import paceline
 import paceline_deepspeed
+import paceline_large
 from paceline.base import wording
 from paceline.base.errors import PacelineError
 from paceline.testing import run_ranks
@@ -21,6 +22,7 @@ from paceline_deepspeed.initialize import initialize
 from paceline_deepspeed.phrases import PHRASES
 
 CORE = Path(paceline.__file__).parent
+LARGE = Path(paceline_large.__file__).parent
 ENGINE = Path(paceline_deepspeed.__file__).parent
 # Names of Paceline's own that no script for DeepSpeed has.
 NATIVE = re.compile(
@@ -31,12 +33,12 @@ NATIVE = re.compile(
 ELSEWHERE = (
     *(
         "cli",
-        "inference",
         "launch",
         "planner",
         "watch",
     ),
-    *("observe", "config", "parallel/context", "parallel/tensor"),
+    *("observe", "config"),
+    *("paceline_large/context", "paceline_large/inference", "paceline_large/tensor"),
 )
 # Codes that its calls do not lead to.
 NOT_MET = {
@@ -75,8 +77,9 @@ def texts(node: ast.AST) -> str:
 def messages() -> Iterator[tuple[str, str]]:
     """Yields each place with the texts that a script may read there."""
     makers = {name for name, kind in vars(paceline.base.errors).items() if isinstance(kind, type)}
-    for path in sorted([*CORE.rglob("*.py"), *ENGINE.rglob("*.py")]):
-        where = path.relative_to(CORE if path.is_relative_to(CORE) else ENGINE.parent).as_posix()
+    for path in sorted([*CORE.rglob("*.py"), *LARGE.rglob("*.py"), *ENGINE.rglob("*.py")]):
+        part = next(part for part in (CORE, LARGE.parent, ENGINE.parent) if path.is_relative_to(part))
+        where = path.relative_to(part).as_posix()
         if where.startswith(ELSEWHERE):
             continue
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -61,7 +61,14 @@ def test_the_quickstart_runs_with_what_the_wheel_and_the_sdist_install(tmp_path:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     expected = []
-    for part in ("paceline", "paceline_accelerate", "paceline_deepspeed", "paceline_hosts", "paceline_lens"):
+    for part in (
+        "paceline",
+        "paceline_accelerate",
+        "paceline_deepspeed",
+        "paceline_hosts",
+        "paceline_large",
+        "paceline_lens",
+    ):
         expected += [f"{part}-{VERSION}-py3-none-any.whl", f"{part}-{VERSION}.tar.gz"]
     assert sorted(path.name for path in tmp_path.iterdir()) == expected
 

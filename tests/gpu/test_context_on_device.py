@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from paceline.parallel.context.ring_attention import _has_kernel, attend_piece, merge_into, piece_backward
+from paceline_large.context.ring_attention import _has_kernel, attend_piece, merge_into, piece_backward
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

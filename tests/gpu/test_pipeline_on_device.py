@@ -8,8 +8,8 @@ import pytest
 import torch
 from parity_models import GPT, loss_of
 
-from paceline.parallel.pipeline.stages import EndOfStage, Stages, Visit
 from paceline.plan.blocks import repeated_blocks
+from paceline_large.pipeline.stages import EndOfStage, Stages, Visit
 
 
 def test_stages_on_the_device_are_the_model(device):

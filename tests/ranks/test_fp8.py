@@ -172,8 +172,8 @@ def test_compiled_blocks_have_the_same_numbers(plan: dict[str, Any]) -> None:
 
 def gradient_differences(recipe: str) -> float:
     """How far the gradients of a layer from two halves of a batch are from those of the whole, relative to their norm."""
-    from paceline.parallel.float8_products import product_by
-    from paceline.parallel.fp8 import RECIPES as DEFINED
+    from paceline_large.float8.float8_products import product_by
+    from paceline_large.float8.fp8 import RECIPES as DEFINED
 
     torch.manual_seed(0)
     x = torch.randn(64, 64)

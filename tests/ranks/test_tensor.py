@@ -659,13 +659,13 @@ def test_together_with_shards_of_the_divided_parameters():
 def test_parts_of_a_model_without_weights_yet():
     def compute():
         from paceline.parallel.strategy import Context
-        from paceline.parallel.tensor.tensor import STRATEGY
         from paceline.plan.facts import model_facts
         from paceline.plan.plan import Plan
         from paceline.world.collectives import Collectives
         from paceline.world.layout import Layout
         from paceline.world.mesh import Mesh
         from paceline.world.world import World
+        from paceline_large.tensor.tensor import STRATEGY
 
         with torch.device("meta"):
             model = GPT(tied=True)

@@ -28,9 +28,8 @@ TEXTS = {
     "packages/paceline/src/paceline/base/parts.py": {
         '"accelerate": {': "the table of extras, for errors about a part that is not installed",
         '"deepspeed": {': "the same",
-        "PACKAGES = (": "the same",
     },
-    "packages/paceline/src/paceline/parallel/context/ulysses.py": {
+    "packages/paceline-large/src/paceline_large/context/ulysses.py": {
         '"DeepSpeed Ulysses", 2023': "title of the paper that the algorithm is from",
     },
     "packages/paceline/src/paceline/precision/scaler.py": {

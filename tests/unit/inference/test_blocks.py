@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from unit.inference.models import Model
 
-from paceline.inference import placement_facts
+from paceline_large.inference import placement_facts
 
 
 def names(model: nn.Module, **options: object) -> list[str]:

@@ -10,7 +10,7 @@ from torch import nn
 from unit.inference.models import Model
 
 from paceline import PlanError
-from paceline.inference import Rates, Workload, choose_placement, placement_facts, placement_from_map
+from paceline_large.inference import Rates, Workload, choose_placement, placement_facts, placement_from_map
 
 WORK = Workload(batch=1, tokens=1)
 FACTS = placement_facts(Model(width=64, num_blocks=8, rows=100))

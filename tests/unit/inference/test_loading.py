@@ -16,8 +16,8 @@ from unit.inference.models import IDS, Model, made
 
 from paceline import CheckpointError, PlanError, PrepareError, TrainError, inference
 from paceline.checkpoint import save_model
-from paceline.inference.memory import _free_on_host
-from paceline.inference.placement import PlacedBlock
+from paceline_large.inference.memory import _free_on_host
+from paceline_large.inference.placement import PlacedBlock
 
 FORMATS = ["whole", "cut", "torch"]
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from unit.inference.models import IDS, made
 
-from paceline.inference import PlacedModel, placement_facts, placement_from_map
-from paceline.inference.page_cache import MappedPages
-from paceline.inference.streaming import BufferStream, CallOrder
+from paceline_large.inference import PlacedModel, placement_facts, placement_from_map
+from paceline_large.inference.page_cache import MappedPages
+from paceline_large.inference.streaming import BufferStream, CallOrder
 
 
 class CopyingModel(PlacedModel):

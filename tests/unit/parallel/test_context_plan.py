@@ -5,14 +5,14 @@ import torch
 from torch import nn
 
 from paceline.parallel.compile import STRATEGY as COMPILE
-from paceline.parallel.context.context import STRATEGY as CONTEXT
-from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.recompute import STRATEGY as RECOMPUTE
-from paceline.parallel.tensor.tensor import STRATEGY as TENSOR
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan
 from paceline.world.layout import Layout
+from paceline_large.context.context import STRATEGY as CONTEXT
+from paceline_large.random_streams import RandomStreams
+from paceline_large.tensor.tensor import STRATEGY as TENSOR
 
 
 def encoder(heads=6, layers=4):

@@ -7,8 +7,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from paceline import TrainError
-from paceline.parallel.context.ring_attention import attend_piece, merge_into, piece_backward
-from paceline.parallel.context.sequence_split import SequenceDivision, SequenceRegion, Sizes, sequence_dim
+from paceline_large.context.ring_attention import attend_piece, merge_into, piece_backward
+from paceline_large.context.sequence_split import SequenceDivision, SequenceRegion, Sizes, sequence_dim
 
 
 def region(length, ranks, rank, balanced):

@@ -11,13 +11,13 @@ from parity_models import GPT
 from torch import nn
 
 from paceline.base.errors import PlanError
-from paceline.parallel import fp8
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import resolve
-from paceline.precision.fp8 import PRECISION
 from paceline.world.layout import Layout
+from paceline_large.float8 import fp8
+from paceline_large.float8.precision import PRECISION
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +156,7 @@ def test_the_dtype_of_everything_else_is_decided_by_the_device() -> None:
 
 
 def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from paceline.parallel.fp8_applied import _check_device
+    from paceline_large.float8.fp8_applied import _check_device
 
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")

@@ -7,10 +7,10 @@ from torch import nn
 
 from paceline.base.errors import PlanError
 from paceline.optim.rebind import parameter_names, rebind
-from paceline.parallel.pipeline.specs import Spec, specs
-from paceline.parallel.pipeline.stages import EndOfStage, Stages, Visit
-from paceline.parallel.pipeline.timing import measure_blocks
 from paceline.plan.blocks import repeated_blocks
+from paceline_large.pipeline.specs import Spec, specs
+from paceline_large.pipeline.stages import EndOfStage, Stages, Visit
+from paceline_large.pipeline.timing import measure_blocks
 
 CPU = torch.device("cpu")
 
@@ -147,7 +147,7 @@ def test_blocks_are_measured(monkeypatch):
             now[0] += self.seconds
             return super().forward(x)
 
-    monkeypatch.setattr("paceline.parallel.pipeline.timing._clock_s", lambda: now[0])
+    monkeypatch.setattr("paceline_large.pipeline.timing._clock_s", lambda: now[0])
     model = nn.Sequential(Takes(1.0), Takes(3.0))
     assert measure_blocks(model, ["0", "1"], torch.randn(4, 4)) == [1.0, 3.0]
     assert all(p.grad is None for p in model.parameters())

@@ -6,13 +6,13 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
 
-from paceline.parallel.tensor.options import TensorOptions
-from paceline.parallel.tensor.plan import divide, divided_elements
-from paceline.parallel.tensor.tensor import STRATEGY
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan
 from paceline.world.layout import Layout
+from paceline_large.tensor.options import TensorOptions
+from paceline_large.tensor.plan import divide, divided_elements
+from paceline_large.tensor.tensor import STRATEGY
 
 
 class Attention(nn.Module):

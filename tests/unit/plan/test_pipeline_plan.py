@@ -7,13 +7,13 @@ import torch
 import torch.distributed.pipelining
 from torch import nn
 
-from paceline.parallel.pipeline.pipeline import STRATEGY, divide
-from paceline.parallel.pipeline.schedules import draw, order, timeline
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
-from paceline.plan.pipeline import SCHEDULES, balanced, chain, choose, even, loads, matching, rank_of
 from paceline.plan.plan import Plan
 from paceline.world.layout import Layout
+from paceline_large.pipeline.pipeline import STRATEGY, divide
+from paceline_large.pipeline.schedules import draw, order, timeline
+from paceline_large.pipeline.split import SCHEDULES, balanced, chain, choose, even, loads, matching, rank_of
 
 
 class Net(nn.Module):

@@ -7,16 +7,18 @@ from pathlib import Path
 import pytest
 
 from paceline.config.settings import RunSettings
-from paceline.parallel.pipeline.schedules import order
+from paceline.parallel.strategy import timetable_of
 from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft
+from paceline.plan.timetable import Timetable
 from paceline.planner.calibration import Calibration, Link, Machine
 from paceline.planner.datasheet import FAST, calibration_of
 from paceline.planner.device import device_of
 from paceline.planner.report import term_lines
-from paceline.planner.step_time import Beside, Pipelined, StepTime, beside_computing, pipelined_by, step_time
+from paceline.planner.step_time import Beside, StepTime, beside_computing, step_time
 from paceline.planner.work import Computation, Message, Work
+from paceline_large.pipeline.schedules import order
 
 CALIBRATION = Calibration(
     Machine("host1", "cpu", "2.13.0", 2, 1),
@@ -91,8 +93,8 @@ TWO_STAGES = order("1f1b", ranks=2, stages_per_rank=1, microbatches=4)
     ],
 )
 def test_the_ranks_of_a_pipeline_wait_as_its_schedule_says(shares, alone, length):
-    pipelined = Pipelined(TWO_STAGES, shares)
-    time = step_time(work(FORWARD, BACKWARD), replace(CALIBRATION, alone=alone), pipelined=pipelined)
+    timetable = Timetable(TWO_STAGES, shares)
+    time = step_time(work(FORWARD, BACKWARD), replace(CALIBRATION, alone=alone), timetable=timetable)
     assert time.total_s == pytest.approx(length)
     assert time.bubble_s == pytest.approx(length - 24)
     texts = {name: source for name, _, source in time.terms(CALIBRATION)}
@@ -104,14 +106,14 @@ def test_a_stage_waits_by_its_schedule_and_not_for_its_messages():
     links = {"send": Link(0.5, 50.0)}
     late = replace(CALIBRATION, wait_s=0.25, links=links)
     done = work(FORWARD, BACKWARD, messages=((Message("forward", "send", 2, False, 50), 4),))
-    pipelined = Pipelined(TWO_STAGES, (1.0, 1.0))
+    timetable = Timetable(TWO_STAGES, (1.0, 1.0))
     assert step_time(done, late).communication_s == 4 * 1.5 + 4 * 0.25
-    assert step_time(done, late, pipelined=pipelined).communication_s == 4 * 1.5
+    assert step_time(done, late, timetable=timetable).communication_s == 4 * 1.5
 
 
 def test_each_batch_of_a_step_has_its_bubble():
     of_two_batches = step_time(
-        work((FORWARD[0], 8), (BACKWARD[0], 8)), CALIBRATION, pipelined=Pipelined(TWO_STAGES, (1.0, 1.0), batches=2)
+        work((FORWARD[0], 8), (BACKWARD[0], 8)), CALIBRATION, timetable=Timetable(TWO_STAGES, (1.0, 1.0)), batches=2
     )
     assert of_two_batches.total_s == pytest.approx(60)
 
@@ -164,23 +166,23 @@ def gpt(blocks, width=8, vocabulary=64):
 
 
 def test_the_schedule_and_its_stages_are_the_plans():
-    assert pipelined_by(Plan(), [gpt(4)]) is None
+    assert timetable_of(Plan(), [gpt(4)]) is None
     plan = draft(RunSettings.of({"pp": 2}), [], 2)
     # 2 blocks of 64 elements; 1 block and a head of 512. The tokens are looked up, not multiplied.
-    pipelined = pipelined_by(plan, [ModelFacts("small", 0, 0, 0), gpt(3)])
-    assert pipelined.order == order("1f1b", 2, 1, 8)
-    assert pipelined.shares == [1.0, (64 + 512) / 128]
+    timetable = timetable_of(plan, [ModelFacts("small", 0, 0, 0), gpt(3)])
+    assert timetable.order == order("1f1b", 2, 1, 8)
+    assert timetable.shares == [1.0, (64 + 512) / 128]
     options = {"pipeline": {"schedule": "interleaved", "microbatches": 4}}
-    pipelined = pipelined_by(draft(RunSettings.of({"pp": 2, "options": options}), [], 2), [gpt(6)])
-    assert pipelined.order == order("interleaved", 2, 2, 4)
+    timetable = timetable_of(draft(RunSettings.of({"pp": 2, "options": options}), [], 2), [gpt(6)])
+    assert timetable.order == order("interleaved", 2, 2, 4)
     # Rank 0 has stages 0 and 2: 2 blocks and 1 of 6.
-    assert pipelined.shares == pytest.approx([128 / 96, 128 / 96, 64 / 96, (64 + 512) / 96])
+    assert timetable.shares == pytest.approx([128 / 96, 128 / 96, 64 / 96, (64 + 512) / 96])
     times = {"pipeline": {"split": "time", "weights": [1, 2, 3]}}
-    assert pipelined_by(draft(RunSettings.of({"pp": 2, "options": times}), [], 2), [gpt(3)]).shares == [1.0, 1.0]
+    assert timetable_of(draft(RunSettings.of({"pp": 2, "options": times}), [], 2), [gpt(3)]).shares == [1.0, 1.0]
 
 
 def test_blocks_with_convolutions_count_the_same():
     facts = gpt(4)
     convolution = Layer("blocks.0", "Conv2d", "", (("weight", (8, 8, 3, 3)),))
     facts = replace(facts, layers=(facts.layers[0], convolution, *facts.layers[2:]))
-    assert pipelined_by(draft(RunSettings.of({"pp": 2}), [], 2), [facts]).shares == [1.0, 1.0]
+    assert timetable_of(draft(RunSettings.of({"pp": 2}), [], 2), [facts]).shares == [1.0, 1.0]

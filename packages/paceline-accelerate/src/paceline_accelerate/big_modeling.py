@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import PlanError
-from paceline.inference.placing import built_on
 from paceline_accelerate import device_map as device_maps
 from paceline_accelerate.device_map import (
     DeviceMap,
@@ -46,6 +45,7 @@ from paceline_accelerate.offload import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
+from paceline_large.inference.placing import built_on
 
 log = logging.getLogger("accelerate.big_modeling")
 _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")

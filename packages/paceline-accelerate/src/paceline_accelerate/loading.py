@@ -1,7 +1,7 @@
 """Loads weights from files into a model whose parameters may be on several devices, or still on the meta device.
 
 load_checkpoint_in_model reads one file after the other: the file that was named, or those of an index. Files are opened as
-`paceline.inference` opens them: mapped, and read tensor by tensor.
+`paceline_large.inference` opens them: mapped, and read tensor by tensor.
   no device_map        -> model.load_state_dict
   device "disk"        -> the tensor is written to the offload folder; the model's own is on meta
   any other device     -> the tensor is copied to it

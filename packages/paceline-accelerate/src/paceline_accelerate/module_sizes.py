@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import ConfigError
-from paceline.inference.memory import free_memory
 from paceline.plan.fqn import parent, within
 from paceline_accelerate.kinds import text_of
 from paceline_accelerate.module_tensors import dtype_of, is_fractional, named_module_tensors
+from paceline_large.inference.memory import free_memory
 
 # accelerate's own logger has this name, and scripts filter by it.
 log = logging.getLogger("accelerate.utils.modeling")

@@ -18,7 +18,7 @@ from math import inf
 from typing import NamedTuple
 
 from paceline.base.errors import CompatError, PlanError
-from paceline.plan.pipeline import balanced as least_heaviest
+from paceline_large.pipeline.split import balanced as least_heaviest
 
 METHODS = ("uniform", "parameters", "type:REGEX", "profile")
 

@@ -26,11 +26,11 @@ from torch.utils.checkpoint import checkpoint
 
 from paceline.base.errors import PlanError, PrepareError
 from paceline.base.log import logger, warn_once
-from paceline.parallel.pipeline.timing import measure_blocks
 from paceline.world.world import World
 from paceline_deepspeed import partition
 from paceline_deepspeed.layers import Function, Tied, give_up, sharing, tie, trim
 from paceline_deepspeed.topology import PipeDataParallelTopology, PipelineParallelGrid, ProcessTopology
+from paceline_large.pipeline.timing import measure_blocks
 
 # The reentrant variant computes no gradients where no input requires one, as with the token ids of a first layer.
 _checkpoint = partial(checkpoint, use_reentrant=False)

@@ -10,9 +10,6 @@ from pathlib import Path
 
 from paceline.base.errors import ConfigError
 
-# The packages that Python imports. Those of parts need not be installed.
-PACKAGES = ("paceline", "paceline_accelerate", "paceline_deepspeed", "paceline_hosts", "paceline_lens")
-
 # Extra -> group of entry points -> names.
 ADDED: dict[str, dict[str, tuple[str, ...]]] = {
     "hosts": {
@@ -20,6 +17,10 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
         "paceline.jobs_elsewhere": ("hosts",),
         "paceline.launchers": ("kubernetes", "openmpi", "pdsh", "ray", "slurm", "ssh"),
         "paceline.nodes": ("membership",),
+    },
+    "large": {
+        "paceline.precisions": ("fp8",),
+        "paceline.strategies": ("context", "fp8", "pipeline", "tensor"),
     },
     "lens": {
         "paceline.commands": ("metrics", "ps", "tune", "verify", "watch"),
@@ -31,6 +32,9 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
     "accelerate": {"paceline.libraries": ("accelerate",)},
     "deepspeed": {"paceline.commands": ("deepspeed",), "paceline.libraries": ("deepspeed",)},
 }  # fmt: skip
+
+# The packages that Python imports. Those of parts need not be installed.
+PACKAGES = ("paceline", *(f"paceline_{extra}" for extra in ADDED))
 
 
 def missing(extra: str, what: str, why: str) -> ConfigError:

@@ -249,13 +249,7 @@ def _predict(
 
 def _drawing(report: PlanReport) -> str:
     """Returns a drawing of the pipeline's schedule, with the largest number of micro-batches of a batch."""
-    plan = report.plan
-    if plan.layout.pp == 1:
-        return "no pipeline to draw: pp is 1"
-    from paceline.parallel.pipeline.pipeline import STRATEGY, microbatches, per_rank
-    from paceline.parallel.pipeline.schedules import draw
+    from paceline.parallel.strategy import timetable_of
 
-    options = STRATEGY.options(plan)
-    ranks = plan.layout.pp
-    stages_per_rank = per_rank(options)
-    return draw(options.schedule, ranks * stages_per_rank, microbatches(options, ranks), stages_per_rank)
+    timetable = timetable_of(report.plan, report.rehearsal.models)
+    return "no pipeline to draw: pp is 1" if timetable is None else timetable.text()

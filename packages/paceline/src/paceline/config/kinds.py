@@ -127,21 +127,29 @@ def one_of(*words: str) -> Kind:
     return Kind(expected, parse, "|".join(words))
 
 
-class OneRegistered(Kind):
-    """Accepts one name of a registry. No implementation is imported to check a name.
+class _Registered(Kind):
+    """Accepts names of a registry. No implementation is imported to check a name.
 
     Args:
-        registry: the registry; its names are shown in reverse order, which puts "no" before the names that do something.
+        registry: the registry.
+        kind: makes the kind of such names. It is called at each use, since a registry can grow after this module was imported.
     """
 
-    def __init__(self, registry: Registry) -> None:
-        # The names are read at each use and not here, since a registry can grow after this module was imported. The base
-        # class is a frozen dataclass, so its fields become properties, and the attribute is set past its `__setattr__`.
-        object.__setattr__(self, "_words", lambda: one_of(*sorted(registry.names(), reverse=True)))
+    def __init__(self, registry: Registry, kind: Callable[[], Kind]) -> None:
+        # The base class is a frozen dataclass, so its fields become properties, and attributes are set past its `__setattr__`.
+        object.__setattr__(self, "_words", kind)
+        object.__setattr__(self, "_hints", lambda: absent_names(registry.group))
 
-    expected = property(lambda self: self._words().expected)
+    expected = property(lambda self: "; ".join([self._words().expected, *self._hints()]))
     parse = property(lambda self: self._words().parse)
     metavar = property(lambda self: self._words().metavar)
+
+
+class OneRegistered(_Registered):
+    """Accepts one name of a registry. Names are shown in reverse order, which puts "no" before those that do something."""
+
+    def __init__(self, registry: Registry) -> None:
+        super().__init__(registry, lambda: one_of(*sorted(registry.names(), reverse=True)))
 
 
 def some_of(*words: str, none: str = "", every: str = "") -> Kind:
@@ -166,16 +174,11 @@ def some_of(*words: str, none: str = "", every: str = "") -> Kind:
     return Kind(expected, parse, "|".join([*alone, *words]))
 
 
-class SomeRegistered(Kind):
-    """Accepts names of a registry, joined by commas; as `OneRegistered` otherwise."""
+class SomeRegistered(_Registered):
+    """Accepts names of a registry, joined by commas."""
 
     def __init__(self, registry: Registry) -> None:
-        object.__setattr__(self, "_words", lambda: some_of(*registry.names()))
-        object.__setattr__(self, "hints", lambda: absent_names(registry.group))
-
-    expected = property(lambda self: "; ".join([self._words().expected, *self.hints()]))
-    parse = property(lambda self: self._words().parse)
-    metavar = property(lambda self: self._words().metavar)
+        super().__init__(registry, lambda: some_of(*registry.names()))
 
 
 def matching(pattern: str, expected: str, metavar: str) -> Kind:

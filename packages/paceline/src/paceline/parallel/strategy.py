@@ -41,6 +41,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import NoOptions, read
 from paceline.plan.plan import Decision, Plan
+from paceline.plan.timetable import Timetable
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
 from paceline.world.mesh import Mesh
@@ -301,6 +302,14 @@ class Strategy:
         """Returns the bytes on one rank, given the bytes after the strategies before this one."""
         return before
 
+    def timetable(self, plan: Plan, models: Sequence[ModelFacts]) -> Timetable | None:
+        """Returns in which order ranks work on the micro-batches of a batch; None if all work on all of it at the same time.
+
+        Args:
+            models: those that were prepared.
+        """
+        return None
+
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Transforms the model, in place or by wrapping it. Ranks: all; it may communicate."""
         if not self.applied:
@@ -312,3 +321,12 @@ class Strategy:
 def strategies_of(plan: Plan) -> list[Strategy]:
     """Returns the strategies that a plan uses, for a draft of a plan, too."""
     return [strategy for strategy in STRATEGIES if strategy.wanted(plan)]
+
+
+def timetable_of(plan: Plan, models: Sequence[ModelFacts]) -> Timetable | None:
+    """Returns the timetable of the plan's pipeline; None if it has none."""
+    for strategy in strategies_of(plan):
+        timetable = strategy.timetable(plan, models)
+        if timetable is not None:
+            return timetable
+    return None

@@ -11,6 +11,7 @@ from math import prod
 from typing import Any, Protocol
 
 from paceline.base.errors import PlanError, Problem
+from paceline.base.parts import absent_names
 from paceline.config.given import nearest
 from paceline.config.settings import RunSettings
 from paceline.plan.facts import ModelFacts
@@ -39,6 +40,7 @@ class PlannedStrategy(Protocol):
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]: ...
 
 
+GROUP = "paceline.strategies"  # of entry points
 OTHER_OPTIONS = ("profile", "anomalies")  # blocks of options that belong to no strategy
 
 
@@ -248,7 +250,8 @@ def _unserved_axes(
         if getattr(plan.layout, axis) > 1 and axis not in served:
             what = f"no strategy serves the axis `{axis}`."
             why = f"{origin(plan, axis)}; strategies: {names}"
-            problems.append(Problem("plan-axis", what, why=why, fix=f"leave {axis} at 1"))
+            fix = "; ".join([*absent_names(GROUP), f"or leave {axis} at 1"])
+            problems.append(Problem("plan-axis", what, why=why, fix=fix.removeprefix("or ")))
     return problems
 
 
@@ -275,7 +278,7 @@ def option_problems(
                 origin_of_first = f"they come from {place}; "
                 break
         close = nearest(name, by_name)
-        fix = f"write {close!r}" if close else "use one of these names"
+        fix = f"write {close!r}" if close else "; ".join([*absent_names(GROUP), "use one of these names"])
         problems.append(
             Problem(
                 "plan-option",

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from paceline.parallel.strategy import timetable_of
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Plan
 from paceline.planner.allocation_trace import KINDS
@@ -14,7 +15,7 @@ from paceline.planner.datasheet import FAST, SLOW, calibration_of
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Rejected, gib, shown
 from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.step_time import StepTime, beside_computing, pipelined_by, step_time
+from paceline.planner.step_time import StepTime, beside_computing, step_time
 
 _WORDS = {
     "communication": "communication (and gathered parts)",
@@ -71,9 +72,9 @@ class PlanReport:
         return self.rehearsal.traffic.work.tokens / step_s / layout.size("tp", "pp")
 
     def _time_by(self, calibration: Calibration) -> StepTime:
-        pipelined = pipelined_by(self.plan, self.rehearsal.models)
+        timetable = timetable_of(self.plan, self.rehearsal.models)
         beside = beside_computing(self.plan, calibration)
-        return step_time(self.rehearsal.traffic.work, calibration, beside, pipelined)
+        return step_time(self.rehearsal.traffic.work, calibration, beside, timetable, max(1, self.plan.accumulate))
 
     @property
     def peak(self) -> int:

@@ -15,13 +15,11 @@ proportion to the weights that they compute with.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from statistics import mean
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from paceline.plan.facts import ModelFacts
-from paceline.plan.pipeline import Action, loads, simulate
 from paceline.plan.plan import Plan
+from paceline.plan.timetable import Timetable
 from paceline.planner.calibration import Calibration
 from paceline.planner.work import Message, Work
 
@@ -72,42 +70,12 @@ class StepTime:
         yield "overhead", self.overhead_s, f"{calibration.overhead_s * 1e6:.1f} us for each operation"
 
 
-@dataclass(frozen=True)
-class Pipelined:
-    """What the time of a pipeline depends on.
-
-    Attributes:
-        order: the actions of each rank in one batch, in order.
-        shares: how long each stage takes, in units of the mean of the stages of rank 0.
-        batches: how many batches one step has.
-    """
-
-    order: Mapping[int, Sequence[Action]]
-    shares: Sequence[float]
-    batches: int = 1
-
-    def seconds(self, forward_s: float, backward_s: float, alone: float) -> float:
-        """Returns the seconds of one step, from its first forward pass to its last backward pass.
-
-        Args:
-            forward_s, backward_s: seconds that rank 0 computes in the step while all ranks compute.
-            alone: how many times as fast a rank computes while the others wait.
-        """
-        passes_of_batch = sum(op == "F" for op, _, _ in self.order[0])
-        passes = passes_of_batch * self.batches
-        pass_s = {
-            "F": forward_s / passes,
-            "B": backward_s / passes,
-            # Some schedules divide a backward pass into two halves: gradients of inputs, and of weights.
-            "I": backward_s / passes / 2,
-            "W": backward_s / passes / 2,
-        }
-        batch = simulate(self.order, lambda op, stage: pass_s[op] * self.shares[stage], alone)
-        return self.batches * batch.length
-
-
 def step_time(
-    work: Work, calibration: Calibration, beside: Beside | None = None, pipelined: Pipelined | None = None
+    work: Work,
+    calibration: Calibration,
+    beside: Beside | None = None,
+    timetable: Timetable | None = None,
+    batches: int = 1,
 ) -> StepTime:
     """Predicts the time of a step.
 
@@ -115,7 +83,8 @@ def step_time(
         work: what rank 0 does in the step.
         calibration: the measurements of the machine, with the same number of ranks.
         beside: which messages travel while the model computes; see `beside_computing`. None: none of them.
-        pipelined: the schedule of the pipeline, if there is one; see `pipelined_by`.
+        timetable: of the pipeline, if there is one.
+        batches: how many batches the step has.
     """
     seconds = dict.fromkeys(("forward", "backward", "optimizer"), 0.0)
     operations = dict.fromkeys(seconds, 0)
@@ -136,7 +105,7 @@ def step_time(
         message_s = link.seconds(count * message.bytes, count)
         sending += message_s
         # A stage of a pipeline does not wait when it sends. Its wait for messages of other stages is part of the bubble.
-        is_between_stages = pipelined is not None and message.operation == "send"
+        is_between_stages = timetable is not None and message.operation == "send"
         if beside is not None and beside.covers(message):
             may_be_hidden[message.phase] += message_s
         elif not is_between_stages:
@@ -147,10 +116,10 @@ def step_time(
     compute = seconds["forward"] + seconds["backward"]
     overhead = sum(operations.values()) * calibration.overhead_s
     waiting = 0.0
-    if pipelined is not None:
+    if timetable is not None:
         forward_s = seconds["forward"] + operations["forward"] * calibration.overhead_s
         backward_s = seconds["backward"] + operations["backward"] * calibration.overhead_s
-        waiting = pipelined.seconds(forward_s, backward_s, calibration.alone) - forward_s - backward_s
+        waiting = timetable.seconds(forward_s, backward_s, batches, calibration.alone) - forward_s - backward_s
     return StepTime(compute, sending - hidden, seconds["optimizer"], waiting, overhead, hidden, tuple(sorted(unknown)))
 
 
@@ -190,46 +159,3 @@ def beside_computing(plan: Plan, calibration: Calibration) -> Beside | None:
     if plan.fully_sharded or layout.size("tp", "cp", "pp") > 1:
         return None
     return Beside(("backward",))
-
-
-def pipelined_by(plan: Plan, models: Sequence[ModelFacts]) -> Pipelined | None:
-    """Returns the schedule of a plan's pipeline; None if the plan has no pipeline.
-
-    Args:
-        plan: the plan.
-        models: the models that were prepared; it is assumed that the largest one takes the time.
-    """
-    if plan.layout.pp == 1:
-        return None
-    from paceline.parallel.pipeline.pipeline import STRATEGY, divide, microbatches, per_rank
-    from paceline.parallel.pipeline.schedules import order
-
-    options = STRATEGY.options(plan)
-    ranks = plan.layout.pp
-    stages = ranks * per_rank(options)
-    facts = max(models, key=lambda model: model.parameters)
-    blocks, begins = divide(options, facts, stages)
-    weights: Sequence[float] = options.weights if options.split == "time" else _computing(facts, blocks)
-    ends = (*begins[1:], len(blocks))
-    stage_weights = [sum(weights[begin:end]) for begin, end in zip(begins, ends, strict=True)]
-    actions = order(options.schedule, ranks, per_rank(options), microbatches(options, ranks))
-    stages_of_rank_0 = {stage for _, stage, _ in actions[0]}
-    mean_weight = mean(stage_weights[stage] for stage in stages_of_rank_0)
-    shares = [weight / mean_weight for weight in stage_weights]
-    return Pipelined(actions, shares, max(1, plan.accumulate))
-
-
-def _computing(facts: ModelFacts, blocks: Sequence[str]) -> Sequence[float]:
-    """Returns how much each block computes for a token, in proportion: the elements of its weights, without embeddings.
-
-    A convolution uses its weights once for each position of its output. The number of positions is not known here, so that
-    all blocks of such a model count the same.
-    """
-    layers = [layer for layer in facts.layers if layer.role != "embedding"]
-    has_convolutions = False
-    for layer in layers:
-        has_convolutions = has_convolutions or any(len(shape) > 2 for _, shape in layer.shapes)
-    weights = loads(replace(facts, layers=tuple(layers)), blocks)
-    if has_convolutions or min(weights) == 0:
-        return [1.0] * len(blocks)
-    return [float(weight) for weight in weights]
