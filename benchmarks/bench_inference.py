@@ -81,7 +81,7 @@ def load_ours(kind: str, case: str, folder: str) -> tuple[Any, list[Path]]:
     """The model, and the files that it reads while it computes."""
     from transformers import AutoModelForCausalLM
 
-    from paceline import inference
+    from paceline_large import inference
 
     model = inference.load(
         lambda: AutoModelForCausalLM.from_config(config_of(kind)), folder, placement=places_of(kind, case)
@@ -243,7 +243,7 @@ def forecast_row(kind: str, folder: str) -> str:
     """What a placement foretells of a pass over one token, from measured rates."""
     from transformers import AutoModelForCausalLM
 
-    from paceline import inference
+    from paceline_large import inference
 
     rates = inference.measure_rates("cpu", Path(folder, "model.safetensors"))
     placement = inference.plan(

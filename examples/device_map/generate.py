@@ -9,7 +9,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
-from paceline import inference
+from paceline_large import inference
 
 
 def main() -> None:

@@ -4,8 +4,8 @@ import pytest
 import torch
 from unit.inference.models import IDS, made
 
-from paceline import inference
 from paceline.checkpoint import save_model
+from paceline_large import inference
 
 
 @pytest.mark.parametrize("home", ["cpu", "disk"])

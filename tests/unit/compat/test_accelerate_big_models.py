@@ -16,7 +16,7 @@ from safetensors.torch import save_file
 from torch import nn
 from unit.inference.models import IDS, Model, made
 
-from paceline import CheckpointError, ConfigError, PlanError, inference
+from paceline import CheckpointError, ConfigError, PlanError
 from paceline.base import env
 from paceline.checkpoint import save_model
 from paceline_accelerate import offload
@@ -34,6 +34,7 @@ from paceline_accelerate.module_sizes import get_balanced_memory, get_max_memory
 from paceline_accelerate.module_tensors import id_tensor_storage, set_module_tensor_to_device
 from paceline_accelerate.offloaded_state import align_module_device, get_state_dict_offloaded_model
 from paceline_accelerate.state import AcceleratorState
+from paceline_large import inference
 from paceline_large.inference import memory
 
 

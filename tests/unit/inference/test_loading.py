@@ -14,8 +14,9 @@ from safetensors.torch import save_file
 from torch import nn
 from unit.inference.models import IDS, Model, made
 
-from paceline import CheckpointError, PlanError, PrepareError, TrainError, inference
+from paceline import CheckpointError, PlanError, PrepareError, TrainError
 from paceline.checkpoint import save_model
+from paceline_large import inference
 from paceline_large.inference.memory import _free_on_host
 from paceline_large.inference.placement import PlacedBlock
 
