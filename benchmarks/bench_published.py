@@ -29,6 +29,16 @@ DEVICE = replace(device_of("h100-96GB"), half=912e12, bandwidth=2.4e12)
 SELECTIVE = {"recompute": "selective", "options": {"recompute": {"products": 2}}}
 
 
+TENSORWISE = {"fp8": {"recipe": "tensorwise"}}
+COMPILED_FLOAT8 = {
+    "mixed_precision": "fp8",
+    "compile": True,
+    "recompute": "selective",
+    "options": {"recompute": {"products": 2}, **TENSORWISE},
+}
+GATHERS = "published with parameters gathered in float8, which Paceline gathers in bf16"
+
+
 @dataclass(frozen=True)
 class Row:
     """One published run.
@@ -59,6 +69,8 @@ ROWS = (
     Row("8b, 8, compiled", "8b", 8, 2, 8192, 6667, 77.0, {"shard": 8, **SELECTIVE, "compile": True}),
     Row("8b, 128", "8b", 128, 2, 8192, 5605, None, {"shard": 128, **SELECTIVE}),
     Row("8b, 128, compiled", "8b", 128, 2, 8192, 6514, None, {"shard": 128, **SELECTIVE, "compile": True}),
+    Row("8b, 8, float8", "8b", 8, 2, 8192, 8532, 76.8, {"shard": 8, **COMPILED_FLOAT8}, GATHERS),
+    Row("8b, 128, float8", "8b", 128, 2, 8192, 8380, None, {"shard": 128, **COMPILED_FLOAT8}, GATHERS),
     *(
         Row(
             f"8b, 8, {32 * cp}k tokens, cp {cp}",

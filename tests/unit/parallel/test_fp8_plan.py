@@ -146,13 +146,13 @@ def test_the_plan_says_whether_numbers_depend_on_the_number_of_processes() -> No
 
 
 def test_the_dtype_of_everything_else_is_decided_by_the_device() -> None:
-    cpu = PRECISION.settle(Plan(precision="fp8"), torch.device("cpu"))
+    cpu = PRECISION.settle(Plan(precision="fp8"), accelerated=False)
     assert cpu.half == "" and value(cpu, "options.fp8.dtype") == ["float32"]
     assert PRECISION.under(cpu.options["fp8"]).dtype is None
-    elsewhere = PRECISION.settle(Plan(precision="fp8"), torch.device("cuda"))
+    elsewhere = PRECISION.settle(Plan(precision="fp8"), accelerated=True)
     assert elsewhere.half == "bf16" and PRECISION.under(elsewhere.options["fp8"]).dtype is torch.bfloat16
     given = Plan(precision="fp8", options={"fp8": {"dtype": "bf16"}}, decisions=(Decision("x", 1, "code"),))
-    assert PRECISION.settle(given, torch.device("cpu")) is given
+    assert PRECISION.settle(given, accelerated=False) is given
 
 
 def test_a_gpu_without_float8_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,13 +25,13 @@ class Float8Precision(Precision):
             return replace(self, dtype=None)
         return self
 
-    def settle(self, plan: Plan, device: torch.device) -> Plan:
+    def settle(self, plan: Plan, accelerated: bool) -> Plan:
         """Decides the option `dtype`: bfloat16 gains nothing on a CPU, where float8 is there to try what runs elsewhere."""
         options = plan.options.get("fp8", {})
         if options.get("dtype", "auto") != "auto":
             return plan
-        dtype = "float32" if device.type == "cpu" else "bf16"
-        reason = f"everything that is not multiplied in float8, on {device.type}"
+        dtype = "bf16" if accelerated else "float32"
+        reason = f"everything that is not multiplied in float8, on {'an accelerator' if accelerated else 'the CPU'}"
         decision = Decision("options.fp8.dtype", dtype, "derived", reason=reason)
         others = [other for other in plan.decisions if other.field != decision.field]
         return replace(

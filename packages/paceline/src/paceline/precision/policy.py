@@ -40,8 +40,8 @@ class Precision:
         """Returns the precision as the plan's options of its name change it."""
         return self
 
-    def settle(self, plan: Plan, device: torch.device) -> Plan:
-        """Returns the plan with what this precision decides by the device."""
+    def settle(self, plan: Plan, accelerated: bool) -> Plan:
+        """Returns the plan with what this precision decides by the device: whether it is an accelerator."""
         return plan
 
     def autocast(

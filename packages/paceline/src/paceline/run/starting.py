@@ -82,7 +82,9 @@ def start_run(arguments: RunArguments) -> Run:
         reason = f"{plan.precision} has no effect on the CPU, as under {semantics.library}"
         warn_once("compat", f"{reason}: use bf16 for fewer bytes.")
         plan = plan.in_float32(reason)
-    plan = PRECISIONS.get(plan.precision).settle(plan, device)
+    # In a rehearsal the memory of the CPU may stand for that of an accelerator.
+    accelerated = device.type != "cpu" or surroundings.has_own_memory
+    plan = PRECISIONS.get(plan.precision).settle(plan, accelerated)
     folder = None if arguments.project_dir is None else str(arguments.project_dir)
     run = Run(world, device, collectives, settings, decisions, plan, arguments.scaler, folder)
     # Nobody reads the progress of a process that no launcher has started.
