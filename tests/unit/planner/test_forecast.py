@@ -60,6 +60,16 @@ def test_a_report_prints_the_terms_or_why_there_are_none():
     assert "forecast" not in elsewhere.text() and "step_seconds" not in elsewhere.json()
 
 
+@pytest.mark.parametrize(
+    ("axis", "tokens_of_a_rank"), [("replicate", 64), ("shard", 64), ("cp", 32), ("tp", 32), ("pp", 32)]
+)
+def test_tokens_of_sequences_and_models_that_ranks_divide_are_shared(axis, tokens_of_a_rank):
+    seen = rehearsal(1000)
+    seen.traffic.work.lookups[10] = 64  # every rank looks up whole sequences
+    plan = draft(RunSettings.of({axis: 2}), [], 2)
+    assert PlanReport(plan, 2, seen).tokens_a_second(1.0) == tokens_of_a_rank
+
+
 def test_of_the_plans_that_fit_the_fastest_is_taken_and_the_others_say_their_time():
     lookup = Lookup(CALIBRATION, "/file")
     slow, fast = report(1000, lookup, replicate=2), report(500, lookup, shard=2, zero=1)

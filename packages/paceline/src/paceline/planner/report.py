@@ -16,6 +16,7 @@ from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Rejected, gib, shown
 from paceline.planner.rehearsal import Rehearsal
 from paceline.planner.step_time import StepTime, beside_computing, step_time
+from paceline.world.layout import model_axes
 
 _WORDS = {
     "communication": "communication (and gathered parts)",
@@ -67,9 +68,11 @@ class PlanReport:
         return fast.total_s, slow.total_s
 
     def tokens_a_second(self, step_s: float) -> float:
-        """Returns the tokens that each rank trains in a second; ranks that divide the model share them. 0 without tokens."""
-        layout = self.plan.layout
-        return self.rehearsal.traffic.work.tokens / step_s / layout.size("tp", "pp")
+        """Returns the tokens that each rank trains in a second; ranks that divide the model or the sequences share them.
+
+        0 without tokens.
+        """
+        return self.rehearsal.traffic.work.tokens / step_s / self.plan.layout.size(*model_axes())
 
     def _time_by(self, calibration: Calibration) -> StepTime:
         timetable = timetable_of(self.plan, self.rehearsal.models)
