@@ -347,7 +347,7 @@ class AcceleratePreparation(Preparation):
             scheduler,
             self.run.prepared.optimizers_scheduled_by(scheduler),
             step_with_optimizer=schedule != "call",
-            split_batches=schedule == "step",
+            split_batches=schedule == "step" or self.run.settings.split_batches,
             gradient_state=self._gradient_state,
         )
         self.run.prepared.schedulers.append(prepared)

@@ -104,7 +104,8 @@ class Replicas:
         Raises:
             TrainError: `replicas-differ`, on every rank.
         """
-        if self._is_uneven or not self._run.gradients.replicas_equal:
+        # Where runs of several widths are compared, an error here would hide what that comparison finds.
+        if self._is_uneven or not self._run.gradients.replicas_equal or self._run.runtime.compares_widths:
             return
         states: list[Whereabouts] = self._run.collectives.gather_object(self._state())
         why = difference(states)
