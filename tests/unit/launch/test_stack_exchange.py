@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from paceline.launch.rounds import Member
-from paceline.world.stacks.groups import ProcessStacks
-from paceline.world.stacks.parse import Frame, Thread
+from paceline.world.stacks.parse import FramePosition
+from paceline.world.stacks.report import RankPlace
 from paceline_hosts import stack_exchange
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Message, StacksAsked, StacksCollected, StacksWanted, decode, encode
@@ -57,7 +58,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_exchange, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
 
-STACKS = ProcessStacks(7, (Thread((Frame("/work/train.py", 3, "main"),)),), rank=2)
+STACKS = RankPlace(2, 7, FramePosition("", "/work/train.py", 3, "main"), stacks="main thread")
 
 
 def test_a_member_asks_and_all_hosts_answer() -> None:
@@ -77,9 +78,21 @@ def test_a_member_asks_and_all_hosts_answer() -> None:
     leader.hear("c", StacksAsked("as SIGUSR1 asked for"))  # the same event, said before it has heard of the report
     leader.hear("c", StacksCollected(1, ()))
     processes, notes = leader.exchange.gather(asked)
-    assert [(process.rank, process.host, process.main) for process in processes] == [(2, "host b", STACKS.main)]
+    assert processes == [replace(STACKS, host="host b")]
     assert notes == [] and leader.exchange.asked() == ""
     assert not member.exchange.is_wanted
+
+
+def test_stacks_that_are_too_long_lose_their_end() -> None:
+    member = Launcher("b")
+    member.follow()
+    member.hear("a", StacksWanted(1))
+    assert member.exchange.is_wanted
+    member.exchange.answer([replace(STACKS, stacks="first\n" + "x" * stack_exchange.LONGEST), STACKS])
+    (answer,) = member.sent
+    assert isinstance(answer, StacksCollected)
+    assert answer.places[0].stacks.startswith("first\n") and answer.places[0].stacks.endswith("too long to be sent)")
+    assert answer.places[1].stacks == STACKS.stacks and len(encode(answer)) < stack_exchange.LONGEST
 
 
 def test_a_leader_that_does_not_answer_or_is_lost() -> None:

@@ -13,8 +13,9 @@ import pytest
 from paceline.launch.job import Job, Target
 from paceline.launch.processes import stuck
 from paceline.launch.processes.stuck import StuckWatch
-from paceline.world.stacks.groups import ProcessStacks
-from paceline.world.stacks.parse import Frame, Thread
+from paceline.world.hangs.progress import ProgressReport
+from paceline.world.stacks.parse import FramePosition
+from paceline.world.stacks.report import RankPlace
 
 
 class Exchange:
@@ -25,15 +26,15 @@ class Exchange:
         self.leads_well = True
         self.leader = "node 0 (a)"
         self.is_wanted = False
-        self.others: list[ProcessStacks] = []
+        self.others: list[RankPlace] = []
         self.questions: list[str] = []
-        self.answers: list[list[ProcessStacks]] = []
+        self.answers: list[list[RankPlace]] = []
 
     def ask_leader(self, headline: str) -> bool:
         self.questions.append(headline)
         return self.leads_well
 
-    def answer(self, processes: Sequence[ProcessStacks]) -> None:
+    def answer(self, processes: Sequence[RankPlace]) -> None:
         self.answers.append(list(processes))
         self.is_wanted = False
 
@@ -43,12 +44,12 @@ class Exchange:
     def begin(self) -> set[str]:
         return {"b"} if self.others else set()
 
-    def gather(self, asked: set[str]) -> tuple[list[ProcessStacks], list[str]]:
+    def gather(self, asked: set[str]) -> tuple[list[RankPlace], list[str]]:
         return self.others, []
 
 
-def stacks(rank: int, line: int, host: str = "") -> ProcessStacks:
-    return ProcessStacks(os.getpid(), (Thread((Frame("/home/me/train.py", line, "main"),)),), rank=rank, host=host)
+def stacks(rank: int, line: int, host: str = "") -> RankPlace:
+    return RankPlace(rank, os.getpid(), FramePosition("", "/home/me/train.py", line, "main"), host=host)
 
 
 def watch(
@@ -58,10 +59,10 @@ def watch(
     exchange = Exchange()
     recorded: list[Any] = []
     recording = SimpleNamespace(folder=folder, stuck=lambda *entry: recorded.append(entry))
-    monkeypatch.setattr(stuck, "stacks_of", lambda *_: [stacks(1, 10)])
+    monkeypatch.setattr(stuck.HostWatch, "places", lambda *_: [stacks(1, 10)])
     monkeypatch.setattr(stuck, "LOOK_S", 0.0)
     monkeypatch.setattr(stuck.HostWatch, "stuck_for", lambda *_: 70.0)
-    monkeypatch.setattr(stuck.HostWatch, "headline", lambda *_: "no rank has made progress")
+    monkeypatch.setattr(stuck.HostWatch, "progress_of", lambda *_: ProgressReport(1, 9, 70.0, 60.0, 0.5))
     job = Job(Target("script", "train.py"), on_hang=on_hang)
     stacks_of_others = exchange if others else None
     watching = StuckWatch(job, folder, lambda _: None, recording, stacks_of_others)  # type: ignore[arg-type]
@@ -81,7 +82,7 @@ def test_a_member_leaves_the_report_to_the_leader(
 ) -> None:
     member, exchange, recorded = watch(tmp_path, monkeypatch, "restart")
     assert member.look([worker()], SIGNALS)
-    assert exchange.questions == ["no rank has made progress"] and exchange.answers == [[stacks(1, 10)]]
+    assert exchange.questions == ["no rank has made progress for 70 s (a step usually takes 0.5 s)"] and exchange.answers == [[stacks(1, 10)]]
     assert recorded == [] and not list(tmp_path.iterdir())
     assert "node 0 (a) reports the stacks of all ranks: no rank has made progress" in capsys.readouterr().err
     assert member.failure is not None and member.failure.stuck == "rank 1 at train.py:10"

@@ -8,17 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.world.hangs.progress import LEAST_S, Look, Progress, ProgressReport, RankLife, stuck_for
-from paceline.world.stacks.watch import HostWatch
-
-LOOK_S = 1.0
+from paceline.world.hangs.host import HostWatch
+from paceline.world.hangs.progress import LEAST_S, LOOK_S, Look, Progress, ProgressReport, RankLife, stuck_for
 
 
 class Rank:
     """A rank whose time is turned by hand; it computes in no look unless a test says so."""
 
     def __init__(self, stuck_after: str = "20x") -> None:
-        self.progress = Progress(stuck_after, LOOK_S)
+        self.progress = Progress(stuck_after)
         self.at = 100.0
         self.cpu_s = 0.0
         self.switches = 0
@@ -45,12 +43,12 @@ class Rank:
 
     @property
     def is_stuck(self) -> bool:
-        return bool(stuck_for([RankLife(self.report)], LOOK_S))
+        return bool(stuck_for([RankLife(self.report)]))
 
     @property
     def report(self) -> ProgressReport:
         own = self.progress
-        return ProgressReport(own.steps, own.still_s, own.limit_s, own.usual_s, own.busy_with)
+        return ProgressReport(0, own.steps, own.still_s, own.limit_s, own.usual_s, own.busy_with)
 
 
 def test_a_rank_that_stands_still_is_stuck_after_the_least_time() -> None:
@@ -114,7 +112,7 @@ def test_a_step_ends_the_standstill() -> None:
     assert rank.is_stuck and not rank.steps(1).is_stuck
 
 
-STILL = ProgressReport(100, 90.0, 60.0, 0.5)
+STILL = ProgressReport(0, 100, 90.0, 60.0, 0.5)
 STUCK = RankLife(STILL)
 
 
@@ -149,14 +147,13 @@ STUCK = RankLife(STILL)
     ],
 )
 def test_a_run_is_stuck_where_all_ranks_are(others: list[RankLife], seconds: float) -> None:
-    assert stuck_for(others, LOOK_S) == seconds
+    assert stuck_for(others) == seconds
 
 
 def test_no_ranks_are_not_stuck() -> None:
-    assert stuck_for([], LOOK_S) == 0.0
+    assert stuck_for([]) == 0.0
 
 
 def test_a_rank_that_deletes_its_file_while_the_launcher_looks_is_not_stuck(tmp_path, monkeypatch):
-    report = {"rank": 0, "phase": "forward", "step": 1}
-    monkeypatch.setattr(HostWatch, "progress_of", lambda *_: report)  # read just before the file was deleted
+    monkeypatch.setattr(HostWatch, "progress_of", lambda *_: STILL)  # read just before the file was deleted
     assert HostWatch(tmp_path).stuck_for([os.getpid()]) == 0

@@ -2,18 +2,18 @@
 
 a member      a user asks there, or its ranks are stuck    -- StacksAsked -->       the leader
 all members   collect the stacks of their ranks            <-- StacksWanted --
-              send at most 1 MB for each host              -- StacksCollected -->   one report of all ranks
+              send at most 0.5 MB for each host             -- StacksCollected -->   one report of all ranks
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from paceline.world.stacks.groups import ProcessStacks
+from paceline.world.stacks.report import RankPlace
 from paceline_hosts.membership.messages import StacksAsked, StacksCollected, StacksWanted
-from paceline_hosts.stack_transfer import received, to_send
 
 if TYPE_CHECKING:
     from paceline_hosts.membership.membership import Membership
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 _ANSWER_S = 5.0  # a leader that does not answer within this is busy with something else, or was lost
 _COLLECT_S = 20.0  # collecting takes up to 2 s, and 10 s more where py-spy is installed
 _POLL_S = 0.02
+# The most characters for the stacks of a host. In a message each has up to six bytes, and launchers accept 4 MB.
+LONGEST = 1 << 19
 
 
 class StackExchange:
@@ -75,11 +77,17 @@ class StackExchange:
             self._pause(_POLL_S)
         return self._wanted is not None
 
-    def answer(self, processes: Sequence[ProcessStacks]) -> None:
-        """Sends the leader the stacks, if it wants any."""
+    def answer(self, places: Sequence[RankPlace]) -> None:
+        """Sends the leader where these ranks are, if it wants to know. Stacks that are too long lose their end."""
         if self._wanted is not None:
-            host = self._membership.me.host
-            self._membership.send_to_leader(StacksCollected(self._wanted, to_send(processes, host)))
+            most = LONGEST // max(len(places), 1)
+            sent = []
+            for place in places:
+                stacks = place.stacks
+                if len(stacks) > most:
+                    stacks = f"{stacks[:most]}\n(cut off here: it was too long to be sent)"
+                sent.append(replace(place, stacks=stacks, host=self._membership.me.host))
+            self._membership.send_to_leader(StacksCollected(self._wanted, tuple(sent)))
         self._wanted = None
 
     def begin(self) -> set[str]:
@@ -98,7 +106,7 @@ class StackExchange:
                 asked.add(member_id)
         return asked
 
-    def gather(self, asked: set[str]) -> tuple[list[ProcessStacks], list[str]]:
+    def gather(self, asked: set[str]) -> tuple[list[RankPlace], list[str]]:
         """Waits for the stacks of members; returns them, and a line for each member that has not sent any.
 
         Args:
@@ -110,9 +118,9 @@ class StackExchange:
             if not self._awaited(asked):
                 break
             self._pause(_POLL_S)
-        processes: list[ProcessStacks] = []
+        places: list[RankPlace] = []
         for answer in self._answers.values():
-            processes += received(answer.processes)
+            places += answer.places
         notes = []
         for member_id in sorted(asked - self._answers.keys()):
             name = self._membership.name_of(member_id)
@@ -120,7 +128,7 @@ class StackExchange:
         # Several members may ask for a report of the same event. Their requests arrived before their answers, and this report
         # serves them all.
         self._asked.clear()
-        return processes, notes
+        return places, notes
 
     def _awaited(self, asked: set[str]) -> set[str]:
         """Returns the members that will still answer: those not lost, and whose processes have not ended meanwhile."""

@@ -21,7 +21,7 @@ from paceline.base.registry import Registry
 from paceline.launch import host
 from paceline.launch.job import Job
 from paceline.launch.rounds import End, Member, Report, Round, StopMode
-from paceline.world.stacks.groups import ProcessStacks
+from paceline.world.stacks.report import RankPlace
 
 NODES = Registry("paceline.nodes", "way for nodes to find each other")
 
@@ -52,7 +52,7 @@ class OtherStacks(Protocol):
         """Asks the leader for a report of all ranks; returns whether it wants the stacks of this host for that."""
         ...
 
-    def answer(self, processes: Sequence[ProcessStacks]) -> None:
+    def answer(self, places: Sequence[RankPlace]) -> None:
         """Sends the leader the stacks, if it wants any."""
         ...
 
@@ -60,7 +60,7 @@ class OtherStacks(Protocol):
         """Asks all other nodes for their stacks; returns the ids of those that were asked."""
         ...
 
-    def gather(self, asked: set[str]) -> tuple[list[ProcessStacks], list[str]]:
+    def gather(self, asked: set[str]) -> tuple[list[RankPlace], list[str]]:
         """Waits for the stacks of other nodes; returns them, and a line for each node that has not sent any."""
         ...
 

@@ -75,11 +75,12 @@ class Collectives:
         if self.size > 1:
             # Loaded here: one process sends nothing, and has no use for messages, their links and the reports about them.
             from paceline.world.exchange import Exchange
-            from paceline.world.hangs import report as hang_reports
-            from paceline.world.hangs.debug import Watch
+            from paceline.world.hangs import waits
+            from paceline.world.hangs.debug import CallCheck
 
-            self._exchange = Exchange(group, device, Watch(group, timeout_s) if debug else None)
-            hang_reports.watch(hang_report_s, timeout_s, computes_on_cpu=device.type == "cpu")
+            on_cpu = device.type == "cpu"
+            self._exchange = Exchange(group, device, CallCheck(group, timeout_s, on_cpu) if debug else None)
+            waits.watch(hang_report_s, timeout_s, on_cpu)
         self._timeout_s = timeout_s
 
     def over(self, group: Group) -> Collectives:
@@ -391,8 +392,8 @@ class Collectives:
         Raises:
             CollectiveError: `collective-diverged`, `collective-missing`, on every rank.
         """
-        if self._exchange is not None and self._exchange.watch is not None:
-            self._exchange.watch.check(op, detail)
+        if self._exchange is not None and self._exchange.call_check is not None:
+            self._exchange.call_check.check(op, detail)
 
     def decline(self, op: str, why: str) -> None:
         """Tells the other ranks, which enter the exchange now, that this rank cannot take part.

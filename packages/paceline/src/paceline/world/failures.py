@@ -18,7 +18,7 @@ from paceline.base.connections import closed, late
 from paceline.base.errors import CollectiveError, PacelineError
 from paceline.world import places, rendezvous
 from paceline.world.departures import Departure, departures
-from paceline.world.hangs import debug, report
+from paceline.world.hangs import debug, waits
 
 _SAME_CALLS = "every rank must make the same calls, as often"
 _MOST = 160  # characters of the backend's own words
@@ -88,7 +88,7 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
 def _last_report(operation: str) -> list[str]:
     """Returns what each rank did when this wait was reported."""
     try:
-        return report.last_report(operation)
+        return waits.last_report(operation)
     except RuntimeError:
         return []  # the store has ended
 

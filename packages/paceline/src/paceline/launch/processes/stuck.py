@@ -26,8 +26,9 @@ from paceline.launch.nodes import OtherStacks
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.spawn import Worker
 from paceline.launch.recording import LaunchRecording
-from paceline.world.stacks.groups import ProcessStacks
-from paceline.world.stacks.watch import LOOK_S, HostWatch, StackReport, report_of_stacks, stacks_of
+from paceline.world.hangs.host import HostWatch, StackReport, report_of_places
+from paceline.world.hangs.progress import LOOK_S
+from paceline.world.stacks.report import RankPlace
 
 _STOPPED_S = 5.0  # how long a rank must have been stopped before it is named
 # Hosts notice a standstill within a few seconds of each other. A report that is not older than this was about the same one.
@@ -67,7 +68,6 @@ class StuckWatch:
         """Forgets the last round, and begins to watch the processes of a new one."""
         self._host = HostWatch(self._folder)
         self._looked_at = 0.0
-        self._is_reported = False
         # The last report with other hosts, and when it was made.
         self._latest: tuple[float, StackReport] | None = None
         self._stopped: set[int] = set()  # process ids of ranks that were named
@@ -91,30 +91,27 @@ class StuckWatch:
                 # An empty answer keeps the leader from waiting for this host.
                 self._others.answer([])
             return False
-        pids = [worker.pid for worker in running]
         self._name_stopped(running)
         if self._others is not None and self._others.is_wanted:
             self._answer(running, self._others)
-        if self._host.was_asked(pids) or signals.stacks_wanted:
-            self._report(running, self._host.headline(pids))
+        pids = [worker.pid for worker in running]
+        is_asked = self._host.was_asked(pids) or signals.stacks_wanted
+        headline = self._host.due(pids, is_asked)
+        if is_asked:
+            self._report(running, headline)
             # The launcher has passed the signal on to each rank. That was the same request, so it is taken back here.
             signals.stacks_wanted = False
             self._host.was_asked(pids)
-        elif self._others is not None:
-            headline = self._others.asked()
-            if headline:
-                self._report(running, headline)
-        stuck_s = self._host.stuck_for(pids)
-        if not stuck_s:
-            self._is_reported = False
-        elif not self._is_reported:
-            self._is_reported = True
-            return self._act(running, stuck_s)
+            return False
+        if headline:
+            return self._act(running, headline)
+        wanted = self._others.asked() if self._others is not None else ""
+        if wanted:
+            self._report(running, wanted)
         return False
 
-    def _act(self, running: list[Worker], stuck_s: float) -> bool:
+    def _act(self, running: list[Worker], headline: str) -> bool:
         """Reports that the run is stuck. Returns whether it must be ended, and sets `failure` if so."""
-        headline = self._host.headline([worker.pid for worker in running], stuck_s)
         if self._latest is not None and time.monotonic() - self._latest[0] < _SAME_STANDSTILL_S:
             report = self._latest[1]
         else:
@@ -141,18 +138,18 @@ class StuckWatch:
                 return self._answer(running, others)
             notes.append(f"{leader} did not answer; the ranks of other hosts are missing here")
         asked = set[str]() if others is None else others.begin()
-        stacks = self._stacks(running)
-        of_others: list[ProcessStacks] = []
+        places = self._places(running)
+        of_others: list[RankPlace] = []
         if others is not None:
             of_others, missing = others.gather(asked)
             notes += missing
         if of_others:
             # Host names are only shown if there are several hosts.
             own_host = host.name()
-            stacks = [replace(process, host=own_host) for process in stacks]
-            stacks += of_others
+            places = [replace(place, host=own_host) for place in places]
+            places += of_others
         folder = self._recording.folder or Path(self._job.log_dir or "")
-        report = report_of_stacks(stacks, headline, folder, notes)
+        report = report_of_places(places, headline, folder, notes)
         print(report.text, file=sys.stderr, flush=True)
         file = "" if report.file is None else str(report.file.absolute())
         # If all ranks are at the same place, none of them holds up the others, and this list is empty.
@@ -168,14 +165,14 @@ class StuckWatch:
 
     def _answer(self, running: list[Worker], others: OtherStacks) -> StackReport:
         """Sends the leader the stacks of this host. Returns a report of them alone, which is not printed."""
-        stacks = self._stacks(running)
-        others.answer(stacks)
-        self._latest = time.monotonic(), report_of_stacks(stacks, "", None)
+        places = self._places(running)
+        others.answer(places)
+        self._latest = time.monotonic(), report_of_places(places, "", None)
         return self._latest[1]
 
-    def _stacks(self, running: list[Worker]) -> list[ProcessStacks]:
+    def _places(self, running: list[Worker]) -> list[RankPlace]:
         pid_of_rank = {worker.process.rank: worker.pid for worker in running}
-        return stacks_of(self._host, pid_of_rank, self._pause)
+        return self._host.places(pid_of_rank, self._pause)
 
     def _name_stopped(self, running: list[Worker]) -> None:
         """Prints which ranks a signal has stopped, because the other ranks only wait for them."""

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from paceline.world.stacks import procfs
 from paceline.world.stacks.dump import STACKS, DumpFiles
-from paceline.world.stacks.groups import ProcessStacks
 from paceline.world.stacks.parse import Thread, threads_of, threads_of_py_spy
+from paceline.world.stacks.report import ProcessStacks
 
 _WRITE_S = 2.0  # how long a process may take to write its stacks
 _QUIET_S = 0.1  # a file that has not grown for so long is complete
@@ -40,8 +40,8 @@ class SpyResult:
     failure: str = ""
 
 
-def collect(pid_of_rank: Mapping[int, int], folder: Path, pause: Pause = time.sleep) -> list[ProcessStacks]:
-    """Returns the stacks of ranks, in the order of the ranks.
+def collect(pid_of_rank: Mapping[int, int], folder: Path, pause: Pause = time.sleep) -> dict[int, ProcessStacks]:
+    """Returns the stacks of ranks, by rank, with those of the processes that they have started.
 
     Args:
         pid_of_rank: the ranks of this host.
@@ -61,15 +61,11 @@ def collect(pid_of_rank: Mapping[int, int], folder: Path, pause: Pause = time.sl
     for pid, descendants in family.items():
         all_pids += [pid, *descendants]
     natives = _py_spy(all_pids, folder, pause)
-    return [_of_rank(rank, pid, family[pid], texts, natives) for rank, pid in sorted(pid_of_rank.items())]
-
-
-def _of_rank(
-    rank: int, pid: int, descendants: Sequence[int], texts: Mapping[int, str], natives: Mapping[int, SpyResult]
-) -> ProcessStacks:
-    children = [_of_process(child, texts, natives) for child in descendants]
-    own = _of_process(pid, texts, natives)
-    return replace(own, rank=rank, children=tuple(children))
+    stacks: dict[int, ProcessStacks] = {}
+    for rank, pid in sorted(pid_of_rank.items()):
+        children = [_of_process(child, texts, natives) for child in family[pid]]
+        stacks[rank] = replace(_of_process(pid, texts, natives), children=tuple(children))
+    return stacks
 
 
 def _of_process(pid: int, texts: Mapping[int, str], natives: Mapping[int, SpyResult]) -> ProcessStacks:

@@ -75,24 +75,27 @@ class Thread:
 
 @dataclass(frozen=True)
 class FramePosition:
-    """Holds where a thread is.
+    """Holds where a thread is. It is made on the thread's own host, and can be read on any other.
 
     Attributes:
         operation: the function of torch or Paceline that the line of the script has called; "" for none.
         file, line, function: the line of the script.
+        source: what that line says; "" if the file cannot be read.
+        path: all lines of the script on the stack, because a function may be called from several places.
     """
 
     operation: str
     file: str
     line: int
     function: str
+    source: str = ""
+    path: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
-        """The line of the script, with its source if the file can be read here."""
-        source = linecache.getline(self.file, self.line).strip()
+        """The line of the script, with its source."""
         place = f"{shortened(self.file)}:{self.line} in {self.function}"
-        return f"{place}: {source}" if source else place
+        return f"{place}: {self.source}" if self.source else place
 
     @property
     def text(self) -> str:
@@ -103,26 +106,6 @@ class FramePosition:
 def shortened(file: str) -> str:
     """Returns a path without the working directory, if it begins with that."""
     return file.removeprefix(os.getcwd() + os.sep)
-
-
-# The beginnings of paths that differ between hosts, and the words that replace them in a message.
-_PORTABLE = {folder: f"<{Path(folder).name}>/" for folder in our_folders()} | {_STDLIB: "<stdlib>/"}
-
-
-def portable(file: str) -> str:
-    """Returns a path for a message to another host, where Python and Paceline may be installed elsewhere."""
-    for beginning, word in _PORTABLE.items():
-        if file.startswith(beginning):
-            return word + file.removeprefix(beginning)
-    return file
-
-
-def at_home(file: str) -> str:
-    """Returns the path on this host for one that `portable` has returned on another host."""
-    for beginning, word in _PORTABLE.items():
-        if file.startswith(word):
-            return beginning + file.removeprefix(word)
-    return file
 
 
 def threads_of(text: str) -> tuple[Thread, ...]:
@@ -160,7 +143,10 @@ def position(frames: Sequence[Frame]) -> FramePosition | None:
     lines_of_others = [index for index, frame in enumerate(frames) if frame.is_script]
     index = next(iter(lines_of_user or lines_of_others), 0)
     frame = frames[index]
-    return FramePosition(_operation(frames[:index]), frame.file, frame.line, frame.function)
+    source = linecache.getline(frame.file, frame.line).strip()
+    # A script may be in different folders on different hosts.
+    path = tuple(f"{os.path.basename(own.file)}:{own.line}" for own in frames if own.is_script)
+    return FramePosition(_operation(frames[:index]), frame.file, frame.line, frame.function, source, path)
 
 
 def _operation(inner: Sequence[Frame]) -> str:

@@ -1,60 +1,69 @@
-"""Makes one report of the stacks of all ranks: ranks at the same place share one line. Pure functions."""
+"""Makes one report of where all ranks are: ranks at the same place share one line. Pure functions."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from paceline.world.stacks.parse import Frame, FramePosition, Thread, position
 
 _STATES = {"T": "stopped", "t": "held by a debugger", "D": "waiting for a disk or a network drive", "Z": "ended"}
-_SHOWN_COLLECTIVES = 5
 
 
 @dataclass(frozen=True)
 class ProcessStacks:
-    """Holds what is known about one process.
+    """Holds the stacks of one process, on its own host.
 
     Attributes:
         pid: its process number.
         threads: the Python stacks of its threads, the main thread last; () if it did not write any.
         state: the letter of its state (`procfs.state`).
-        still_s: seconds since its last sign of progress; 0 if it reports none.
         native: the stacks with compiled code, as py-spy writes them; "" without py-spy.
         note: why something is missing; "" for nothing.
-        collectives: the last collectives of torch's flight recorder, the newest last.
-        rank: its rank; None for a process that a rank has started.
         command: its command line.
         children: the processes that it has started.
-        host: its host; "" in a report about a single host.
     """
 
     pid: int
     threads: tuple[Thread, ...] = ()
     state: str = ""
-    still_s: float = 0.0
     native: str = ""
     note: str = ""
-    collectives: tuple[str, ...] = ()
-    rank: int | None = None
     command: str = ""
     children: tuple[ProcessStacks, ...] = ()
-    host: str = ""
 
     @property
     def main(self) -> tuple[Frame, ...]:
         """The stack of the main thread."""
         return self.threads[-1].frames if self.threads else ()
 
-    @property
-    def position(self) -> FramePosition | None:
-        """Where the main thread is."""
-        return position(self.main)
 
-    @property
-    def is_stopped(self) -> bool:
-        """Whether a signal has stopped it."""
-        return self.state == "T"
+@dataclass(frozen=True)
+class RankPlace:
+    """Holds where one rank is. It is made on the host of the rank, and can be read on any other.
+
+    Attributes:
+        rank: the rank.
+        pid: its process number.
+        place: where its main thread is; None if that is not known.
+        state: the letter of the state of its process (`procfs.state`); "" if nobody has looked.
+        still_s: seconds since its last sign of progress, or for which it has waited; 0 if it goes on.
+        note: what else there is to say, such as why its place is not known.
+        workers: the processes that it has started and that hold it up: the process number of each, and where it is.
+        stacks: all its stacks, and those of the processes that it has started; "" if nobody has collected them.
+        host: its host; "" in a report about a single host.
+    """
+
+    rank: int
+    pid: int
+    place: FramePosition | None = None
+    state: str = ""
+    still_s: float = 0.0
+    note: str = ""
+    workers: tuple[tuple[int, str], ...] = ()
+    stacks: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -62,19 +71,24 @@ class RankGroup:
     """Holds ranks that are at the same place.
 
     Attributes:
-        members: their processes.
+        members: the ranks.
         text: where they are.
         brief: the same in a few words, without the source.
     """
 
-    members: tuple[ProcessStacks, ...]
+    members: tuple[RankPlace, ...]
     text: str
     brief: str
 
     @property
     def ranks(self) -> list[int]:
-        """Their ranks."""
-        return [member.rank for member in self.members if member.rank is not None]
+        """Their numbers."""
+        return [member.rank for member in self.members]
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal has stopped them."""
+        return self.members[0].state == "T"
 
     @property
     def still_s(self) -> float:
@@ -89,12 +103,43 @@ class RankGroup:
         return f"{ranks_text(self.ranks)}{on_host}"
 
 
-def grouped(processes: Iterable[ProcessStacks]) -> list[RankGroup]:
-    """Groups processes by their place: the largest group is first; of equal groups, the one with the lowest rank."""
-    members_of: dict[tuple[object, ...], list[ProcessStacks]] = {}
-    for process in sorted(processes, key=lambda process: process.rank or 0):
-        members_of.setdefault(_key(process), []).append(process)
-    groups = [RankGroup(tuple(members), _text(members), _brief(members[0])) for members in members_of.values()]
+def place_of(rank: int, process: ProcessStacks, still_s: float, collectives: Sequence[str]) -> RankPlace:
+    """Returns where a rank is, by the stacks of its processes.
+
+    Args:
+        rank: the rank.
+        process: its process.
+        still_s: seconds since its last sign of progress.
+        collectives: the last collectives of torch's flight recorder, the newest last.
+    """
+    place = position(process.main)
+    workers = []
+    for child in process.children:
+        at = position(child.main)
+        # An idle worker of a loader waits in lines of torch. It has no line of the user on its stack, and is not listed.
+        is_at_work = at is not None and any(frame.is_users for frame in _begun_by_torch(child.main))
+        if child.state in _STATES or is_at_work:
+            workers.append((child.pid, _text(child.state, at, child.note, f"`kill -CONT {child.pid}`")))
+    stacks = _all_stacks(process, collectives)
+    note = process.note if place is None else ""
+    return RankPlace(rank, process.pid, place, process.state, still_s, note, tuple(workers), stacks)
+
+
+def grouped(ranks: Iterable[RankPlace]) -> list[RankGroup]:
+    """Groups ranks by their place: the largest group is first; of equal groups, the one with the lowest rank."""
+    members_of: dict[tuple[object, ...], list[RankPlace]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.rank):
+        path = rank.place.path if rank.place is not None else ()
+        members_of.setdefault((_line(rank), path), []).append(rank)
+    groups_at = Counter(line for line, _ in members_of)
+    groups = []
+    for (line, _), members in members_of.items():
+        first = members[0]
+        text = _text(first.state, first.place, first.note, _continuing(members))
+        # The line alone does not tell these groups apart.
+        if groups_at[line] > 1 and first.place is not None:
+            text += f" ({' < '.join(first.place.path)})"
+        groups.append(RankGroup(tuple(members), text, _brief(first)))
     return sorted(groups, key=lambda group: -len(group.members))
 
 
@@ -128,13 +173,10 @@ def full_report(headline: str, groups: Sequence[RankGroup], footer: Sequence[str
     parts = [short_report(headline, groups, footer)]
     for group in groups:
         for member in group.members:
-            parts.append(_process_text(member, _title(member)))
+            on_host = f" on {member.host}" if member.host else ""
+            title = _title(f"rank {member.rank}, pid {member.pid}{on_host}", member.state)
+            parts.append(f"{title}\n{member.stacks}")
     return "\n\n".join(parts) + "\n"
-
-
-def _title(process: ProcessStacks) -> str:
-    on_host = f" on {process.host}" if process.host else ""
-    return f"rank {process.rank}, pid {process.pid}{on_host}"
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -153,32 +195,35 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return f"{len(ranks)} ranks ({', '.join(texts)})"
 
 
-def _key(process: ProcessStacks) -> tuple[object, ...]:
-    """Returns a key that is equal for processes at the same place. A script may be in different folders on different hosts."""
-    place = process.position
+def _line(rank: RankPlace) -> tuple[object, ...]:
+    """Returns what the line of a report about a rank says. A script may be in different folders on different hosts."""
+    place = rank.place
     if place is None:
-        return (process.state, process.note)
-    state = process.state if process.state in _STATES else ""
-    return (state, place.operation, place.file.rpartition("/")[2], place.line, place.function)
+        return (rank.state, rank.note)
+    state = rank.state if rank.state in _STATES else ""
+    return (state, rank.note, place.operation, place.file.rpartition("/")[2], place.line, place.function)
 
 
-def _text(members: Sequence[ProcessStacks]) -> str:
-    """Returns where the members of a group are."""
-    first = members[0]
-    place = first.position
+def _text(state: str, place: FramePosition | None, note: str, continuing: str) -> str:
+    """Returns where a process is.
+
+    Args:
+        state, place, note: those of `RankPlace`.
+        continuing: the commands that let it go on, if a signal has stopped it.
+    """
     parts = []
-    if first.is_stopped:
-        parts.append(f"stopped by a signal (SIGSTOP or SIGTSTP; state T); {_continuing(members)} lets it go on")
-    elif first.state in _STATES:
-        parts.append(f"{_STATES[first.state]} (state {first.state})")
+    if state == "T":
+        parts.append(f"stopped by a signal (SIGSTOP or SIGTSTP; state T); {continuing} lets it go on")
+    elif state in _STATES:
+        parts.append(f"{_STATES[state]} (state {state})")
     if place is not None:
         parts.append(place.text)
-    elif not parts:
-        parts.append(first.note or "it did not write its stack")
-    return "; ".join(parts)
+    if note and (place is not None or not parts):
+        parts.append(note)
+    return "; ".join(parts) or "it did not write its stack"
 
 
-def _continuing(members: Sequence[ProcessStacks]) -> str:
+def _continuing(members: Sequence[RankPlace]) -> str:
     """Returns the commands that continue stopped processes, one for each host."""
     pids_by_host: dict[str, list[str]] = {}
     for member in members:
@@ -190,9 +235,9 @@ def _continuing(members: Sequence[ProcessStacks]) -> str:
     return " and ".join(commands)
 
 
-def _brief(process: ProcessStacks) -> str:
-    place = process.position
-    words = f"{_STATES[process.state]} " if process.state in _STATES else ""
+def _brief(rank: RankPlace) -> str:
+    place = rank.place
+    words = f"{_STATES[rank.state]} " if rank.state in _STATES else ""
     if place is None:
         return words.strip() or "without a stack"
     line = f"at {place.file.rpartition('/')[2]}:{place.line}"
@@ -202,17 +247,11 @@ def _brief(process: ProcessStacks) -> str:
 
 
 def _workers(group: RankGroup) -> list[str]:
-    """Returns what the child processes of these ranks do, with one line for those that do the same.
-
-    An idle worker of a loader waits in lines of torch. It has no line of the user on its stack, and is not listed.
-    """
+    """Returns what the child processes of these ranks do, with one line for those that do the same."""
     pids_by_text: dict[str, list[int]] = {}
     for member in group.members:
-        for child in member.children:
-            place = child.position
-            is_at_work = place is not None and any(frame.is_users for frame in _begun_by_torch(child.main))
-            if child.state in _STATES or is_at_work:
-                pids_by_text.setdefault(_text([child]), []).append(child.pid)
+        for pid, text in member.workers:
+            pids_by_text.setdefault(text, []).append(pid)
     lines = []
     for text, pids in pids_by_text.items():
         processes = "process" if len(pids) == 1 else "processes"
@@ -236,22 +275,25 @@ def _of_script(frames: Sequence[Frame]) -> Sequence[Frame]:
     return frames
 
 
-def _process_text(process: ProcessStacks, title: str) -> str:
-    """Returns all stacks of a process, and of the processes that it has started."""
-    state = f", {_STATES[process.state]}" if process.state in _STATES else ""
-    lines = [f"==== {title}{state} ===="]
-    if process.note:
-        lines.append(process.note)
+def _title(name: str, state: str) -> str:
+    in_state = f", {_STATES[state]}" if state in _STATES else ""
+    return f"==== {name}{in_state} ===="
+
+
+def _all_stacks(process: ProcessStacks, collectives: Sequence[str] = ()) -> str:
+    """Returns all stacks of a process, and of the processes that it has started; what matters most comes first."""
+    lines = [process.note] if process.note else []
     for number, thread in enumerate(reversed(process.threads)):
         lines.append("main thread, the innermost call first:" if number == 0 else f"thread {number}:")
         lines += [
             f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in _of_script(thread.frames)
         ]
-    if process.collectives:
+    if collectives:
         lines.append("last collectives (torch's flight recorder):")
-        lines += [f"  {collective}" for collective in process.collectives[-_SHOWN_COLLECTIVES:]]
+        lines += [f"  {collective}" for collective in collectives]
     if process.native:
         lines += ["with compiled code (py-spy dump --native):", process.native]
     for child in process.children:
-        lines += ["", _process_text(child, f"pid {child.pid}, started by pid {process.pid}: {child.command[:160]}")]
+        name = f"pid {child.pid}, started by pid {process.pid}: {child.command[:160]}"
+        lines += ["", _title(name, child.state), _all_stacks(child)]
     return "\n".join(lines)

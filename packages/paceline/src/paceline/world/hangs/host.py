@@ -11,17 +11,16 @@ import os
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from paceline.world.hangs.progress import ProgressReport, RankLife, stuck_for
+from paceline.base.json_fields import read
+from paceline.world.hangs.progress import LOOK_S, ProgressReport, RankLife, stuck_for
 from paceline.world.stacks import procfs
 from paceline.world.stacks.collect import Pause, collect
 from paceline.world.stacks.dump import REPORTING, DumpFiles
-from paceline.world.stacks.groups import ProcessStacks, full_report, grouped, in_one_sentence, short_report
+from paceline.world.stacks.report import RankPlace, full_report, grouped, in_one_sentence, place_of, short_report
 
-LOOK_S = 1.0  # seconds between two looks
 ASKED = "as SIGUSR1 asked for"  # headline of a report that somebody has requested
 _IDLE = 0.1  # a process that computes for less than this part of the time is idle
 _SAME_S = 5.0  # if all ranks get the signal within this time, one report is made
@@ -61,34 +60,64 @@ class HostWatch:
         self._written: dict[int, tuple[int, float]] = {}
         self._computed: dict[int, tuple[float, float]] = {}
         self._asked: dict[int, int] = {}
+        self._is_reported = False  # this standstill
+
+    def due(self, pids: Sequence[int], is_asked: bool) -> str:
+        """Returns the headline of the report that is due; "" if none is. A standstill is reported once.
+
+        Args:
+            pids: all ranks of this host; () if some have not begun yet or have ended, because the others may wait for them.
+            is_asked: whether somebody has requested a report.
+        """
+        if is_asked:
+            return ASKED
+        stuck_s = self.stuck_for(pids)
+        is_reported = self._is_reported
+        self._is_reported = stuck_s > 0
+        if not stuck_s or is_reported:
+            return ""
+        reports = [self.progress_of(pid) for pid in pids]
+        usual_s = max((report.usual_s for report in reports if report is not None), default=0.0)
+        return f"no rank has made progress for {stuck_s:.0f} s (a step usually takes {usual_s:.3g} s)"
 
     def stuck_for(self, pids: Iterable[int]) -> float:
         """Returns for how many seconds all of these ranks have been stuck; 0 if they are not."""
-        return stuck_for([self._life(pid) for pid in pids], LOOK_S)
+        return stuck_for([self._life(pid) for pid in pids])
 
-    def progress_of(self, pid: int) -> dict[str, Any]:
-        """Returns the report of a rank about its progress; {} if there is none, or no longer."""
+    def progress_of(self, pid: int) -> ProgressReport | None:
+        """Returns the report of a rank about its progress; None if there is none, or no longer."""
         try:
-            values: dict[str, Any] = json.loads(DumpFiles(self.folder, pid).progress.read_text())
-        except (OSError, ValueError):
-            return {}  # the rank has left, or has just begun to write
-        return values
+            text = DumpFiles(self.folder, pid).progress.read_text()
+        except FileNotFoundError:
+            return None
+        report: ProgressReport = read(ProgressReport, json.loads(text))
+        return report
 
-    def headline(self, pids: Iterable[int], stuck_s: float = 0.0) -> str:
-        """Returns the headline of a report: that these ranks are stuck, or that somebody has requested their stacks."""
-        if not stuck_s:
-            return ASKED
-        usual_s = max(self.progress_of(pid).get("usual_s", 0.0) for pid in pids)
-        return f"no rank has made progress for {stuck_s:.0f} s (a step usually takes {usual_s:.3g} s)"
+    def places(self, pid_of_rank: Mapping[int, int], pause: Pause = time.sleep) -> list[RankPlace]:
+        """Collects the stacks of ranks of this host, and returns where they are.
+
+        Args:
+            pid_of_rank: the ranks.
+            pause: that of `collect`.
+        """
+        # This is read first, because py-spy may take seconds.
+        reports = {rank: self.progress_of(pid) for rank, pid in pid_of_rank.items()}
+        places = []
+        for rank, process in collect(pid_of_rank, self.folder, pause).items():
+            report = reports[rank]
+            still_s = report.still_s if report is not None else 0.0
+            collectives = report.collectives if report is not None else ()
+            places.append(place_of(rank, process, still_s, collectives))
+        return places
 
     def ranks(self) -> dict[int, int]:
         """Returns the process number of each running rank that writes into this folder, by rank."""
         pid_of_rank: dict[int, int] = {}
         for path in self.folder.glob("*.progress"):
             pid = int(path.stem)
-            progress = self.progress_of(pid)
-            if progress and procfs.state(pid) not in ("", "Z"):
-                pid_of_rank[progress["rank"]] = pid
+            report = self.progress_of(pid)
+            if report is not None and procfs.state(pid) not in ("", "Z"):
+                pid_of_rank[report.rank] = pid
         return pid_of_rank
 
     def was_asked(self, pids: Iterable[int]) -> bool:
@@ -119,10 +148,10 @@ class HostWatch:
 
     def _life(self, pid: int) -> RankLife:
         now = time.monotonic()
-        values = self.progress_of(pid)
+        report = self.progress_of(pid)
         written_ns = self._time_of(pid)
         # A rank that leaves deletes its file, which may happen after it was read.
-        if not values or not written_ns:
+        if report is None or not written_ns:
             self._written.pop(pid, None)
             return RankLife(None)
         if self._written.get(pid, (0, 0.0))[0] != written_ns:
@@ -132,9 +161,7 @@ class HostWatch:
         if cpu_s - before_s > _IDLE * LOOK_S:
             before_s, busy_at = cpu_s, now
         self._computed[pid] = (cpu_s, busy_at)
-        return RankLife(
-            progress_report_of(values), now - self._written[pid][1], procfs.state(pid) == "T", now - busy_at
-        )
+        return RankLife(report, now - self._written[pid][1], procfs.state(pid) == "T", now - busy_at)
 
     def _time_of(self, pid: int) -> int:
         try:
@@ -143,41 +170,21 @@ class HostWatch:
             return 0
 
 
-def progress_report_of(values: Mapping[str, Any]) -> ProgressReport:
-    """Makes the report of a rank from what it has written."""
-    fields = {name: value for name, value in values.items() if name not in ("rank", "local_rank")}
-    return ProgressReport(**{**fields, "collectives": tuple(values["collectives"])})
-
-
-def stacks_of(host: HostWatch, pid_of_rank: Mapping[int, int], pause: Pause = time.sleep) -> list[ProcessStacks]:
-    """Returns the stacks of ranks of this host, with their reports about their progress.
-
-    Args:
-        host: the watch of the host.
-        pid_of_rank: the ranks.
-        pause: that of `collect`.
-    """
-    # This is read first, because py-spy may take seconds.
-    progress = {pid: host.progress_of(pid) for pid in pid_of_rank.values()}
-    processes = collect(pid_of_rank, host.folder, pause)
-    return [_with_progress(process, progress[process.pid]) for process in processes]
-
-
-def report_of_stacks(
-    stacks: Sequence[ProcessStacks], headline: str, folder: Path | None, notes: Sequence[str] = ()
+def report_of_places(
+    places: Sequence[RankPlace], headline: str, folder: Path | None, notes: Sequence[str] = ()
 ) -> StackReport:
-    """Makes a report from stacks.
+    """Makes the report, and writes its file.
 
     Args:
-        stacks: the stacks of all ranks.
+        places: where all ranks are.
         headline: what the report is about.
         folder: the folder for its file; None for no file.
         notes: lines about what is missing.
     """
     if headline == ASKED:
-        ranks = "1 rank" if len(stacks) == 1 else f"{len(stacks)} ranks"
+        ranks = "1 rank" if len(places) == 1 else f"{len(places)} ranks"
         headline = f"stacks of {ranks}, {ASKED}"
-    groups = grouped(stacks)
+    groups = grouped(places)
     footer = list(notes)
     file = None
     if folder is not None:
@@ -187,7 +194,7 @@ def report_of_stacks(
         except OSError as error:
             footer.append(f"the stacks could not be written to {folder.absolute()}: {error.strerror}")
     # A group that is stopped by a signal, else the smallest one.
-    blamed = min(groups, key=lambda group: (not group.members[0].is_stopped, len(group.members)))
+    blamed = min(groups, key=lambda group: (not group.is_stopped, len(group.members)))
     return StackReport(
         short_report(f"paceline: {headline}:", groups, footer),
         in_one_sentence(groups),
@@ -195,13 +202,6 @@ def report_of_stacks(
         tuple(blamed.ranks) if len(groups) > 1 else (),
         blamed.ranks[0],
     )
-
-
-def _with_progress(process: ProcessStacks, values: Mapping[str, Any]) -> ProcessStacks:
-    if not values:
-        return process
-    report = progress_report_of(values)
-    return replace(process, still_s=report.still_s, collectives=report.collectives)
 
 
 def _write(folder: Path, text: str) -> Path:
