@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from paceline.launch.nodes import GatheredPlaces
 from paceline.world.stacks.report import RankPlace
 from paceline_hosts.membership.messages import StacksAsked, StacksCollected, StacksWanted
 
@@ -40,57 +41,77 @@ class StackExchange:
         self._number = 0
         self._answers: dict[str, StacksCollected] = {}  # to that request, by the id of the member
         self._asked: list[str] = []  # headlines of the reports that members want
-        self._wanted: int | None = None  # the number of the leader's request that this launcher has not answered
+        self._wanted: StacksWanted | None = None  # the leader's request that this launcher has not answered
+
+    def wanted(self) -> str:
+        """Returns the headline of the report for which the leader wants the stacks of this host; "" if it wants none."""
+        self._take()
+        return "" if self._wanted is None else self._wanted.headline
 
     def asked(self) -> str:
         """Returns the headline of the next report that a member wants, and forgets it; "" if none is wanted."""
         self._take()
-        if not self._asked:
-            return ""
-        return self._asked.pop(0)
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the leader wants the stacks of this host."""
-        self._take()
-        return self._wanted is not None
-
-    @property
-    def follows(self) -> bool:
-        """Whether another launcher leads."""
-        return self._membership.following is not None
-
-    @property
-    def leader(self) -> str:
-        """The name of the launcher that leads, for messages."""
-        return self._membership.name_of(self._membership.leader_id)
-
-    def ask_leader(self, headline: str) -> bool:
-        """Asks the leader for a report of all ranks; returns whether it wants the stacks of this host for that.
-
-        Args:
-            headline: what the report is about.
-        """
-        self._membership.send_to_leader(StacksAsked(headline))
-        deadline = time.monotonic() + _ANSWER_S
-        while not self.is_wanted and self.follows and time.monotonic() < deadline:
-            self._pause(_POLL_S)
-        return self._wanted is not None
+        return self._asked.pop(0) if self._asked else ""
 
     def answer(self, places: Sequence[RankPlace]) -> None:
         """Sends the leader where these ranks are, if it wants to know. Stacks that are too long lose their end."""
-        if self._wanted is not None:
-            most = LONGEST // max(len(places), 1)
-            sent = []
-            for place in places:
-                stacks = place.stacks
-                if len(stacks) > most:
-                    stacks = f"{stacks[:most]}\n(cut off here: it was too long to be sent)"
-                sent.append(replace(place, stacks=stacks, host=self._membership.me.host))
-            self._membership.send_to_leader(StacksCollected(self._wanted, tuple(sent)))
+        if self._wanted is None:
+            return
+        most = LONGEST // max(len(places), 1)
+        sent = []
+        for place in places:
+            stacks = place.stacks
+            if len(stacks) > most:
+                stacks = f"{stacks[:most]}\n(cut off here: it was too long to be sent)"
+            sent.append(replace(place, stacks=stacks, host=self._membership.me.host))
+        self._membership.send_to_leader(StacksCollected(self._wanted.number, tuple(sent)))
         self._wanted = None
 
-    def begin(self) -> set[str]:
+    def gather(self, headline: str, own: Callable[[], list[RankPlace]]) -> GatheredPlaces:
+        """Asks the leader for a report; or collects the places of all ranks, if this launcher leads or the leader is silent.
+
+        Args:
+            headline: what the report is about.
+            own: collects the places of the ranks of this host.
+        """
+        notes = []
+        if self._membership.following is not None:
+            leader = self._membership.name_of(self._membership.leader_id)
+            if self._is_reported_by_leader(headline):
+                places = own()
+                self.answer(places)
+                return GatheredPlaces(places, reporter=leader)
+            notes.append(f"{leader} did not answer; the ranks of other hosts are missing here")
+        asked = self._ask_members(headline)
+        # All hosts collect at the same time, so that one report shows one moment.
+        places = own()
+        deadline = time.monotonic() + _COLLECT_S
+        self._take()
+        while self._awaited(asked) and time.monotonic() < deadline:
+            self._pause(_POLL_S)
+            self._take()
+        if self._answers:
+            # Host names are only shown if there are several hosts.
+            places = [replace(place, host=self._membership.me.host) for place in places]
+        for answer in self._answers.values():
+            places += answer.places
+        for member_id in sorted(asked - self._answers.keys()):
+            name = self._membership.name_of(member_id)
+            notes.append(f"{name} has sent no stacks within {_COLLECT_S:g} s; its ranks are missing here")
+        # Several members may ask for a report of the same event. Their requests arrived before their answers, and this report
+        # serves them all.
+        self._asked.clear()
+        return GatheredPlaces(places, notes)
+
+    def _is_reported_by_leader(self, headline: str) -> bool:
+        """Asks the leader for a report of all ranks; returns whether it wants the stacks of this host for that."""
+        self._membership.send_to_leader(StacksAsked(headline))
+        deadline = time.monotonic() + _ANSWER_S
+        while not self.wanted() and self._membership.following is not None and time.monotonic() < deadline:
+            self._pause(_POLL_S)
+        return self._wanted is not None
+
+    def _ask_members(self, headline: str) -> set[str]:
         """Asks all members for their stacks; returns the ids of those that were asked."""
         self._take()
         self._number += 1
@@ -102,33 +123,9 @@ class StackExchange:
         for member_id in leadership.members:
             # A member that has reported the end of its processes has no stacks, and does not look for requests any more.
             if member_id in self._membership.peers.connection_of and member_id not in leadership.reports:
-                self._membership.peers.send(member_id, StacksWanted(self._number))
+                self._membership.peers.send(member_id, StacksWanted(self._number, headline))
                 asked.add(member_id)
         return asked
-
-    def gather(self, asked: set[str]) -> tuple[list[RankPlace], list[str]]:
-        """Waits for the stacks of members; returns them, and a line for each member that has not sent any.
-
-        Args:
-            asked: as `begin` returned it.
-        """
-        deadline = time.monotonic() + _COLLECT_S
-        while time.monotonic() < deadline:
-            self._take()
-            if not self._awaited(asked):
-                break
-            self._pause(_POLL_S)
-        places: list[RankPlace] = []
-        for answer in self._answers.values():
-            places += answer.places
-        notes = []
-        for member_id in sorted(asked - self._answers.keys()):
-            name = self._membership.name_of(member_id)
-            notes.append(f"{name} has sent no stacks within {_COLLECT_S:g} s; its ranks are missing here")
-        # Several members may ask for a report of the same event. Their requests arrived before their answers, and this report
-        # serves them all.
-        self._asked.clear()
-        return places, notes
 
     def _awaited(self, asked: set[str]) -> set[str]:
         """Returns the members that will still answer: those not lost, and whose processes have not ended meanwhile."""
@@ -143,6 +140,6 @@ class StackExchange:
             if isinstance(message, StacksAsked):
                 self._asked.append(message.headline)
             elif isinstance(message, StacksWanted):
-                self._wanted = message.number
+                self._wanted = message
             elif message.number == self._number:
                 self._answers[member_id] = message

@@ -229,9 +229,10 @@ class StacksAsked:
 
 @dataclass(frozen=True)
 class StacksWanted:
-    """A member is to send the stacks of its ranks; `number` counts these requests of the leader."""
+    """A member is to send the stacks of its ranks for a report; `number` counts these requests of the leader."""
 
     number: Number
+    headline: Text
 
 
 @dataclass(frozen=True)

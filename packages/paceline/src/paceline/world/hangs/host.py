@@ -5,45 +5,20 @@ The launcher of the ranks uses it; without one, a rank does.
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.base.json_fields import read
-from paceline.world.hangs.progress import LOOK_S, ProgressReport, RankLife, stuck_for
+from paceline.world.hangs.progress import LOOK_S, SILENT_LOOKS, ProgressReport, RankLife, stuck_for
 from paceline.world.stacks import procfs
 from paceline.world.stacks.collect import Pause, collect
-from paceline.world.stacks.dump import REPORTING, DumpFiles
-from paceline.world.stacks.report import RankPlace, full_report, grouped, in_one_sentence, place_of, short_report
+from paceline.world.stacks.dump import DumpFiles
+from paceline.world.stacks.report import RankPlace, full_report, grouped, place_of, short_report
 
 ASKED = "as SIGUSR1 asked for"  # headline of a report that somebody has requested
 _IDLE = 0.1  # a process that computes for less than this part of the time is idle
-_SAME_S = 5.0  # if all ranks get the signal within this time, one report is made
-
-
-@dataclass(frozen=True)
-class StackReport:
-    """Shows where the ranks of a run are.
-
-    Attributes:
-        text: the text for the terminal.
-        sentence: where the ranks are, in one sentence.
-        file: the file with all stacks; None if it could not be written.
-        blamed_ranks: the ranks that probably cause the hang: those that are stopped, or else the smallest group; () if all
-            ranks are at the same place.
-        blamed_rank: the first of them; the first of all ranks if all are at the same place.
-    """
-
-    text: str
-    sentence: str
-    file: Path | None
-    blamed_ranks: tuple[int, ...]
-    blamed_rank: int
 
 
 class HostWatch:
@@ -62,16 +37,17 @@ class HostWatch:
         self._asked: dict[int, int] = {}
         self._is_reported = False  # this standstill
 
-    def due(self, pids: Sequence[int], is_asked: bool) -> str:
+    def due(self, pids: Sequence[int], is_asked: bool = False, are_all: bool = True) -> str:
         """Returns the headline of the report that is due; "" if none is. A standstill is reported once.
 
         Args:
-            pids: all ranks of this host; () if some have not begun yet or have ended, because the others may wait for them.
-            is_asked: whether somebody has requested a report.
+            pids: the running ranks of this host.
+            is_asked: whether somebody has requested a report in another way than by a signal to one of them.
+            are_all: whether no rank is missing. If one has ended or has not begun yet, the others may wait for it.
         """
-        if is_asked:
+        if self.was_asked(pids) or is_asked:
             return ASKED
-        stuck_s = self.stuck_for(pids)
+        stuck_s = self.stuck_for(pids) if are_all else 0.0
         is_reported = self._is_reported
         self._is_reported = stuck_s > 0
         if not stuck_s or is_reported:
@@ -120,6 +96,15 @@ class HostWatch:
                 pid_of_rank[report.rank] = pid
         return pid_of_rank
 
+    def first_at_work(self, pid_of_rank: Mapping[int, int]) -> int | None:
+        """Returns the first of these ranks that no signal has stopped and whose watcher runs; None if there is none."""
+        at_work = []
+        for rank, pid in pid_of_rank.items():
+            silent_s = time.time() - self._time_of(pid) / 1e9
+            if procfs.state(pid) != "T" and silent_s < SILENT_LOOKS * LOOK_S:
+                at_work.append(rank)
+        return min(at_work, default=None)
+
     def was_asked(self, pids: Iterable[int]) -> bool:
         """Returns whether one of these processes has got SIGUSR1 since the last call."""
         was_asked = False
@@ -131,20 +116,6 @@ class HostWatch:
             was_asked |= size > self._asked.get(pid, 0)
             self._asked[pid] = size
         return was_asked
-
-    @contextmanager
-    def alone(self) -> Iterator[bool]:
-        """Keeps other processes of this host from making a report meanwhile. Yields whether this process should make one."""
-        with (self.folder / REPORTING).open("a") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            age_s = time.time() - os.fstat(file.fileno()).st_mtime
-            has_just_reported = file.tell() > 0 and age_s < _SAME_S
-            yield not has_just_reported
-            file.write(".")
 
     def _life(self, pid: int) -> RankLife:
         now = time.monotonic()
@@ -170,38 +141,28 @@ class HostWatch:
             return 0
 
 
-def report_of_places(
-    places: Sequence[RankPlace], headline: str, folder: Path | None, notes: Sequence[str] = ()
-) -> StackReport:
-    """Makes the report, and writes its file.
+def report(
+    places: Sequence[RankPlace], headline: str, folder: Path, notes: Sequence[str] = ()
+) -> tuple[str, Path | None]:
+    """Returns the report for the terminal, and the file with all stacks; None if it could not be written.
 
     Args:
         places: where all ranks are.
         headline: what the report is about.
-        folder: the folder for its file; None for no file.
+        folder: the folder for the file.
         notes: lines about what is missing.
     """
     if headline == ASKED:
         ranks = "1 rank" if len(places) == 1 else f"{len(places)} ranks"
         headline = f"stacks of {ranks}, {ASKED}"
     groups = grouped(places)
-    footer = list(notes)
-    file = None
-    if folder is not None:
-        try:
-            file = _write(folder, full_report(f"paceline: {headline}", groups, notes))
-            footer.append(f"all stacks: {file.absolute()}")
-        except OSError as error:
-            footer.append(f"the stacks could not be written to {folder.absolute()}: {error.strerror}")
-    # A group that is stopped by a signal, else the smallest one.
-    blamed = min(groups, key=lambda group: (not group.is_stopped, len(group.members)))
-    return StackReport(
-        short_report(f"paceline: {headline}:", groups, footer),
-        in_one_sentence(groups),
-        file,
-        tuple(blamed.ranks) if len(groups) > 1 else (),
-        blamed.ranks[0],
-    )
+    try:
+        file = _write(folder, full_report(f"paceline: {headline}", groups, notes))
+        where = f"all stacks: {file.absolute()}"
+    except OSError as error:
+        file = None
+        where = f"the stacks could not be written to {folder.absolute()}: {error.strerror}"
+    return short_report(f"paceline: {headline}:", groups, [*notes, where]), file
 
 
 def _write(folder: Path, text: str) -> Path:

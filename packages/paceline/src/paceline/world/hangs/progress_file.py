@@ -1,7 +1,7 @@
 """`ProgressFile` writes once a second whether this rank makes progress, into a file beside those of its stacks.
 
     under `paceline launch`   the launcher reads the file, and decides whether the run is stuck
-    under torchrun            a rank that gets SIGUSR1, or that finds all ranks of its host stuck, collects their stacks
+    under torchrun            the first rank of a host does the same, and reports their stacks
 
 With several hosts, a rank that has made no progress for half of its limit asks over the store whether another rank is alive.
 Before that, nothing is sent.
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from paceline.base.log import logger
 from paceline.torch_internals.flight_recorder import last_collectives
-from paceline.world.hangs.host import HostWatch, report_of_places
+from paceline.world.hangs.host import HostWatch, report
 from paceline.world.hangs.progress import LOOK_S, Look, Progress, ProgressReport
 from paceline.world.hangs.watcher import Watcher, duty, running
 from paceline.world.stacks import dump
@@ -139,7 +139,7 @@ class ProgressFile:
         """Replaces the file at once, so a reader gets the old or the new text."""
         progress = self.progress
         collectives = last_collectives(_COLLECTIVES) if progress.still_s > _COLLECTIVES_AFTER_S else []
-        report = ProgressReport(
+        written = ProgressReport(
             self._world.rank,
             progress.steps,
             progress.still_s,
@@ -150,18 +150,16 @@ class ProgressFile:
             tuple(collectives),
         )
         new = self._files.progress.with_suffix(".new")
-        new.write_text(json.dumps(asdict(report)))
+        new.write_text(json.dumps(asdict(written)))
         new.replace(self._files.progress)
 
     def _report_if_due(self) -> None:
-        """Under torchrun: reports the ranks of this host, unless another rank does so now or has just done so."""
-        is_asked = self._host.was_asked([self._files.pid])
-        # As long as this rank makes progress, it does not read the files of the others.
-        pid_of_rank = self._host.ranks() if is_asked or self.progress.still_s else {}
-        pids = list(pid_of_rank.values()) if len(pid_of_rank) == self._world.local_size else []
-        headline = self._host.due(pids, is_asked)
-        if headline:
-            with self._host.alone() as is_first:
-                if is_first:
-                    places = self._host.places(pid_of_rank)
-                    logger("world").warning("%s", report_of_places(places, headline, Path()).text)
+        """Under torchrun: reports the ranks of this host, if this rank is the first of them that can."""
+        pid_of_rank = self._host.ranks()
+        headline = self._host.due(list(pid_of_rank.values()), are_all=len(pid_of_rank) == self._world.local_size)
+        if headline and self._host.first_at_work(pid_of_rank) == self._world.rank:
+            places = self._host.places(pid_of_rank)
+            text, _ = report(places, headline, Path())
+            logger("world").warning("%s", text)
+            # Ranks that have got the signal meanwhile are in this report.
+            self._host.was_asked(pid_of_rank.values())

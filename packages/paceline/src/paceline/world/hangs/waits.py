@@ -43,11 +43,11 @@ def watch(report_s: float, timeout_s: float | None, computes_on_cpu: bool) -> No
     """Starts to report waits of this process, until it leaves its group. A second call changes nothing.
 
     Args:
-        report_s: seconds after which a rank that waits is reported; 0 for never.
+        report_s: seconds after which a rank that waits is reported.
         timeout_s: seconds after which a collective fails, for the text of the report.
         computes_on_cpu: whether a busy thread computes.
     """
-    if report_s and duty(WaitReports) is None:
+    if duty(WaitReports) is None:
         watcher = running(computes_on_cpu)
         watcher.add(WaitReports(watcher, report_s, rendezvous.timeout(timeout_s)))
 

@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
@@ -150,16 +151,11 @@ class Watcher:
 
     def _look(self) -> Look:
         assert self._main.ident is not None, "the main thread has begun"
-        frames: list[Frame] = []
-        places: list[tuple[int, int]] = []
         with frame_of_thread(self._main.ident) as innermost:
             waiting = waiting_frame(innermost)
             is_new_call = waiting is not None and _mark(waiting)
-            frame = innermost
-            while frame is not None:
-                frames.append(Frame(frame.f_code.co_filename, line_of(frame), frame.f_code.co_name))
-                places.append((id(frame), frame.f_lasti))
-                frame = frame.f_back
+            frames = frames_of(innermost)
+            places = [(id(frame), frame.f_lasti) for frame in _outwards(innermost)]
         # Only the frames from the script's line outwards are compared. A library that the script has called may poll: a loader
         # checks every 5 s whether its workers are alive.
         first_of_script = next((index for index, frame in enumerate(frames) if frame.is_script), 0)
@@ -190,6 +186,17 @@ def busy_with(frames: list[Frame]) -> str:
         if frame.function in _ONE_FIRST:
             return "waiting for the one process that works first"
     return ""
+
+
+def frames_of(innermost: FrameType | None) -> list[Frame]:
+    """Returns the stack that begins with a frame, the innermost call first."""
+    return [Frame(frame.f_code.co_filename, line_of(frame), frame.f_code.co_name) for frame in _outwards(innermost)]
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def end_process(text: str) -> NoReturn:

@@ -66,11 +66,7 @@ class Frame:
         return self.file.startswith("<frozen ") or (self.file.startswith(_STDLIB) and not is_package)
 
 
-@dataclass(frozen=True)
-class Thread:
-    """Holds the stack of one thread, the innermost call first."""
-
-    frames: tuple[Frame, ...]
+Stack = tuple[Frame, ...]  # of one thread, the innermost call first
 
 
 @dataclass(frozen=True)
@@ -108,17 +104,17 @@ def shortened(file: str) -> str:
     return file.removeprefix(os.getcwd() + os.sep)
 
 
-def threads_of(text: str) -> tuple[Thread, ...]:
+def threads_of(text: str) -> tuple[Stack, ...]:
     """Returns the threads of one dump of faulthandler, in its order: the main thread is the last."""
     return _threads(text, _THREAD, _FRAME)
 
 
-def threads_of_py_spy(text: str) -> tuple[Thread, ...]:
+def threads_of_py_spy(text: str) -> tuple[Stack, ...]:
     """Returns the threads of one `py-spy dump` without native frames. Its first one, the main thread, becomes the last."""
     return _threads(text, _SPY_THREAD, _SPY_FRAME)[::-1]
 
 
-def _threads(text: str, begin: re.Pattern[str], call: re.Pattern[str]) -> tuple[Thread, ...]:
+def _threads(text: str, begin: re.Pattern[str], call: re.Pattern[str]) -> tuple[Stack, ...]:
     """Returns the threads of a text in which each begins with a line of one pattern, and each call has a line of another."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
@@ -128,7 +124,7 @@ def _threads(text: str, begin: re.Pattern[str], call: re.Pattern[str]) -> tuple[
         elif threads and match is not None:
             number = int(match["line"]) if match["line"].isdigit() else 0
             threads[-1].append(Frame(match["file"], number, match["function"]))
-    return tuple(Thread(tuple(frames)) for frames in threads)
+    return tuple(map(tuple, threads))
 
 
 def position(frames: Sequence[Frame]) -> FramePosition | None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.world.stacks.parse import Frame, FramePosition, Thread, position
+from paceline.world.stacks.parse import Frame, FramePosition, Stack, position
 
 _STATES = {"T": "stopped", "t": "held by a debugger", "D": "waiting for a disk or a network drive", "Z": "ended"}
 
@@ -26,7 +26,7 @@ class ProcessStacks:
     """
 
     pid: int
-    threads: tuple[Thread, ...] = ()
+    threads: tuple[Stack, ...] = ()
     state: str = ""
     native: str = ""
     note: str = ""
@@ -34,9 +34,9 @@ class ProcessStacks:
     children: tuple[ProcessStacks, ...] = ()
 
     @property
-    def main(self) -> tuple[Frame, ...]:
+    def main(self) -> Stack:
         """The stack of the main thread."""
-        return self.threads[-1].frames if self.threads else ()
+        return self.threads[-1] if self.threads else ()
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,12 @@ def grouped(ranks: Iterable[RankPlace]) -> list[RankGroup]:
             text += f" ({' < '.join(first.place.path)})"
         groups.append(RankGroup(tuple(members), text, _brief(first)))
     return sorted(groups, key=lambda group: -len(group.members))
+
+
+def blamed(groups: Sequence[RankGroup]) -> list[int]:
+    """Returns the ranks that probably hold up the others: those that are stopped, or else the smallest group."""
+    group = min(groups, key=lambda group: (not group.is_stopped, len(group.members)))
+    return group.ranks if len(groups) > 1 else []
 
 
 def in_one_sentence(groups: Sequence[RankGroup]) -> str:
@@ -285,9 +291,7 @@ def _all_stacks(process: ProcessStacks, collectives: Sequence[str] = ()) -> str:
     lines = [process.note] if process.note else []
     for number, thread in enumerate(reversed(process.threads)):
         lines.append("main thread, the innermost call first:" if number == 0 else f"thread {number}:")
-        lines += [
-            f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in _of_script(thread.frames)
-        ]
+        lines += [f'  File "{frame.file}", line {frame.line}, in {frame.function}' for frame in _of_script(thread)]
     if collectives:
         lines.append("last collectives (torch's flight recorder):")
         lines += [f"  {collective}" for collective in collectives]
