@@ -5,7 +5,7 @@
     progress_file   a duty: tells whoever watches the ranks of this host
     waits           a duty: reports over the store which rank waits where
     debug           a duty, and the check before each operation: debug mode
-    host            the other side of `progress_file`: the launcher, or the first rank under torchrun, reads the files and reports
+    host            the other side of `progress_file`, in the launcher or in the first rank under torchrun: reads and reports
 
 A report is the same wherever it is made (`stacks/report.py`): a `RankPlace` for each rank, grouped by place.
 """
