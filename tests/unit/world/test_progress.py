@@ -99,6 +99,16 @@ def test_what_may_take_long_is_no_standstill(what: str) -> None:
     assert not rank.passes(50).is_stuck and rank.passes(20).is_stuck
 
 
+def test_more_looks_a_second_do_not_turn_one_wake_up_into_a_sign_of_life() -> None:
+    """`--hang-report-s 1` and debug mode want more looks. A loader that waits wakes up each 5 s."""
+    rank = Rank().steps(10)
+    for number in range(10 * int(LEAST_S + 2)):
+        rank.at += 0.1
+        rank.switches += number % 50 == 0
+        rank.look()
+    assert rank.is_stuck
+
+
 def test_a_process_that_did_not_run_has_not_been_waiting() -> None:
     """A laptop that slept, or a scheduler that stopped all processes: the clock has gone on without anybody looking."""
     rank = Rank().steps(10).passes(3)

@@ -26,6 +26,7 @@ _REMEMBERED_STEPS = 64
 _BUSY = 0.1  # a process that computes for more than this part of the time is alive
 # A thread that waits for one event wakes up less often than this; a thread that reads a stream wakes up more often.
 _SWITCHES_PER_S = 5.0
+_RATE_S = 0.9 * LOOK_S  # the time over which these two are judged, at least
 # A rank that writes nothing for so many looks was stopped, or is in a call that holds the interpreter's lock.
 SILENT_LOOKS = 5.0
 
@@ -80,6 +81,7 @@ class Progress:
         self._durations: deque[float] = deque(maxlen=_REMEMBERED_STEPS)
         self._steps_seen = 0
         self._last: Look | None = None
+        self._rated: Look | None = None  # the look up to which rates were judged
 
     def stepped(self, at: float) -> None:
         """Records that an optimizer has stepped at a time."""
@@ -112,22 +114,27 @@ class Progress:
         self.busy_with = look.busy_with
         has_stepped = self.steps != self._steps_seen
         self._steps_seen = self.steps
-        if last is None:
+        if last is None or self._rated is None:
+            self._rated = look
             return
         # The process itself may have been stopped since the last look, for example with a laptop. That time does not count.
         elapsed_s = min(look.at - last.at, SILENT_LOOKS * LOOK_S)
         computes = look.thread_s - last.thread_s > _BUSY * elapsed_s
         still_waits = look.waits and not look.is_new_call and not computes
         self.waits_s = self.waits_s + elapsed_s if still_waits else 0.0
-        shows_life = has_stepped or look.busy_with or self._is_alive(last, look)
+        shows_life = has_stepped or look.busy_with or look.place != last.place
+        # Over less than a second, a single wake-up or tick of the clock would be a high rate.
+        if look.at - self._rated.at >= _RATE_S:
+            shows_life = shows_life or self._is_active(self._rated, look)
+            self._rated = look
         self.still_s = 0.0 if shows_life else self.still_s + elapsed_s
 
     @staticmethod
-    def _is_alive(last: Look, look: Look) -> bool:
-        seconds = max(look.at - last.at, 1e-3)
-        computes = look.cpu_s - last.cpu_s > _BUSY * seconds
-        wakes = look.switches - last.switches > _SWITCHES_PER_S * seconds
-        return computes or wakes or look.place != last.place
+    def _is_active(before: Look, look: Look) -> bool:
+        seconds = look.at - before.at
+        computes = look.cpu_s - before.cpu_s > _BUSY * seconds
+        wakes = look.switches - before.switches > _SWITCHES_PER_S * seconds
+        return computes or wakes
 
 
 @dataclass(frozen=True)
