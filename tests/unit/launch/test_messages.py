@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from dataclasses import fields
-from types import UnionType
+from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import pytest
@@ -14,7 +14,6 @@ import strangers
 from paceline.base.errors import Problem
 from paceline.base.json_fields import hints
 from paceline.launch.rounds import End, Member, Report, Round
-from paceline.world.stacks.groups import ProcessStacks
 from paceline_hosts.membership import messages
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Join, Message, Proposal, RunEnded, StopProcesses, decode, encode
@@ -88,13 +87,11 @@ def some(kind: Any, draw: random.Random) -> Any:
         return draw.choice(args)
     if kind is Problem or kind == Problem | None:
         return draw.choice([Problem("launch-nodes", "what")] + [None] * (kind is not Problem))
-    if kind is ProcessStacks:  # they may hold others without an end
-        return ProcessStacks(1, note="why", rank=draw.choice([None, 2]))
     if hasattr(kind, "__dataclass_fields__"):
         return kind(**{each.name: some(hints(kind)[each.name], draw) for each in fields(kind)})
     if origin in (Union, UnionType):
         return some(draw.choice(args), draw)
-    return {int: 1, float: draw.random(), bool: draw.random() < 0.5, str: "why"}[kind]
+    return {int: 1, float: draw.random(), bool: draw.random() < 0.5, str: "why", NoneType: None}[kind]
 
 
 def some_membership(draw: random.Random) -> tuple[Membership, list[int]]:

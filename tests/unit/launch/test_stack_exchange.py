@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from paceline.launch.nodes import GatheredPlaces
 from paceline.launch.rounds import Member
-from paceline.world.stacks.groups import ProcessStacks
-from paceline.world.stacks.parse import Frame, Thread
+from paceline.world.stacks.parse import FramePosition
+from paceline.world.stacks.report import RankPlace
 from paceline_hosts import stack_exchange
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Message, StacksAsked, StacksCollected, StacksWanted, decode, encode
@@ -35,6 +37,7 @@ class Launcher:
 
     def follow(self) -> None:
         send = lambda message: self.sent.append(message)  # noqa: E731
+        self.membership.known_members["a"] = Member("a", "host a", 1)
         self.membership.following = SimpleNamespace(leader_id="a", send=send)  # type: ignore[assignment]
 
     def lead(self, *connected: str, ended: str = "") -> None:
@@ -57,37 +60,52 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stack_exchange, "time", SimpleNamespace(monotonic=lambda: float(next(ticks))))
 
 
-STACKS = ProcessStacks(7, (Thread((Frame("/work/train.py", 3, "main"),)),), rank=2)
+STACKS = RankPlace(2, 7, FramePosition("", "/work/train.py", 3, "main"), stacks="main thread")
 
 
 def test_a_member_asks_and_all_hosts_answer() -> None:
     leader, member = Launcher("a"), Launcher("b")
     leader.lead("b", "c")
     member.follow()
-    member.while_it_waits = lambda: member.hear("a", StacksWanted(1))
-    assert member.exchange.ask_leader("as SIGUSR1 asked for")
-    (question,) = member.sent
+    member.while_it_waits = lambda: member.hear("a", StacksWanted(1, "why"))
+    assert member.exchange.gather("why", lambda: [STACKS]) == GatheredPlaces([STACKS], reporter="host a")
+    question, answer = member.sent
     leader.hear("b", question)
-    assert leader.exchange.asked() == "as SIGUSR1 asked for"
+    assert leader.exchange.asked() == "why"
     assert leader.exchange.asked() == ""
-    asked = leader.exchange.begin()
-    assert asked == {"b", "c"} and leader.wanted_of() == [0, 1]
-    member.exchange.answer([STACKS])
-    leader.hear("b", member.sent[1])
-    leader.hear("c", StacksAsked("as SIGUSR1 asked for"))  # the same event, said before it has heard of the report
-    leader.hear("c", StacksCollected(1, ()))
-    processes, notes = leader.exchange.gather(asked)
-    assert [(process.rank, process.host, process.main) for process in processes] == [(2, "host b", STACKS.main)]
-    assert notes == [] and leader.exchange.asked() == ""
-    assert not member.exchange.is_wanted
+
+    def own() -> list[RankPlace]:
+        assert leader.wanted_of() == [0, 1]  # all hosts collect at the same time
+        leader.hear("b", answer)
+        leader.hear("c", StacksAsked("why"))  # the same event, said before it has heard of the report
+        leader.hear("c", StacksCollected(1, ()))
+        return [replace(STACKS, rank=0)]
+
+    gathered = leader.exchange.gather("why", own)
+    assert gathered.places == [replace(STACKS, rank=0, host="host a"), replace(STACKS, host="host b")]
+    assert not gathered.notes and leader.exchange.asked() == ""
+    assert not member.exchange.wanted()
+
+
+def test_stacks_that_are_too_long_lose_their_end() -> None:
+    member = Launcher("b")
+    member.follow()
+    member.hear("a", StacksWanted(1, "why"))
+    assert member.exchange.wanted() == "why"
+    member.exchange.answer([replace(STACKS, stacks="first\n" + "x" * stack_exchange.LONGEST), STACKS])
+    (answer,) = member.sent
+    assert isinstance(answer, StacksCollected)
+    assert answer.places[0].stacks.startswith("first\n") and answer.places[0].stacks.endswith("too long to be sent)")
+    assert answer.places[1].stacks == STACKS.stacks and len(encode(answer)) < stack_exchange.LONGEST
 
 
 def test_a_leader_that_does_not_answer_or_is_lost() -> None:
     member = Launcher("b")
     member.follow()
-    assert not member.exchange.ask_leader("why")
+    silent = member.exchange.gather("why", lambda: [STACKS])
+    assert silent.places == [STACKS] and "did not answer" in silent.notes[0]
     member.while_it_waits = lambda: setattr(member.membership, "following", None)
-    assert not member.exchange.ask_leader("why")
+    assert not member.exchange.gather("why", lambda: [STACKS]).reporter
     member.exchange.answer([])
     assert len(member.sent) == 2
 
@@ -95,16 +113,19 @@ def test_a_leader_that_does_not_answer_or_is_lost() -> None:
 def test_a_member_that_is_silent_or_lost_or_has_ended() -> None:
     leader = Launcher("a")
     leader.lead("b", "c", ended="c")
-    asked = leader.exchange.begin()
-    assert asked == {"b"}  # nobody looks there any more
     leader.hear("b", StacksCollected(9, (STACKS,)))  # to a request of before
-    processes, notes = leader.exchange.gather(asked)
-    assert processes == [] and notes == ["host b has sent no stacks within 20 s; its ranks are missing here"]
-    del leader.membership.peers.connection_of["b"]
-    assert leader.exchange.gather(asked)[1] == notes  # without waiting
+    gathered = leader.exchange.gather("why", list)
+    assert leader.wanted_of() == [0]  # nobody looks there any more
+    assert gathered == GatheredPlaces([], ["host b has sent no stacks within 20 s; its ranks are missing here"])
+
+    def lost() -> list[RankPlace]:
+        del leader.membership.peers.connection_of["b"]
+        return []
+
+    leader.while_it_waits = lambda: pytest.fail("nobody is left to wait for")
+    assert leader.exchange.gather("why", lost) == gathered
 
 
 def test_a_launcher_alone_asks_nobody() -> None:
     alone = Launcher("a")
-    assert alone.exchange.begin() == set() and alone.exchange.gather(set()) == ([], [])
-    assert not alone.exchange.follows
+    assert alone.exchange.gather("why", lambda: [STACKS]) == GatheredPlaces([STACKS], [])

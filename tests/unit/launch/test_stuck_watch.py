@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,44 +11,43 @@ from typing import Any
 import pytest
 
 from paceline.launch.job import Job, Target
+from paceline.launch.nodes import GatheredPlaces
 from paceline.launch.processes import stuck
 from paceline.launch.processes.stuck import StuckWatch
-from paceline.world.stacks.groups import ProcessStacks
-from paceline.world.stacks.parse import Frame, Thread
+from paceline.world.hangs.host import ASKED
+from paceline.world.hangs.progress import ProgressReport
+from paceline.world.stacks.parse import FramePosition
+from paceline.world.stacks.report import RankPlace
 
 
 class Exchange:
     """Another launcher leads, or none; what it is told is in `answers`."""
 
     def __init__(self) -> None:
-        self.follows = True
-        self.leads_well = True
-        self.leader = "node 0 (a)"
-        self.is_wanted = False
-        self.others: list[ProcessStacks] = []
+        self.reporter = "node 0 (a)"
+        self.notes: list[str] = []
+        self.headline = ""  # of what the leader wants
+        self.others: list[RankPlace] = []
         self.questions: list[str] = []
-        self.answers: list[list[ProcessStacks]] = []
+        self.answers: list[list[RankPlace]] = []
 
-    def ask_leader(self, headline: str) -> bool:
-        self.questions.append(headline)
-        return self.leads_well
+    def wanted(self) -> str:
+        return self.headline
 
-    def answer(self, processes: Sequence[ProcessStacks]) -> None:
-        self.answers.append(list(processes))
-        self.is_wanted = False
+    def answer(self, places: Sequence[RankPlace]) -> None:
+        self.answers.append(list(places))
+        self.headline = ""
 
     def asked(self) -> str:
         return ""
 
-    def begin(self) -> set[str]:
-        return {"b"} if self.others else set()
-
-    def gather(self, asked: set[str]) -> tuple[list[ProcessStacks], list[str]]:
-        return self.others, []
+    def gather(self, headline: str, own: Callable[[], list[RankPlace]]) -> GatheredPlaces:
+        self.questions.append(headline)
+        return GatheredPlaces([*own(), *self.others], self.notes, self.reporter)
 
 
-def stacks(rank: int, line: int, host: str = "") -> ProcessStacks:
-    return ProcessStacks(os.getpid(), (Thread((Frame("/home/me/train.py", line, "main"),)),), rank=rank, host=host)
+def stacks(rank: int, line: int, host: str = "") -> RankPlace:
+    return RankPlace(rank, os.getpid(), FramePosition("", "/home/me/train.py", line, "main"), host=host)
 
 
 def watch(
@@ -58,10 +57,10 @@ def watch(
     exchange = Exchange()
     recorded: list[Any] = []
     recording = SimpleNamespace(folder=folder, stuck=lambda *entry: recorded.append(entry))
-    monkeypatch.setattr(stuck, "stacks_of", lambda *_: [stacks(1, 10)])
+    monkeypatch.setattr(stuck.HostWatch, "places", lambda self, pids, pause: [stacks(rank, 10) for rank in pids])
     monkeypatch.setattr(stuck, "LOOK_S", 0.0)
     monkeypatch.setattr(stuck.HostWatch, "stuck_for", lambda *_: 70.0)
-    monkeypatch.setattr(stuck.HostWatch, "headline", lambda *_: "no rank has made progress")
+    monkeypatch.setattr(stuck.HostWatch, "progress_of", lambda *_: ProgressReport(1, 9, 70.0, 60.0, 0.5))
     job = Job(Target("script", "train.py"), on_hang=on_hang)
     stacks_of_others = exchange if others else None
     watching = StuckWatch(job, folder, lambda _: None, recording, stacks_of_others)  # type: ignore[arg-type]
@@ -81,7 +80,7 @@ def test_a_member_leaves_the_report_to_the_leader(
 ) -> None:
     member, exchange, recorded = watch(tmp_path, monkeypatch, "restart")
     assert member.look([worker()], SIGNALS)
-    assert exchange.questions == ["no rank has made progress"] and exchange.answers == [[stacks(1, 10)]]
+    assert exchange.questions == ["no rank has made progress for 70 s (a step usually takes 0.5 s)"]
     assert recorded == [] and not list(tmp_path.iterdir())
     assert "node 0 (a) reports the stacks of all ranks: no rank has made progress" in capsys.readouterr().err
     assert member.failure is not None and member.failure.stuck == "rank 1 at train.py:10"
@@ -91,16 +90,25 @@ def test_a_standstill_that_the_leader_has_seen_first_is_not_asked_about(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member, exchange, _ = watch(tmp_path, monkeypatch, "leave")
-    exchange.is_wanted = True
+    exchange.headline = "no rank has made progress for 69 s"
     assert member.look([worker()], SIGNALS)
-    assert exchange.questions == [] and len(exchange.answers) == 1 and member.leaves
+    assert exchange.questions == [] and exchange.answers == [[stacks(1, 10)]] and member.leaves
+
+
+def test_a_report_that_somebody_has_asked_for_is_about_no_standstill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    member, exchange, _ = watch(tmp_path, monkeypatch, "leave")
+    exchange.headline = ASKED
+    assert member.look([worker()], SIGNALS)
+    assert len(exchange.answers) == len(exchange.questions) == 1
 
 
 def test_where_the_leader_does_not_answer_the_ranks_of_this_host_are_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     member, exchange, recorded = watch(tmp_path, monkeypatch, "report")
-    exchange.leads_well = False
+    exchange.reporter, exchange.notes = "", ["node 0 (a) did not answer; the ranks of other hosts are missing here"]
     assert not member.look([worker()], SIGNALS)
     assert "node 0 (a) did not answer; the ranks of other hosts are missing here" in capsys.readouterr().err
     assert "rank 1, pid" in (tmp_path / "stacks-1.txt").read_text() and len(recorded) == 1
@@ -111,7 +119,7 @@ def test_the_leader_reports_all_and_may_blame_a_rank_of_another_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     leader, exchange, recorded = watch(tmp_path, monkeypatch, "restart")
-    exchange.follows = False
+    exchange.reporter = ""
     exchange.others = [stacks(0, 10, "b"), stacks(2, 99, "b")]
     assert leader.look([worker()], SIGNALS)
     text = capsys.readouterr().err
@@ -125,7 +133,7 @@ def test_a_host_whose_processes_have_ended_answers_with_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     member, exchange, _ = watch(tmp_path, monkeypatch, "report")
-    exchange.is_wanted = True
+    exchange.headline = "why"
     assert not member.look([worker(code=0)], SIGNALS)
     assert exchange.answers == [[]]
 

@@ -8,17 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.world.hangs.progress import LEAST_S, Look, Progress, ProgressReport, RankLife, stuck_for
-from paceline.world.stacks.watch import HostWatch
-
-LOOK_S = 1.0
+from paceline.world.hangs.host import HostWatch
+from paceline.world.hangs.progress import LEAST_S, LOOK_S, Look, Progress, ProgressReport, RankLife, stuck_for
 
 
 class Rank:
     """A rank whose time is turned by hand; it computes in no look unless a test says so."""
 
     def __init__(self, stuck_after: str = "20x") -> None:
-        self.progress = Progress(stuck_after, LOOK_S)
+        self.progress = Progress(stuck_after)
         self.at = 100.0
         self.cpu_s = 0.0
         self.switches = 0
@@ -45,12 +43,12 @@ class Rank:
 
     @property
     def is_stuck(self) -> bool:
-        return bool(stuck_for([RankLife(self.report)], LOOK_S))
+        return bool(stuck_for([RankLife(self.report)]))
 
     @property
     def report(self) -> ProgressReport:
         own = self.progress
-        return ProgressReport(own.steps, own.still_s, own.limit_s, own.usual_s, own.busy_with)
+        return ProgressReport(0, own.steps, own.still_s, own.limit_s, own.usual_s, own.busy_with)
 
 
 def test_a_rank_that_stands_still_is_stuck_after_the_least_time() -> None:
@@ -101,6 +99,16 @@ def test_what_may_take_long_is_no_standstill(what: str) -> None:
     assert not rank.passes(50).is_stuck and rank.passes(20).is_stuck
 
 
+def test_more_looks_a_second_do_not_turn_one_wake_up_into_a_sign_of_life() -> None:
+    """`--hang-report-s 1` and debug mode want more looks. A loader that waits wakes up each 5 s."""
+    rank = Rank().steps(10)
+    for number in range(10 * int(LEAST_S + 2)):
+        rank.at += 0.1
+        rank.switches += number % 50 == 0
+        rank.look()
+    assert rank.is_stuck
+
+
 def test_a_process_that_did_not_run_has_not_been_waiting() -> None:
     """A laptop that slept, or a scheduler that stopped all processes: the clock has gone on without anybody looking."""
     rank = Rank().steps(10).passes(3)
@@ -114,7 +122,7 @@ def test_a_step_ends_the_standstill() -> None:
     assert rank.is_stuck and not rank.steps(1).is_stuck
 
 
-STILL = ProgressReport(100, 90.0, 60.0, 0.5)
+STILL = ProgressReport(0, 100, 90.0, 60.0, 0.5)
 STUCK = RankLife(STILL)
 
 
@@ -149,14 +157,13 @@ STUCK = RankLife(STILL)
     ],
 )
 def test_a_run_is_stuck_where_all_ranks_are(others: list[RankLife], seconds: float) -> None:
-    assert stuck_for(others, LOOK_S) == seconds
+    assert stuck_for(others) == seconds
 
 
 def test_no_ranks_are_not_stuck() -> None:
-    assert stuck_for([], LOOK_S) == 0.0
+    assert stuck_for([]) == 0.0
 
 
 def test_a_rank_that_deletes_its_file_while_the_launcher_looks_is_not_stuck(tmp_path, monkeypatch):
-    report = {"rank": 0, "phase": "forward", "step": 1}
-    monkeypatch.setattr(HostWatch, "progress_of", lambda *_: report)  # read just before the file was deleted
+    monkeypatch.setattr(HostWatch, "progress_of", lambda *_: STILL)  # read just before the file was deleted
     assert HostWatch(tmp_path).stuck_for([os.getpid()]) == 0

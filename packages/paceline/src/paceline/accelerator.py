@@ -27,7 +27,6 @@ from paceline.checkpoint.keep import Keep
 from paceline.config import Overrides, PlanArgument
 from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.metrics import gather_for_metrics
-from paceline.data.skip import skip_first_batches
 from paceline.optim.schedule import Scheduler
 from paceline.plan.plan import Plan
 from paceline.run.logged_values import LoggedValues
@@ -310,6 +309,8 @@ class Accelerator(Participant):
 
     def skip_first_batches(self, dataloader: Prepared, num_batches: int = 0) -> Prepared:
         """Returns a loader that leaves out the first `num_batches` batches of each epoch."""
+        from paceline.data.skip import skip_first_batches
+
         return skip_first_batches(dataloader, num_batches)
 
     def free_memory(self, *objects: object) -> list[None]:

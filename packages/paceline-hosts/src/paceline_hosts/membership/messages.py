@@ -22,7 +22,7 @@ from typing import Annotated, Any, NoReturn, get_args
 from paceline.base.errors import Problem
 from paceline.base.json_fields import Between, read
 from paceline.launch.rounds import Count, End, Member, Name, Number, Place, Report, Round, StopMode
-from paceline.world.stacks.groups import ProcessStacks
+from paceline.world.stacks.report import RankPlace
 from paceline_hosts.forwarding import Answer, FilePart
 
 Text = Annotated[str, Between(0, 2000)]
@@ -229,9 +229,10 @@ class StacksAsked:
 
 @dataclass(frozen=True)
 class StacksWanted:
-    """A member is to send the stacks of its ranks; `number` counts these requests of the leader."""
+    """A member is to send the stacks of its ranks for a report; `number` counts these requests of the leader."""
 
     number: Number
+    headline: Text
 
 
 @dataclass(frozen=True)
@@ -239,7 +240,7 @@ class StacksCollected:
     """The stacks of a member's ranks, for the request with this number."""
 
     number: Number
-    processes: tuple[ProcessStacks, ...]
+    places: tuple[RankPlace, ...]
 
 
 JournalMessage = JournalParts | JournalAnswer

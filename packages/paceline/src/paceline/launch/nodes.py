@@ -11,7 +11,7 @@ import os
 import socket
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -21,47 +21,48 @@ from paceline.base.registry import Registry
 from paceline.launch import host
 from paceline.launch.job import Job
 from paceline.launch.rounds import End, Member, Report, Round, StopMode
-from paceline.world.stacks.groups import ProcessStacks
+from paceline.world.stacks.report import RankPlace
 
 NODES = Registry("paceline.nodes", "way for nodes to find each other")
+
+
+@dataclass(frozen=True)
+class GatheredPlaces:
+    """Holds where the ranks of a run are.
+
+    Attributes:
+        places: the ranks that are known here.
+        notes: a line for each node whose ranks are missing.
+        reporter: the launcher that reports all ranks; "" if this one has to.
+    """
+
+    places: list[RankPlace]
+    notes: Sequence[str] = ()
+    reporter: str = ""
 
 
 class OtherStacks(Protocol):
     """The stacks of ranks of other nodes, which the launcher that leads collects for one report."""
 
-    @property
-    def is_wanted(self) -> bool:
-        """Whether the leader wants the stacks of this host."""
+    def wanted(self) -> str:
+        """Returns the headline of the report for which the leader wants the stacks of this host; "" if it wants none."""
         ...
 
-    @property
-    def follows(self) -> bool:
-        """Whether another launcher leads."""
-        ...
-
-    @property
-    def leader(self) -> str:
-        """The name of the launcher that leads, for messages."""
+    def answer(self, places: Sequence[RankPlace]) -> None:
+        """Sends the leader where the ranks of this host are, if it wants to know."""
         ...
 
     def asked(self) -> str:
-        """Returns the headline of the next report that another node wants, and forgets it; "" if none is wanted."""
+        """Returns the headline of the next report that another node wants of this one, and forgets it; "" if none is wanted."""
         ...
 
-    def ask_leader(self, headline: str) -> bool:
-        """Asks the leader for a report of all ranks; returns whether it wants the stacks of this host for that."""
-        ...
+    def gather(self, headline: str, own: Callable[[], list[RankPlace]]) -> GatheredPlaces:
+        """Asks the leader for a report; or collects the places of all ranks, if this launcher leads or no other one answers.
 
-    def answer(self, processes: Sequence[ProcessStacks]) -> None:
-        """Sends the leader the stacks, if it wants any."""
-        ...
-
-    def begin(self) -> set[str]:
-        """Asks all other nodes for their stacks; returns the ids of those that were asked."""
-        ...
-
-    def gather(self, asked: set[str]) -> tuple[list[ProcessStacks], list[str]]:
-        """Waits for the stacks of other nodes; returns them, and a line for each node that has not sent any."""
+        Args:
+            headline: what the report is about.
+            own: collects the places of the ranks of this host.
+        """
         ...
 
 

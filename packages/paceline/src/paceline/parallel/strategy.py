@@ -44,6 +44,7 @@ from paceline.plan.plan import Decision, Plan
 from paceline.plan.timetable import Timetable
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
+from paceline.world.layout import AXES
 from paceline.world.mesh import Mesh
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.runtime import Runtime
@@ -318,9 +319,19 @@ class Strategy:
         return outcome
 
 
+def strategies_for(plan: Plan) -> list[Strategy]:
+    """Returns the strategies that a plan may use or has options for. Those of axes with a single rank are not imported."""
+    names = STRATEGIES.names()
+    idle = {axis.strategy for axis in AXES.values() if getattr(plan.layout, axis.name) == 1} - plan.options.keys()
+    # The error about an option of no strategy lists all strategies.
+    if not plan.options.keys() <= set(names):
+        idle.clear()
+    return [STRATEGIES.get(name) for name in names if name not in idle]
+
+
 def strategies_of(plan: Plan) -> list[Strategy]:
     """Returns the strategies that a plan uses, for a draft of a plan, too."""
-    return [strategy for strategy in STRATEGIES if strategy.wanted(plan)]
+    return [strategy for strategy in strategies_for(plan) if strategy.wanted(plan)]
 
 
 def timetable_of(plan: Plan, models: Sequence[ModelFacts]) -> Timetable | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import prod
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from paceline.base.errors import PlanError, Problem
 from paceline.base.parts import absent_names
@@ -29,7 +29,7 @@ class PlannedStrategy(Protocol):
     name: str
     stage: int
     axes: tuple[str, ...]
-    Options: type
+    Options: ClassVar[type]
 
     def wanted(self, plan: Plan) -> bool: ...
 

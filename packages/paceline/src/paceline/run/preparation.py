@@ -28,7 +28,6 @@ from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
 from paceline.data.packing import without_positions
 from paceline.data.prepare import prepare_loader, random_samples, token_budget
-from paceline.optim.muon import decisions_about
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import (
@@ -44,7 +43,7 @@ from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.model_problems import differing_models, float8_gathers, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import step_local_parts
-from paceline.parallel.strategy import STRATEGIES, Context, strategies_of
+from paceline.parallel.strategy import Context, strategies_for, strategies_of
 from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Plan
@@ -254,7 +253,8 @@ class Preparation:
             mesh = Mesh(plan.layout, run.world, run.device.type)
         # The strategies: those of an earlier `prepare` were derived from its own models, so they are decided anew.
         decisions = tuple(decision for decision in plan.decisions if decision.field != "strategies")
-        plan = resolve(replace(plan, strategies=(), decisions=decisions), facts_of_new, STRATEGIES, problems)
+        plan = replace(plan, strategies=(), decisions=decisions)
+        plan = resolve(plan, facts_of_new, strategies_for(plan), problems)
         for model in new:
             self._prepare_model(model, plan, mesh)
         if other is None:
@@ -465,8 +465,11 @@ class Preparation:
         """Lets strategies adapt an optimizer that holds the prepared parameters, and chooses its kernels."""
         adapter = OptimizerAdapter.of(optimizer)
         _bind(adapter, self.run)
-        for decision in decisions_about(optimizer):
-            self.run.note(decision)
+        if any(base.__name__ == "Muon" for base in type(optimizer).__mro__):
+            from paceline.optim.muon import decisions_about  # most runs have no such optimizer
+
+            for decision in decisions_about(optimizer):
+                self.run.note(decision)
         copy_assigned_data(adapter)
         step_local_parts(adapter)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay

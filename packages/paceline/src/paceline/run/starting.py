@@ -6,6 +6,7 @@ arguments -> settings merged -> draft of the plan      what is wrong is reported
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -89,9 +90,9 @@ def start_run(arguments: RunArguments) -> Run:
     run = Run(world, device, collectives, settings, decisions, plan, arguments.scaler, folder)
     # Nobody reads the progress of a process that no launcher has started.
     if world.source != "single":
-        from paceline.world.hangs.progress_thread import watch
+        from paceline.world.hangs.progress_file import watch
 
-        progress = watch(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
-        if progress is not None:
-            run.events.before_step.subscribe(lambda _: progress.stepped())
+        file = watch(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
+        if file is not None:
+            run.events.before_step.subscribe(lambda _: file.progress.stepped(time.monotonic()))
     return run

@@ -40,7 +40,6 @@ class Collectives:
         group: the ranks that take part; by default all.
         debug: check before each operation that all ranks enter the same one from the same line of the script.
         timeout_s: seconds after which `debug` calls a rank missing.
-        hang_report_s: seconds after which a rank that waits is reported, in the whole process; 0 for never.
 
     Attributes:
         rank, size: number of this process in the group, and how many there are.
@@ -59,7 +58,6 @@ class Collectives:
         group: Group = None,
         debug: bool = False,
         timeout_s: float | None = None,
-        hang_report_s: float = 0,
     ) -> None:
         self.world = world
         self.device = device
@@ -75,11 +73,10 @@ class Collectives:
         if self.size > 1:
             # Loaded here: one process sends nothing, and has no use for messages, their links and the reports about them.
             from paceline.world.exchange import Exchange
-            from paceline.world.hangs import report as hang_reports
-            from paceline.world.hangs.debug import Watch
+            from paceline.world.hangs.debug import CallCheck
 
-            self._exchange = Exchange(group, device, Watch(group, timeout_s) if debug else None)
-            hang_reports.watch(hang_report_s, timeout_s, computes_on_cpu=device.type == "cpu")
+            check = CallCheck(group, timeout_s, computes_on_cpu=device.type == "cpu") if debug else None
+            self._exchange = Exchange(group, device, check)
         self._timeout_s = timeout_s
 
     def over(self, group: Group) -> Collectives:
@@ -391,8 +388,8 @@ class Collectives:
         Raises:
             CollectiveError: `collective-diverged`, `collective-missing`, on every rank.
         """
-        if self._exchange is not None and self._exchange.watch is not None:
-            self._exchange.watch.check(op, detail)
+        if self._exchange is not None and self._exchange.call_check is not None:
+            self._exchange.call_check.check(op, detail)
 
     def decline(self, op: str, why: str) -> None:
         """Tells the other ranks, which enter the exchange now, that this rank cannot take part.

@@ -34,8 +34,8 @@ from torch import Tensor
 from paceline.base.errors import CollectiveError
 from paceline.world.arrived import Arrived, ByteLayout, RankPayload, Topic, fingerprint_of
 from paceline.world.failures import communicate
-from paceline.world.hangs import report as hang_reports
-from paceline.world.hangs.debug import Watch, suggestion
+from paceline.world.hangs import waits
+from paceline.world.hangs.debug import CallCheck, suggestion
 from paceline.world.mesh import Group, cpu_group
 from paceline.world.network.links import links_of
 from paceline.world.network.messages import WORD, Combination, Messages
@@ -62,15 +62,15 @@ class Exchange:
     Args:
         group: the ranks that take part.
         device: where tensors may lie besides the CPU.
-        watch: debug mode's check, called before each operation.
+        call_check: debug mode's check, called before each operation.
     """
 
-    def __init__(self, group: Group, device: torch.device, watch: Watch | None = None) -> None:
+    def __init__(self, group: Group, device: torch.device, call_check: CallCheck | None = None) -> None:
         self.group = group
         self.cpu_group = cpu_group(group)
         self.device = device
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        self.watch = watch
+        self.call_check = call_check
         self.limit = max(_LEAST_BYTES, min(_MOST_BYTES, _ALL_MESSAGES_BYTES // self.size))
         if self.size == 2:
             self.limit = _MOST_BYTES_OF_TWO
@@ -86,11 +86,11 @@ class Exchange:
 
     def backward_failed(self, error: BaseException) -> None:
         """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
-        hang_reports.backward_failed(error)
+        waits.backward_failed(error)
 
     def backward_passed(self) -> None:
         """Takes that back, because a later backward pass of this rank has succeeded."""
-        hang_reports.backward_passed()
+        waits.backward_passed()
 
     def agree(self, topic: Topic) -> None:
         """Makes sure that all ranks are about to do the same.
@@ -196,8 +196,8 @@ class Exchange:
         return self._messages
 
     def _check(self, topic: Topic) -> None:
-        if self.watch is not None:
-            self.watch.check(topic.op, topic.detail)
+        if self.call_check is not None:
+            self.call_check.check(topic.op, topic.detail)
 
     def _combine(
         self, topic: Topic, fingerprint: int, numbers: Sequence[int] = (), combination: Combination = operator.add

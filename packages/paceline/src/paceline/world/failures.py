@@ -16,9 +16,12 @@ import torch.distributed as dist
 
 from paceline.base.connections import closed, late
 from paceline.base.errors import CollectiveError, PacelineError
-from paceline.world import places, rendezvous
+from paceline.world import rendezvous
 from paceline.world.departures import Departure, departures
-from paceline.world.hangs import debug, report
+from paceline.world.hangs import debug, waits
+from paceline.world.hangs.watcher import frames_of
+from paceline.world.places import user_frame
+from paceline.world.stacks.parse import position
 
 _SAME_CALLS = "every rank must make the same calls, as often"
 _MOST = 160  # characters of the backend's own words
@@ -66,7 +69,8 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
         )
     left = _departures()
     # Where `save_state` gathers something, the script knows `save_state` only.
-    called = places.operation(sys._getframe()) if places.user_frame() else operation
+    place = position(frames_of(sys._getframe()))
+    called = place.operation if place is not None and user_frame() else operation
     what = f"{called} failed, as another rank has ended."
     why = "it left no word of why: it was killed, or called os._exit"
     fix = f"look at what it ran last: {_SAME_CALLS}"
@@ -88,7 +92,7 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
 def _last_report(operation: str) -> list[str]:
     """Returns what each rank did when this wait was reported."""
     try:
-        return report.last_report(operation)
+        return waits.last_report(operation)
     except RuntimeError:
         return []  # the store has ended
 

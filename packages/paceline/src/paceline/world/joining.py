@@ -26,10 +26,8 @@ def join(detected: World, settings: RunSettings) -> Collectives:
     collectives: Collectives | None = runtime.current().collectives(world, device)
     if collectives is not None:
         return collectives
-    return Collectives(
-        world,
-        device=device,
-        debug=settings.debug,
-        timeout_s=settings.timeout_s,
-        hang_report_s=settings.hang_report_s,
-    )
+    if world.size > 1 and settings.hang_report_s:
+        from paceline.world.hangs import waits  # one process waits for nobody
+
+        waits.watch(settings.hang_report_s, settings.timeout_s, computes_on_cpu=device.type == "cpu")
+    return Collectives(world, device=device, debug=settings.debug, timeout_s=settings.timeout_s)

@@ -42,8 +42,6 @@ _COLLECTIVES = (
     f"{_TORCH}distributed{os.sep}_functional_collectives.py",
     f"{_PACELINE}world{os.sep}network{os.sep}links.py",  # carries the small messages of `reduce`, `gather` and the like
 )
-# Names of functions that decorators put around the function that was called.
-_NO_NAMES = frozenset({"wrapper", "inner", "call", "decorate_context"})
 # Since 3.12, Python collects garbage between two instructions only, and not while it allocates an object.
 _COLLECTS_WHILE_IT_ALLOCATES = sys.version_info < (3, 12)
 _collection_paused = threading.Lock()
@@ -123,11 +121,6 @@ def user_frame() -> FrameType | None:
     return next(_users_frames(sys._getframe(1)), None)
 
 
-def path_of(frame: FrameType) -> str:
-    """Returns all lines of the script that led to this frame, because a function may be called from several places."""
-    return " < ".join(_key(own) for own in _users_frames(frame))
-
-
 def waiting_frame(frame: FrameType | None) -> FrameType | None:
     """Returns the innermost frame of the operation that may wait for other ranks; None if the thread is in none."""
     while frame is not None:
@@ -151,18 +144,6 @@ def waits_for_ranks(frame: FrameType | None) -> bool:
         return False
     file = waiting.f_code.co_filename
     return file.startswith(_COLLECTIVES) or ".wait(" in linecache.getline(file, line_of(waiting))
-
-
-def operation(frame: FrameType) -> str:
-    """Returns what the user called: the name of the outermost public function between the user's line and this frame."""
-    name = ""
-    current: FrameType | None = frame
-    while current is not None and _of_library(current):
-        called = current.f_code.co_name
-        if not called.startswith(("_", "<")) and called not in _NO_NAMES:
-            name = called
-        current = current.f_back
-    return name or frame.f_code.co_name
 
 
 def _users_frames(frame: FrameType | None) -> Iterator[FrameType]:

@@ -24,7 +24,7 @@ from paceline.base.errors import Problem, WorldError
 from paceline.base.log import logger
 from paceline.world import device as devices
 from paceline.world.network.tcp_store import NOTICE_S
-from paceline.world.stacks.groups import ranks_text
+from paceline.world.stacks.report import ranks_text
 from paceline.world.world import World
 
 if TYPE_CHECKING:

@@ -15,19 +15,19 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from paceline.base.terminal import say
-from paceline.launch import host
 from paceline.launch.job import Job
 from paceline.launch.launcher import Failure
-from paceline.launch.nodes import OtherStacks
+from paceline.launch.nodes import GatheredPlaces, OtherStacks
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.spawn import Worker
 from paceline.launch.recording import LaunchRecording
-from paceline.world.stacks.groups import ProcessStacks
-from paceline.world.stacks.watch import LOOK_S, HostWatch, StackReport, report_of_stacks, stacks_of
+from paceline.world.hangs.host import ASKED, HostWatch, report
+from paceline.world.hangs.progress import LOOK_S
+from paceline.world.stacks.report import RankPlace, blamed, grouped, in_one_sentence
 
 _STOPPED_S = 5.0  # how long a rank must have been stopped before it is named
 # Hosts notice a standstill within a few seconds of each other. A report that is not older than this was about the same one.
@@ -67,9 +67,9 @@ class StuckWatch:
         """Forgets the last round, and begins to watch the processes of a new one."""
         self._host = HostWatch(self._folder)
         self._looked_at = 0.0
-        self._is_reported = False
-        # The last report with other hosts, and when it was made.
-        self._latest: tuple[float, StackReport] | None = None
+        # Where ranks were at the last standstill that was reported with other hosts, and when that was.
+        self._places_of_standstill: list[RankPlace] = []
+        self._standstill_at = 0.0
         self._stopped: set[int] = set()  # process ids of ranks that were named
         self.failure: Failure | None = None
 
@@ -81,101 +81,73 @@ class StuckWatch:
     def look(self, workers: list[Worker], signals: Signals) -> bool:
         """Makes the reports that are due. Returns whether the run must be ended."""
         now = time.monotonic()
-        is_asked = signals.stacks_wanted or self._others_want_stacks
-        if now - self._looked_at < LOOK_S and not is_asked:
+        wanted = self._others.wanted() if self._others is not None else ""
+        if now - self._looked_at < LOOK_S and not signals.stacks_wanted and not wanted:
             return False
         self._looked_at = now
         running = [worker for worker in workers if worker.poll() is None]
+        if self._others is not None and wanted:
+            # Without running processes this is an empty answer, which keeps the leader from waiting for this host.
+            places = self._places(running)
+            self._others.answer(places)
+            self._remember(wanted, places)
         if not running:
-            if self._others is not None:
-                # An empty answer keeps the leader from waiting for this host.
-                self._others.answer([])
             return False
-        pids = [worker.pid for worker in running]
         self._name_stopped(running)
-        if self._others is not None and self._others.is_wanted:
-            self._answer(running, self._others)
-        if self._host.was_asked(pids) or signals.stacks_wanted:
-            self._report(running, self._host.headline(pids))
+        headline = self._host.due([worker.pid for worker in running], signals.stacks_wanted)
+        if headline == ASKED:
+            self._report(running, headline)
             # The launcher has passed the signal on to each rank. That was the same request, so it is taken back here.
             signals.stacks_wanted = False
-            self._host.was_asked(pids)
-        elif self._others is not None:
-            headline = self._others.asked()
-            if headline:
-                self._report(running, headline)
-        stuck_s = self._host.stuck_for(pids)
-        if not stuck_s:
-            self._is_reported = False
-        elif not self._is_reported:
-            self._is_reported = True
-            return self._act(running, stuck_s)
+            self._host.was_asked(worker.pid for worker in running)
+        elif headline:
+            return self._act(running, headline)
+        elif self._others is not None and (headline := self._others.asked()):
+            self._report(running, headline)
         return False
 
-    def _act(self, running: list[Worker], stuck_s: float) -> bool:
+    def _act(self, running: list[Worker], headline: str) -> bool:
         """Reports that the run is stuck. Returns whether it must be ended, and sets `failure` if so."""
-        headline = self._host.headline([worker.pid for worker in running], stuck_s)
-        if self._latest is not None and time.monotonic() - self._latest[0] < _SAME_STANDSTILL_S:
-            report = self._latest[1]
-        else:
-            report = self._report(running, headline)
+        places = self._places_of_standstill
+        if not places or time.monotonic() - self._standstill_at > _SAME_STANDSTILL_S:
+            places = self._report(running, headline)
         if self._job.on_hang == "report":
             return False
-        # The rank that holds up the others may be on another host. Then the first rank of this host stands in for it.
-        blamed = running[0]
-        for worker in running:
-            if worker.process.rank == report.blamed_rank:
-                blamed = worker
-        process = blamed.process
-        self.failure = Failure(process.rank, process.local_rank, 0, blamed.pid, 1, time.time(), stuck=report.sentence)
+        groups = grouped(places)
+        # The ranks that hold up the others may be on another host. Then the first rank of this host stands in for them.
+        worker = min(running, key=lambda worker: worker.process.rank not in blamed(groups))
+        process = worker.process
+        sentence = in_one_sentence(groups)
+        self.failure = Failure(process.rank, process.local_rank, 0, worker.pid, 1, time.time(), stuck=sentence)
         return True
 
-    def _report(self, running: list[Worker], headline: str) -> StackReport:
-        """Reports the ranks of all hosts, or asks the launcher that leads to do so. Returns what is known on this host."""
-        notes = []
-        others = self._others
-        if others is not None and others.follows:
-            leader = others.leader
-            if others.ask_leader(headline):
-                say(f"{leader} reports the stacks of all ranks: {headline}")
-                return self._answer(running, others)
-            notes.append(f"{leader} did not answer; the ranks of other hosts are missing here")
-        asked = set[str]() if others is None else others.begin()
-        stacks = self._stacks(running)
-        of_others: list[ProcessStacks] = []
-        if others is not None:
-            of_others, missing = others.gather(asked)
-            notes += missing
-        if of_others:
-            # Host names are only shown if there are several hosts.
-            own_host = host.name()
-            stacks = [replace(process, host=own_host) for process in stacks]
-            stacks += of_others
+    def _report(self, running: list[Worker], headline: str) -> list[RankPlace]:
+        """Reports the ranks of all hosts, or asks the launcher that leads to do so. Returns the ranks that are known here."""
+        own = partial(self._places, running)
+        if self._others is None:
+            gathered = GatheredPlaces(own())
+        else:
+            gathered = self._others.gather(headline, own)
+            self._remember(headline, gathered.places)
+        if gathered.reporter:
+            say(f"{gathered.reporter} reports the stacks of all ranks: {headline}")
+            return gathered.places
         folder = self._recording.folder or Path(self._job.log_dir or "")
-        report = report_of_stacks(stacks, headline, folder, notes)
-        print(report.text, file=sys.stderr, flush=True)
-        file = "" if report.file is None else str(report.file.absolute())
-        # If all ranks are at the same place, none of them holds up the others, and this list is empty.
-        blamed_ranks = list(report.blamed_ranks)
-        self._recording.stuck(report.text, file, blamed_ranks)
-        if asked:
-            self._latest = time.monotonic(), report
-        return report
+        text, file = report(gathered.places, headline, folder, gathered.notes)
+        print(text, file=sys.stderr, flush=True)
+        self._recording.stuck(text, "" if file is None else str(file.absolute()), blamed(grouped(gathered.places)))
+        return gathered.places
 
-    @property
-    def _others_want_stacks(self) -> bool:
-        return self._others is not None and self._others.is_wanted
+    def _remember(self, headline: str, places: list[RankPlace]) -> None:
+        """Keeps where the ranks are, if this is about a standstill that this host notices later than another one."""
+        # A report that somebody has asked for is about no standstill: its ranks may be at work.
+        if headline != ASKED:
+            self._standstill_at = time.monotonic()
+            self._places_of_standstill = places
 
-    def _answer(self, running: list[Worker], others: OtherStacks) -> StackReport:
-        """Sends the leader the stacks of this host. Returns a report of them alone, which is not printed."""
-        stacks = self._stacks(running)
-        others.answer(stacks)
-        self._latest = time.monotonic(), report_of_stacks(stacks, "", None)
-        return self._latest[1]
-
-    def _stacks(self, running: list[Worker]) -> list[ProcessStacks]:
+    def _places(self, running: list[Worker]) -> list[RankPlace]:
         pid_of_rank = {worker.process.rank: worker.pid for worker in running}
-        return stacks_of(self._host, pid_of_rank, self._pause)
+        return self._host.places(pid_of_rank, self._pause)
 
     def _name_stopped(self, running: list[Worker]) -> None:
         """Prints which ranks a signal has stopped, because the other ranks only wait for them."""

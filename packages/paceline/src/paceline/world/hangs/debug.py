@@ -1,12 +1,12 @@
-"""`Watch` is debug mode: before each operation, the ranks compare over the store what they are about to do.
+"""`CallCheck` is debug mode: before each operation, the ranks compare over the store what they are about to do.
 
-    Watch.check   each rank posts (operation, detail, call site) under the next number, and waits for the posts of all others
+    check         each rank posts (operation, detail, call site) under the next number, and waits for the posts of all others
                   all equal                   it returns
                   not all equal               `collective-diverged` on every rank, because each sees the same posts
                   a rank has ended or is late `collective-missing` on every rank: the first rank that notices writes the
-                                              error into the store, and a thread of each other rank finds it there
-    the thread    interrupts the main thread. If that is in a call that cannot be interrupted (a collective of gloo or NCCL),
-                  the thread prints its stack and ends the process
+                                              error into the store, and the watcher of each other rank finds it there
+    the watcher   interrupts the main thread. If that is in a call that cannot be interrupted (a collective of gloo or NCCL),
+                  it prints its stack and ends the process
 
 Everything goes over the store and not over the backend, because a collective that hangs cannot report it.
 """
@@ -17,18 +17,22 @@ import contextlib
 import faulthandler
 import itertools
 import json
-import os
 import signal
 import sys
 import threading
 import time
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch.distributed as dist
 
 from paceline.base.errors import CollectiveError
-from paceline.world import lifetime, rendezvous
+from paceline.world import rendezvous
+from paceline.world.hangs.progress import Look, Progress
+from paceline.world.hangs.watcher import Watcher, duty, end_process, running
 from paceline.world.places import call_site
+
+if TYPE_CHECKING:
+    from paceline.torch_internals.groups import Store
 
 _POLL_S = 0.02  # between two looks of a rank that waits for another
 _LOOK_S = 0.25  # between two looks of the thread for an error
@@ -37,25 +41,28 @@ _GRACE_S = 5.0  # how long the main thread may take to be interrupted
 _SIGNAL = getattr(signal, "SIGURG", None)  # ignored if a process has no handler for it; Windows does not have it
 
 _numbers = itertools.count()
+_dist: Any = dist  # torch's stubs lack its stores
 
 
-class Watch:
+class CallCheck:
     """Checks that all ranks of a group enter the same operation, from the same line of the script.
 
     Args:
         group: the ranks that are compared.
         timeout_s: seconds after which an absent rank counts as missing; by default the timeout of the group.
+        computes_on_cpu: whether a busy thread computes.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float | None = None) -> None:
-        session = lifetime.kept(_Session)
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float | None, computes_on_cpu: bool) -> None:
+        session = duty(ErrorOfRanks)
         if session is None:
-            session = _Session()
-            lifetime.keep(session)
+            watcher = running(computes_on_cpu)
+            session = ErrorOfRanks(watcher)
+            watcher.add(session)
         self.session = session
         self.timeout_s = rendezvous.timeout(timeout_s)
         self.ranks: list[int] = dist.get_process_group_ranks(group)
-        self.prefix = f"{next(self.session.watches)}/{self.ranks[0]}"
+        self.prefix = f"{next(self.session.checks)}/{self.ranks[0]}"
         self.seq = 0
         self.last: dict[int, dict[str, str]] = {}
 
@@ -112,24 +119,30 @@ class Watch:
                 self.session.fail(_missing(late, mine, self.last))
 
 
-class _Session:
-    """Holds what the watches of this process share until it leaves its group: the error, and the thread."""
+class ErrorOfRanks:
+    """Is the duty that raises in this process an error that any rank has found. All checks of a process share it.
 
-    def __init__(self) -> None:
-        self.store = rendezvous.part(f"watch/{next(_numbers)}")
+    Args:
+        watcher: the watcher of this process.
+    """
+
+    def __init__(self, watcher: Watcher) -> None:
+        self.look_s = _LOOK_S
+        self.name = f"debug/{next(_numbers)}"
+        self.store = rendezvous.part(self.name)
         self.rank = dist.get_rank()
         self.size = dist.get_world_size()
-        self.watches = itertools.count()
+        self.checks = itertools.count()
         self.raised = False  # whether the main thread has raised the error
         self.word: CollectiveError | None = None
+        self._watcher = watcher
         self._hearing = threading.Lock()
-        self._stop = threading.Event()
         self._handler: Any = None
         self._main = threading.main_thread()
         if _SIGNAL is not None and threading.current_thread() is self._main:
             self._handler = signal.signal(_SIGNAL, self._interrupted)
-        self._thread = threading.Thread(target=self._look, name="paceline-watch", daemon=True)
-        self._thread.start()
+        # Set once the main thread has been interrupted: when the process ends, unless it has raised the error.
+        self._ends_at = 0.0
 
     def fail(self, error: CollectiveError) -> None:
         """Writes an error into the store for all ranks, unless another rank was first. It raises the error that is there."""
@@ -141,66 +154,69 @@ class _Session:
     def raise_word(self) -> None:
         """Raises the error that a rank has written, if there is one."""
         with self._hearing:
-            if self.raised or not self._hear():
+            if self.raised or not self._hear(self.store):
                 return
             self.raised = True
         assert self.word is not None
         raise self.word
 
-    def ending(self, rank: int) -> str:
+    def ending(self, rank: int, store: Store | None = None) -> str:
         """Returns how a rank has ended; "" while it runs."""
+        store = store or self.store
         key = f"ended/{rank}"
-        return bytes(self.store.get(key)).decode() if self.store.check([key]) else ""
+        return bytes(store.get(key)).decode() if store.check([key]) else ""
+
+    def look(self, look: Look, progress: Progress) -> None:
+        """Looks for an error, and interrupts the main thread to raise it."""
+        if self.raised:
+            return
+        # If the store ends, the main thread finds out at its next request.
+        with contextlib.suppress(RuntimeError), self._hearing:
+            store = self._watcher.store()
+            if store is not None:
+                self._hear(_dist.PrefixStore(self.name, store))
+        if self.word is None or self.raised:
+            return
+        if not self._ends_at:
+            self._ends_at = look.at + _GRACE_S
+            if _SIGNAL is not None and self._handler is not None and self._main.ident is not None:
+                signal.pthread_kill(self._main.ident, _SIGNAL)
+        elif look.at > self._ends_at:
+            faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
+            end_process(
+                f"rank {self.rank} is in a call that cannot be interrupted, and ends here:\n"
+                f"paceline.CollectiveError: {self.word}"
+            )
 
     def close(self, why: str) -> None:
-        """Marks this rank as ended, and ends the thread."""
-        self._stop.set()
-        self._thread.join(_LINGER_S + _LOOK_S)
+        """Marks this rank as ended."""
         if self._handler is not None and threading.current_thread() is self._main:
             signal.signal(cast(signal.Signals, _SIGNAL), self._handler)
         if self.word is None:
             # If the store has already ended, rank 0 has ended too, and no rank needs to know.
             with contextlib.suppress(RuntimeError):
                 self.store.set(f"ended/{self.rank}", why)
-                self._linger()
+                self._linger(self.store)
 
-    def _hear(self) -> bool:
+    def _hear(self, store: Store) -> bool:
         """Returns whether a rank has written an error. If so, this rank writes that it has read it."""
         if self.word is None:
-            if not self.store.check(["word"]):
+            if not store.check(["word"]):
                 return False
-            word = CollectiveError(*json.loads(self.store.get("word")))
-            self.store.set(f"heard/{self.rank}", "1")
+            word = CollectiveError(*json.loads(store.get("word")))
+            store.set(f"heard/{self.rank}", "1")
             self.word = word
-            self._linger()
+            self._linger(store)
         return True
 
-    def _linger(self) -> None:
+    def _linger(self, store: Store) -> None:
         """Lets rank 0 wait until all others have read the error, or have ended."""
         until = time.monotonic() + _LINGER_S
         while self.rank == 0 and time.monotonic() < until:
-            unaware = [rank for rank in range(1, self.size) if not self.store.check([f"heard/{rank}"])]
-            if all(self.ending(rank) for rank in unaware):
+            unaware = [rank for rank in range(1, self.size) if not store.check([f"heard/{rank}"])]
+            if all(self.ending(rank, store) for rank in unaware):
                 break
             time.sleep(_POLL_S)
-
-    def _look(self) -> None:
-        """Runs in the thread: it looks for an error, and interrupts the main thread to raise it."""
-        try:
-            while not self._stop.wait(_LOOK_S):
-                with self._hearing:
-                    if self._hear():
-                        break
-        except RuntimeError:
-            return  # the store has ended, which the main thread finds out at its next request
-        if self._stop.is_set() or self.raised:
-            return
-        if _SIGNAL is not None and self._handler is not None and self._main.ident is not None:
-            signal.pthread_kill(self._main.ident, _SIGNAL)
-        until = time.monotonic() + _GRACE_S
-        while not self.raised and not self._stop.wait(_POLL_S):
-            if time.monotonic() > until:
-                self._end_process()
 
     def _interrupted(self, *_: object) -> None:
         """Handles the signal: it raises the error in the main thread."""
@@ -208,18 +224,10 @@ class _Session:
             self.raised = True
             raise self.word
 
-    def _end_process(self) -> None:
-        sys.stderr.write(
-            f"rank {self.rank} is in a call that cannot be interrupted, and ends here:\n"
-            f"paceline.CollectiveError: {self.word}\n"
-        )
-        faulthandler.dump_traceback(file=sys.__stderr__ or 2, all_threads=True)
-        os._exit(1)
-
 
 def suggestion() -> str:
     """Returns an addition to the fix of a failed collective: to use debug mode, unless it is on."""
-    if lifetime.kept(_Session) is not None:
+    if duty(ErrorOfRanks) is not None:
         return ""
     return "; with `--debug` (PACELINE_DEBUG=1) the error names the line of each rank"
 

@@ -14,13 +14,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from paceline.world.stacks import procfs
 from paceline.world.stacks.dump import STACKS, DumpFiles
-from paceline.world.stacks.groups import ProcessStacks
-from paceline.world.stacks.parse import Thread, threads_of, threads_of_py_spy
+from paceline.world.stacks.parse import Stack, threads_of, threads_of_py_spy
+from paceline.world.stacks.report import ProcessStacks
 
 _WRITE_S = 2.0  # how long a process may take to write its stacks
 _QUIET_S = 0.1  # a file that has not grown for so long is complete
@@ -32,16 +32,8 @@ _MAX_CHILDREN = 64  # of one rank
 Pause = Callable[[float], object]
 
 
-@dataclass(frozen=True)
-class SpyResult:
-    """Holds what py-spy has written about a process, or why it failed."""
-
-    text: str = ""
-    failure: str = ""
-
-
-def collect(pid_of_rank: Mapping[int, int], folder: Path, pause: Pause = time.sleep) -> list[ProcessStacks]:
-    """Returns the stacks of ranks, in the order of the ranks.
+def collect(pid_of_rank: Mapping[int, int], folder: Path, pause: Pause = time.sleep) -> dict[int, ProcessStacks]:
+    """Returns the stacks of ranks, by rank, with those of the processes that they have started.
 
     Args:
         pid_of_rank: the ranks of this host.
@@ -60,23 +52,20 @@ def collect(pid_of_rank: Mapping[int, int], folder: Path, pause: Pause = time.sl
     all_pids: list[int] = []
     for pid, descendants in family.items():
         all_pids += [pid, *descendants]
-    natives = _py_spy(all_pids, folder, pause)
-    return [_of_rank(rank, pid, family[pid], texts, natives) for rank, pid in sorted(pid_of_rank.items())]
+    natives, failures = _py_spy(all_pids, folder, pause)
+    stacks: dict[int, ProcessStacks] = {}
+    for rank, pid in sorted(pid_of_rank.items()):
+        children = [_of_process(child, texts, natives, failures) for child in family[pid]]
+        stacks[rank] = replace(_of_process(pid, texts, natives, failures), children=tuple(children))
+    return stacks
 
 
-def _of_rank(
-    rank: int, pid: int, descendants: Sequence[int], texts: Mapping[int, str], natives: Mapping[int, SpyResult]
+def _of_process(
+    pid: int, texts: Mapping[int, str], natives: Mapping[int, str], failures: Mapping[int, str]
 ) -> ProcessStacks:
-    children = [_of_process(child, texts, natives) for child in descendants]
-    own = _of_process(pid, texts, natives)
-    return replace(own, rank=rank, children=tuple(children))
-
-
-def _of_process(pid: int, texts: Mapping[int, str], natives: Mapping[int, SpyResult]) -> ProcessStacks:
     state = procfs.state(pid)
-    spied = natives.get(pid, SpyResult())
-    native = spied.text
-    threads: tuple[Thread, ...] = threads_of(texts.get(pid, ""))
+    native = natives.get(pid, "")
+    threads: tuple[Stack, ...] = threads_of(texts.get(pid, ""))
     if state == "T" and native:
         threads = threads_of_py_spy(native)
         native = ""
@@ -87,7 +76,7 @@ def _of_process(pid: int, texts: Mapping[int, str], natives: Mapping[int, SpyRes
         note = f"it did not write its stack within {_WRITE_S:g} s"
     elif not threads:
         note = "it has no handler with which it could write its stack"
-    note = "; ".join(text for text in (note, spied.failure) if text)
+    note = "; ".join(text for text in (note, failures.get(pid)) if text)
     return ProcessStacks(pid, threads, state, native=native, note=note, command=procfs.command(pid))
 
 
@@ -129,36 +118,32 @@ def _ask(pids: Sequence[int], writes_for: Mapping[int, int | None], folder: Path
     return texts
 
 
-def _py_spy(pids: Sequence[int], folder: Path, pause: Pause) -> dict[int, SpyResult]:
-    """Returns what py-spy writes about each process; {} if it is not installed. It stops each process for a moment."""
+def _py_spy(pids: Sequence[int], folder: Path, pause: Pause) -> tuple[dict[int, str], dict[int, str]]:
+    """Returns what py-spy writes about processes, and why it could not read others. It stops each process for a moment."""
+    texts: dict[int, str] = {}
+    failures: dict[int, str] = {}
     program = shutil.which("py-spy")
     if program is None:
-        return {}
-    results: dict[int, SpyResult] = {}
+        return texts, failures
     for start in range(0, len(pids), _SPIES):
-        results |= _spy_on(program, pids[start : start + _SPIES], folder, pause)
-    return results
-
-
-def _spy_on(program: str, pids: Sequence[int], folder: Path, pause: Pause) -> dict[int, SpyResult]:
-    commands: dict[int, subprocess.Popen[bytes]] = {}
-    outputs = {pid: folder / f"{pid}.py-spy" for pid in pids}
-    for pid, path in outputs.items():
-        # py-spy cannot attach to a stopped process. But the memory of such a process does not change, so it can be read.
-        mode = "--nonblocking" if procfs.state(pid) == "T" else "--native"
-        words = [program, "dump", mode, "--full-filenames", "--pid", str(pid)]
-        with path.open("wb") as file:
-            commands[pid] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
-    until = time.monotonic() + _SPY_S
-    while time.monotonic() < until and any(command.poll() is None for command in commands.values()):
-        pause(_POLL_S)
-    results = {}
-    for pid, command in commands.items():
-        if command.poll() is None:
-            command.kill()
-        succeeded = command.wait() == 0
-        text = outputs[pid].read_text(errors="replace").strip()
-        outputs[pid].unlink()
-        reason = (text.splitlines() or ["it did not answer in time"])[0]
-        results[pid] = SpyResult(text) if succeeded else SpyResult(failure=f"py-spy could not read it: {reason}")
-    return results
+        commands: dict[int, subprocess.Popen[bytes]] = {}
+        for pid in pids[start : start + _SPIES]:
+            # py-spy cannot attach to a stopped process. But the memory of such a process does not change, so it can be read.
+            mode = "--nonblocking" if procfs.state(pid) == "T" else "--native"
+            words = [program, "dump", mode, "--full-filenames", "--pid", str(pid)]
+            with (folder / f"{pid}.py-spy").open("wb") as file:
+                commands[pid] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)
+        until = time.monotonic() + _SPY_S
+        while time.monotonic() < until and any(command.poll() is None for command in commands.values()):
+            pause(_POLL_S)
+        for pid, command in commands.items():
+            if command.poll() is None:
+                command.kill()
+            output = folder / f"{pid}.py-spy"
+            text = output.read_text(errors="replace").strip()
+            output.unlink()
+            if command.wait() == 0:
+                texts[pid] = text
+            else:
+                failures[pid] = f"py-spy could not read it: {(text.splitlines() or ['it did not answer in time'])[0]}"
+    return texts, failures

@@ -9,9 +9,9 @@ thread holds the interpreter's lock.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
-import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +22,6 @@ from paceline.base.temporary import temporary_folder
 # A real-time signal, if the system has them. A process with a handler for it belongs to Paceline.
 STACKS = getattr(signal, "SIGRTMAX", 0) - 7 if hasattr(signal, "SIGRTMAX") else 0
 FOLDER = "PACELINE_STACKS_DIR"
-REPORTING = "reporting"  # the file that a process of a host locks while it reports
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,9 @@ def leave(files: DumpFiles) -> None:
     """Removes the files of this process; the last process of a host removes the folder too."""
     for path in (files.stacks, files.asked):
         path.unlink(missing_ok=True)
-    if not files.folder.is_dir():
-        return
-    remaining = {path.name for path in files.folder.iterdir()}
-    if remaining <= {REPORTING}:
-        shutil.rmtree(files.folder, ignore_errors=True)
+    # Another rank may still have its files there, or may have removed the folder.
+    with contextlib.suppress(OSError):
+        files.folder.rmdir()
 
 
 def folder_of_launcher() -> Path | None:

@@ -66,33 +66,32 @@ class Frame:
         return self.file.startswith("<frozen ") or (self.file.startswith(_STDLIB) and not is_package)
 
 
-@dataclass(frozen=True)
-class Thread:
-    """Holds the stack of one thread, the innermost call first."""
-
-    frames: tuple[Frame, ...]
+Stack = tuple[Frame, ...]  # of one thread, the innermost call first
 
 
 @dataclass(frozen=True)
 class FramePosition:
-    """Holds where a thread is.
+    """Holds where a thread is. It is made on the thread's own host, and can be read on any other.
 
     Attributes:
         operation: the function of torch or Paceline that the line of the script has called; "" for none.
         file, line, function: the line of the script.
+        source: what that line says; "" if the file cannot be read.
+        path: all lines of the script on the stack, because a function may be called from several places.
     """
 
     operation: str
     file: str
     line: int
     function: str
+    source: str = ""
+    path: tuple[str, ...] = ()
 
     @property
     def where(self) -> str:
-        """The line of the script, with its source if the file can be read here."""
-        source = linecache.getline(self.file, self.line).strip()
+        """The line of the script, with its source."""
         place = f"{shortened(self.file)}:{self.line} in {self.function}"
-        return f"{place}: {source}" if source else place
+        return f"{place}: {self.source}" if self.source else place
 
     @property
     def text(self) -> str:
@@ -105,37 +104,17 @@ def shortened(file: str) -> str:
     return file.removeprefix(os.getcwd() + os.sep)
 
 
-# The beginnings of paths that differ between hosts, and the words that replace them in a message.
-_PORTABLE = {folder: f"<{Path(folder).name}>/" for folder in our_folders()} | {_STDLIB: "<stdlib>/"}
-
-
-def portable(file: str) -> str:
-    """Returns a path for a message to another host, where Python and Paceline may be installed elsewhere."""
-    for beginning, word in _PORTABLE.items():
-        if file.startswith(beginning):
-            return word + file.removeprefix(beginning)
-    return file
-
-
-def at_home(file: str) -> str:
-    """Returns the path on this host for one that `portable` has returned on another host."""
-    for beginning, word in _PORTABLE.items():
-        if file.startswith(word):
-            return beginning + file.removeprefix(word)
-    return file
-
-
-def threads_of(text: str) -> tuple[Thread, ...]:
+def threads_of(text: str) -> tuple[Stack, ...]:
     """Returns the threads of one dump of faulthandler, in its order: the main thread is the last."""
     return _threads(text, _THREAD, _FRAME)
 
 
-def threads_of_py_spy(text: str) -> tuple[Thread, ...]:
+def threads_of_py_spy(text: str) -> tuple[Stack, ...]:
     """Returns the threads of one `py-spy dump` without native frames. Its first one, the main thread, becomes the last."""
     return _threads(text, _SPY_THREAD, _SPY_FRAME)[::-1]
 
 
-def _threads(text: str, begin: re.Pattern[str], call: re.Pattern[str]) -> tuple[Thread, ...]:
+def _threads(text: str, begin: re.Pattern[str], call: re.Pattern[str]) -> tuple[Stack, ...]:
     """Returns the threads of a text in which each begins with a line of one pattern, and each call has a line of another."""
     threads: list[list[Frame]] = []
     for line in text.splitlines():
@@ -145,7 +124,7 @@ def _threads(text: str, begin: re.Pattern[str], call: re.Pattern[str]) -> tuple[
         elif threads and match is not None:
             number = int(match["line"]) if match["line"].isdigit() else 0
             threads[-1].append(Frame(match["file"], number, match["function"]))
-    return tuple(Thread(tuple(frames)) for frames in threads)
+    return tuple(map(tuple, threads))
 
 
 def position(frames: Sequence[Frame]) -> FramePosition | None:
@@ -160,7 +139,10 @@ def position(frames: Sequence[Frame]) -> FramePosition | None:
     lines_of_others = [index for index, frame in enumerate(frames) if frame.is_script]
     index = next(iter(lines_of_user or lines_of_others), 0)
     frame = frames[index]
-    return FramePosition(_operation(frames[:index]), frame.file, frame.line, frame.function)
+    source = linecache.getline(frame.file, frame.line).strip()
+    # A script may be in different folders on different hosts.
+    path = tuple(f"{os.path.basename(own.file)}:{own.line}" for own in frames if own.is_script)
+    return FramePosition(_operation(frames[:index]), frame.file, frame.line, frame.function, source, path)
 
 
 def _operation(inner: Sequence[Frame]) -> str:

@@ -1,15 +1,27 @@
-"""Stacks of ranks, read and grouped: pure functions."""
+"""Stacks of ranks, read, grouped, and sent to another host: pure functions."""
 
 from __future__ import annotations
 
+import json
 import sysconfig
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 import paceline
-from paceline.world.stacks.groups import ProcessStacks, full_report, grouped, in_one_sentence, ranks_text, short_report
-from paceline.world.stacks.parse import Frame, Thread, position, threads_of, threads_of_py_spy
+from paceline.base.json_fields import read
+from paceline.world.stacks.parse import Frame, Stack, position, threads_of, threads_of_py_spy
+from paceline.world.stacks.report import (
+    ProcessStacks,
+    RankPlace,
+    full_report,
+    grouped,
+    in_one_sentence,
+    place_of,
+    ranks_text,
+    short_report,
+)
 
 TORCH = "/venv/lib/python3.12/site-packages/torch"
 OURS = str(Path(paceline.__file__).parent)
@@ -20,9 +32,9 @@ MODULE = Frame("/home/me/train.py", 99, "<module>")
 LAUNCHER = Frame(f"{OURS}/launch/worker.py", 210, "become")
 
 
-def stack(*frames: Frame) -> tuple[Thread, ...]:
-    other = Thread((Frame(f"{STDLIB}/threading.py", 331, "wait"),))
-    return (other, Thread((*frames, SCRIPT, MODULE, LAUNCHER)))
+def stack(*frames: Frame) -> tuple[Stack, ...]:
+    other = (Frame(f"{STDLIB}/threading.py", 331, "wait"),)
+    return (other, (*frames, SCRIPT, MODULE, LAUNCHER))
 
 
 ALL_REDUCE = stack(
@@ -49,9 +61,9 @@ def test_faulthandler_is_read() -> None:
         "  ...\n"
     )
     waits, main = threads_of(text)
-    assert waits.frames == (Frame("/usr/lib/python3.11/threading.py", 327, "wait"),)
-    assert main.frames[0] == Frame("/home/me/my scripts/train.py", 41, "<lambda>")
-    assert main.frames[1].line == 0
+    assert waits == (Frame("/usr/lib/python3.11/threading.py", 327, "wait"),)
+    assert main[0] == Frame("/home/me/my scripts/train.py", 41, "<lambda>")
+    assert main[1].line == 0
 
 
 @pytest.mark.parametrize("text", ["", "nonsense\n", '  File "a.py", line 1 in f\n'])
@@ -63,10 +75,10 @@ def test_py_spy_is_read_with_the_main_thread_last() -> None:
     text = (
         "Process 7: python train.py\nPython v3.11.7 (/usr/bin/python3.11)\n\n"
         'Thread 7 (idle): "MainThread"\n    main (/home/me/train.py:12)\n    <module> (/home/me/train.py:13)\n'
-        'Thread 9 (idle): "paceline-hangs"\n    wait (/usr/lib/python3.11/threading.py:331)\n'
+        'Thread 9 (idle): "paceline-watcher"\n    wait (/usr/lib/python3.11/threading.py:331)\n'
     )
     other, main = threads_of_py_spy(text)
-    assert main.frames[0] == Frame("/home/me/train.py", 12, "main") and other.frames[0].function == "wait"
+    assert main[0] == Frame("/home/me/train.py", 12, "main") and other[0].function == "wait"
 
 
 @pytest.mark.parametrize(
@@ -102,20 +114,23 @@ def test_py_spy_is_read_with_the_main_thread_last() -> None:
         ),
     ],
 )
-def test_where_the_script_is(frames: tuple[Thread, ...], expected: tuple[str, str, int]) -> None:
-    place = position(frames[-1].frames)
+def test_where_the_script_is(frames: tuple[Stack, ...], expected: tuple[str, str, int]) -> None:
+    place = position(frames[-1])
     assert place is not None
     assert (place.operation, Path(place.file).name, place.line) == expected
 
 
 def test_a_trainer_that_was_installed_is_named_where_the_user_has_no_line() -> None:
     trainer = Frame("/venv/lib/python3.12/site-packages/transformers/trainer.py", 500, "train")
-    place = position((*ALL_REDUCE[-1].frames[:2], trainer, Frame("<frozen runpy>", 1, "run")))
+    place = position((*ALL_REDUCE[-1][:2], trainer, Frame("<frozen runpy>", 1, "run")))
     assert place is not None and (place.operation, place.line) == ("all_reduce", 500)
 
 
-def rank(number: int, threads: tuple[Thread, ...], **more: object) -> ProcessStacks:
-    return ProcessStacks(1000 + number, threads, rank=number, **more)  # type: ignore[arg-type]
+def rank(
+    number: int, threads: tuple[Stack, ...], still_s: float = 0.0, collectives: tuple[str, ...] = (), **more: object
+) -> RankPlace:
+    process = ProcessStacks(1000 + number, threads, **more)  # type: ignore[arg-type]
+    return place_of(number, process, still_s, collectives)
 
 
 def test_seven_ranks_and_one() -> None:
@@ -136,12 +151,37 @@ def test_seven_ranks_and_one() -> None:
 
 def test_hosts_may_keep_the_script_in_different_folders() -> None:
     elsewhere = Frame("/srv/job/train.py", 88, "main")
-    there = (Thread((*ALL_REDUCE[-1].frames[:2], elsewhere, MODULE)),)
+    there = ((*ALL_REDUCE[-1][:2], elsewhere, MODULE),)
     assert len(grouped([rank(0, ALL_REDUCE), rank(1, there)])) == 1
 
 
-def test_the_same_line_in_another_operation_is_another_group() -> None:
+def test_the_same_line_in_another_operation_or_called_from_another_line_is_another_group() -> None:
     assert len(grouped([rank(0, ALL_REDUCE), rank(1, stack())])) == 2
+    from_elsewhere = ((*ALL_REDUCE[-1][:2], SCRIPT, replace(MODULE, line=95), LAUNCHER),)
+    groups = grouped([rank(0, ALL_REDUCE), rank(1, from_elsewhere)])
+    assert [group.text.partition(" (")[2] for group in groups] == [
+        "train.py:88 < train.py:99)",
+        "train.py:88 < train.py:95)",
+    ]
+
+
+def test_a_place_is_read_on_another_host() -> None:
+    # Where Paceline and Python are installed does not matter there: the place was found on the rank's own host.
+    sent = replace(rank(2, LOADER, 60.0, state="S", children=(ProcessStacks(51, (), state="T"),)), host="node2")
+    assert read(RankPlace, json.loads(json.dumps(asdict(sent)))) == sent
+    assert sent.workers[0][0] == 51 and "_try_get_data" in sent.stacks
+
+
+def test_hosts_are_named_where_they_tell_ranks_apart() -> None:
+    ranks = [replace(rank(number, ALL_REDUCE), host=f"node{1 + number // 2}") for number in range(3)]
+    ranks.append(replace(rank(3, LOADER), host="node2"))
+    groups = grouped(ranks)
+    assert [group.name for group in groups] == ["3 ranks (0-2)", "rank 3 on node2"]
+    assert in_one_sentence(groups) == (
+        "3 ranks (0-2) in all_reduce at train.py:88, rank 3 on node2 in DataLoader.__next__ at data.py:41"
+    )
+    text = short_report("headline", grouped([replace(stopped, state="T") for stopped in ranks[:3]]), [])
+    assert "`kill -CONT 1000 1001` on node1 and `kill -CONT 1002` on node2 lets it go on" in text
 
 
 def test_a_stopped_rank_is_told_with_what_lets_it_go_on() -> None:
@@ -160,8 +200,8 @@ def test_other_states_and_a_rank_that_wrote_nothing() -> None:
 
 def test_the_worker_that_hangs_is_shown_and_those_that_wait_for_work_are_not() -> None:
     loop = Frame(f"{TORCH}/utils/data/_utils/worker.py", 349, "_worker_loop")
-    waits = (Thread((Frame(f"{STDLIB}/multiprocessing/queues.py", 113, "get"), loop, SCRIPT)),)
-    hangs = (Thread((Frame("/home/me/data.py", 17, "__getitem__"), loop, SCRIPT)),)
+    waits = ((Frame(f"{STDLIB}/multiprocessing/queues.py", 113, "get"), loop, SCRIPT),)
+    hangs = ((Frame("/home/me/data.py", 17, "__getitem__"), loop, SCRIPT),)
     children = (
         ProcessStacks(50, waits, command="python"),
         ProcessStacks(51, hangs, command="python"),

@@ -9,7 +9,8 @@ import pytest
 import torch.distributed as dist
 
 import paceline
-from paceline.world.hangs.progress_thread import OtherRanks, busy_with
+from paceline.world.hangs.progress_file import OtherRanks
+from paceline.world.hangs.watcher import busy_with
 from paceline.world.stacks.parse import Frame
 
 TORCH = "/venv/lib/python3.12/site-packages/torch"
@@ -42,24 +43,24 @@ def test_what_may_take_long(frame: Frame, expected: str) -> None:
 
 def test_a_host_waits_while_a_rank_of_another_is_alive() -> None:
     store = dist.HashStore()
-    still, alive = OtherRanks(store), OtherRanks(store)
+    still, alive = OtherRanks(), OtherRanks()
     for now in range(0, 60, 5):  # nobody asks: nothing is written
-        assert alive.are_alive(False, now)
+        assert alive.are_alive(store, False, now)
     assert store.add("progress/alive", 0) == 0
     for now in range(100, 200, 5):
-        assert still.are_alive(True, now), "the other one answers"
-        assert alive.are_alive(False, now)
+        assert still.are_alive(store, True, now), "the other one answers"
+        assert alive.are_alive(store, False, now)
     for now in range(200, 300, 5):  # now nobody answers
-        answers = still.are_alive(True, now)
+        answers = still.are_alive(store, True, now)
     assert not answers
-    assert still.are_alive(False, 300), "it goes on itself"
+    assert still.are_alive(store, False, 300), "it goes on itself"
 
 
 def test_all_hosts_find_out_that_nobody_is_alive() -> None:
     store = dist.HashStore()
-    ranks = [OtherRanks(store) for _ in range(3)]
+    ranks = [OtherRanks() for _ in range(3)]
     for now in range(0, 20, 5):
-        answers = [rank.are_alive(True, now) for rank in ranks]
+        answers = [rank.are_alive(store, True, now) for rank in ranks]
     assert answers == [False] * 3
 
 
