@@ -18,8 +18,9 @@ import torch
 
 from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of
+from paceline.parallel.mixtures import needs_whole_tensors, on_whole_tensors
 from paceline.torch_internals.dispatch import aten
-from paceline.torch_internals.dtensor import answer, local_tensor
+from paceline.torch_internals.dtensor import answer, answer_mixtures, local_tensor
 from paceline.world.sharded import whole
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ def answer_for_whole_tensors() -> None:
             for overload in packet.overloads():
                 if not overload.endswith("out"):
                     answer(getattr(packet, overload), function)
+    answer_mixtures(needs_whole_tensors, on_whole_tensors)
 
 
 def _pickled(tensor: DTensor) -> Any:

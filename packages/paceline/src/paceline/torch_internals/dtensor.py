@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from copy import deepcopy
-from functools import cache
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,53 +57,6 @@ def is_mixture(error: RuntimeError) -> bool:
     return "got mixed torch.Tensor and DTensor" in str(error)
 
 
-def refusing_mixtures(tensor: DTensor, refuse: Callable[[str], Exception]) -> Tensor:
-    """Lets a DTensor, and what is computed with it, raise an error of ours where an operation also gets a plain tensor.
-
-    torch raises its own error in C++, so that nothing else of ours runs where it happens.
-
-    Args:
-        tensor: this object itself is changed and returned.
-        refuse: gives the error for an operation, by its name.
-    """
-    tensor.__class__ = _refusing_class(refuse)
-    return tensor
-
-
-@cache
-def _refusing_class(refuse: Callable[[str], Exception]) -> type[DTensor]:
-    # The import takes over a second.
-    from torch.distributed.tensor import DTensor
-
-    class RefusingDTensor(DTensor):
-        @classmethod
-        def __torch_function__(
-            cls, operation: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            try:
-                with torch._C.DisableTorchFunctionSubclass():
-                    result = operation(*args, **(kwargs or {}))
-            except RuntimeError as error:
-                if not is_mixture(error):
-                    raise
-                raise refuse(operation.__name__) from error
-            # An operation in place gives back its first argument, which may be someone else's DTensor.
-            if type(result) is DTensor and not any(result is argument for argument in args):
-                result.__class__ = cls
-            return result
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-            return deepcopy(_plain(self), memo)
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _plain(self).__reduce_ex__(protocol)
-
-    def _plain(tensor: DTensor) -> DTensor:
-        return DTensor(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
-
-    return RefusingDTensor
-
-
 def answer(operation: Any, function: Callable[..., Any]) -> None:
     """Lets a function run in the place of an operator of torch's, for arguments that are DTensors.
 
@@ -116,6 +67,53 @@ def answer(operation: Any, function: Callable[..., Any]) -> None:
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher._custom_op_handlers[operation] = function
+
+
+def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., Any]) -> None:
+    """Lets a function run in the place of each operator of torch's that takes several tensors, where DTensors meet others.
+
+    torch asks for such a function before it refuses the mixture. Operations on DTensors alone go their way.
+
+    Args:
+        is_answered: whether the function runs; gets what `function` gets.
+        function: gets the operator, its arguments and its keyword arguments.
+    """
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    for operation in _operators_of_several_tensors():
+        answer(operation, _answer_or_pass(handlers, handlers.get(operation), is_answered, function))
+
+
+def _operators_of_several_tensors() -> Iterator[Any]:
+    for schema in torch._C._jit_get_all_schemas():
+        library, _, name = schema.name.partition("::")
+        kinds = [str(argument.type) for argument in schema.arguments]
+        num_tensors = sum("Tensor" in kind for kind in kinds)
+        takes_list = any("Tensor" in kind and "List[" in kind for kind in kinds)
+        if library == "aten" and (num_tensors > 1 or takes_list):
+            yield getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
+
+
+def _answer_or_pass(
+    handlers: dict[Any, Callable[..., Any]],
+    before: Callable[..., Any] | None,
+    is_answered: Callable[..., bool],
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
+    def answer_or_pass(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if is_answered(operation, args, keywords):
+            return function(operation, args, keywords)
+        if before is not None:
+            return before(operation, args, keywords)
+        # torch has no other way to go on with its own: what runs here is what it has found in the table.
+        del handlers[operation]
+        try:
+            return operation(*args, **keywords)
+        finally:
+            handlers[operation] = answer_or_pass
+
+    return answer_or_pass
 
 
 def cut(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:

@@ -32,7 +32,7 @@ from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.dtensor import is_mixture
 from paceline.torch_internals.modules import compiled_original
-from paceline.torch_internals.tensors import has_gradient_hooks, times_written
+from paceline.torch_internals.tensors import has_users_gradient_hooks, times_written
 from paceline.world.mesh import cpu_group
 from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
@@ -258,7 +258,7 @@ class Units(AppliedStrategy):
 
     def _refuse_hooks(self) -> None:
         hooked = [
-            parameter for parameter in self._parameters if has_gradient_hooks(internals.sharded_parameter(parameter))
+            parameter for parameter in self._parameters if has_users_gradient_hooks(internals.sharded_parameter(parameter))
         ]
         if not hooked:
             return

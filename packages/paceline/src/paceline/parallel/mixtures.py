@@ -1,0 +1,114 @@
+"""A divided tensor that meets a whole one, as where a script computes with parameters outside of passes.
+
+    `average.lerp_(parameter.data, 0.1)`                average: of a model that was not prepared
+    `(fisher * (parameter - old) ** 2).sum()`           a penalty; fisher, old: whole
+    `F.linear(x, model.head.weight)`                    as `model.head(x)` does
+
+torch refuses the mixture. Here the operation runs on whole tensors: divided ones are gathered for it, its results are whole,
+and what it writes into divided ones reaches the parts of all ranks. The whole tensor may be of this rank alone, such as the
+activations of its own samples.
+
+Under autograd, the gradient of the divided tensor is the mean over the ranks that read different samples, as after the
+backward pass of a prepared model: each rank has a loss of its own, with a factor of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from paceline.parallel.divided_parameters import part_of
+from paceline.torch_internals.dispatch import written_arguments
+from paceline.torch_internals.dtensor import local_tensor
+from paceline.world.layout import AXES
+from paceline.world.sharded import is_sharded, whole
+from paceline.world.tree import map_leaves, tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Placement
+
+# Open `mixtures_refused`.
+_refusing = 0
+
+
+@contextmanager
+def mixtures_refused() -> Iterator[None]:
+    """While it is open, torch raises its own error about a mixture."""
+    global _refusing
+    _refusing += 1
+    try:
+        yield
+    finally:
+        _refusing -= 1
+
+
+def needs_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
+    """Returns whether an operation with divided tensors gets whole ones, too, with which torch cannot compute."""
+    if _refusing:
+        return False
+    met = tensors((args, keywords))
+    plain = [tensor for tensor in met if not is_sharded(tensor)]
+    if not plain:
+        return False
+    if any(tensor.numel() != 1 for tensor in plain):
+        return True
+    # torch takes a single number for the same on all ranks, and goes on with parts. Two single numbers may be a loss and a
+    # penalty, of which one is this rank's.
+    writes = bool(written_arguments(operation, args, keywords))
+    return not writes and all(tensor.numel() == 1 for tensor in met)
+
+
+def on_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Runs the operation on whole tensors, and writes what it has written into parts. Ranks: all that have a part."""
+    gathered: dict[DTensor, Tensor] = {}
+
+    def gather(leaf: Any) -> Any:
+        if not is_sharded(leaf):
+            return leaf
+        if leaf not in gathered:
+            gathered[leaf] = whole(leaf.detach())
+            _average_gradient(leaf)
+        return gathered[leaf]
+
+    result = operation(*map_leaves(gather, args), **map_leaves(gather, keywords))
+    for written in tensors(written_arguments(operation, args, keywords)):
+        if is_sharded(written):
+            local_tensor(written).copy_(part_of(gathered[written], written))
+    parts = {id(value): part for part, value in gathered.items()}
+    return map_leaves(lambda leaf: parts.get(id(leaf), leaf), result)
+    
+
+def _average_gradient(tensor: DTensor) -> None:
+    """Lets a whole gradient, which such an operation gives back, arrive at the divided tensor as its mean, divided alike."""
+    if not torch.is_grad_enabled() or not tensor.requires_grad or hasattr(tensor, _AVERAGED):
+        return
+
+    # The hook does not hold the tensor, which holds the hook.
+    mesh, placements = tensor.device_mesh, tensor.placements
+
+    def average(gradient: Tensor) -> Tensor | None:
+        return None if is_sharded(gradient) else _mean(gradient, mesh, placements)
+
+    tensor.register_hook(average)
+    setattr(tensor, _AVERAGED, True)
+
+
+_AVERAGED = "_paceline_averaged"
+
+
+def _mean(gradient: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    given: list[Placement] = []
+    for name in mesh.mesh_dim_names or ():
+        # A dim of several axes has all of their names.
+        averaged = AXES[name.split("_")[0]].averages_gradients
+        given.append(Partial("avg") if averaged else Replicate())
+    # A sum that is still open has no parts: each rank has the whole gradient.
+    wanted = [Replicate() if placement.is_partial() else placement for placement in placements]
+    return DTensor.from_local(gradient, mesh, given, run_check=False).redistribute(mesh, wanted)
