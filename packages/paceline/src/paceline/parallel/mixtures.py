@@ -101,14 +101,38 @@ def _average_gradient(tensor: DTensor) -> None:
 _AVERAGED = "_paceline_averaged"
 
 
+def share_of_features(parameter: DTensor) -> Tensor:
+    """Returns what a rank of tensor parallelism has of a parameter, gathered over the ranks that read different samples.
+
+    The gradient that comes back is the mean over these.
+    """
+    mesh = parameter.device_mesh
+    averaged = _averaged_dims(mesh)
+    if not any(averaged):
+        return parameter.to_local()
+    from torch.distributed.tensor import Partial, Replicate
+
+    whole_rows: list[Placement] = []
+    of_gradient: list[Placement] = []
+    for is_averaged, placement in zip(averaged, parameter.placements, strict=True):
+        whole_rows.append(Replicate() if is_averaged else placement)
+        of_gradient.append(Partial("avg") if is_averaged else placement)
+    return parameter.redistribute(mesh, whole_rows).to_local(grad_placements=of_gradient)
+
+
+def _averaged_dims(mesh: DeviceMesh) -> list[bool]:
+    """Returns for each dim of a mesh whether gradients are averaged along it."""
+    # A dim of several axes has all of their names.
+    axes = [AXES[name.split("_")[0]] for name in mesh.mesh_dim_names or ()]
+    return [axis.averages_gradients for axis in axes]
+
+
 def _mean(gradient: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     given: list[Placement] = []
-    for name in mesh.mesh_dim_names or ():
-        # A dim of several axes has all of their names.
-        averaged = AXES[name.split("_")[0]].averages_gradients
-        given.append(Partial("avg") if averaged else Replicate())
+    for is_averaged in _averaged_dims(mesh):
+        given.append(Partial("avg") if is_averaged else Replicate())
     # A sum that is still open has no parts: each rank has the whole gradient.
     wanted = [Replicate() if placement.is_partial() else placement for placement in placements]
     return DTensor.from_local(gradient, mesh, given, run_check=False).redistribute(mesh, wanted)

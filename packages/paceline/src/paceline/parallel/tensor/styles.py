@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.base.errors import TrainError
 from paceline.parallel.differentiable import Differentiable
+from paceline.parallel.mixtures import mixtures_refused, share_of_features
 from paceline.parallel.module_shell import Shell
 from paceline.parallel.products import linear, product_of
 from paceline.parallel.random_streams import RandomStreams
@@ -211,12 +212,12 @@ def _matrix(layer: nn.Module) -> Tensor:
     """
     weight = layer.weight
     assert is_sharded(weight)
-    return weight.to_local()
+    return share_of_features(weight)
 
 
 def _plain(parameter: DTensor) -> Tensor:
     """Returns this rank's share of a parameter that is used in any way, as `_matrix` does."""
-    return _OwnGradient.call(parameter.to_local())
+    return _OwnGradient.call(share_of_features(parameter))
 
 
 def _bias(layer: nn.Module) -> Tensor | None:
@@ -342,7 +343,7 @@ def undivided(group: dist.ProcessGroup) -> Callable[..., Any]:
     """Returns the forward of a module that may read undivided parameters (see `mark`): inside, they are plain tensors."""
 
     def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        with plain_parameters(self, group):
+        with plain_parameters(self, group), mixtures_refused():
             try:
                 return original(*args, **kwargs)
             except RuntimeError as error:
@@ -398,8 +399,9 @@ def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[No
             continue
         slots = parameter_table(owner)
         for name, parameter in slots.items():
-            # A mesh of one dimension is that of `tp` alone, so FSDP2 has gathered the parameter.
-            if is_sharded(parameter) and parameter.device_mesh.ndim == 1:
+            # A mesh of several dimensions has those of FSDP2. A child gathers its parameters in its own forward; those of this
+            # module are gathered by now, unless it is called by itself, outside of a pass of the model.
+            if is_sharded(parameter) and (child is module or parameter.device_mesh.ndim == 1):
                 local = _plain(parameter)
                 if _is_partial(owner):
                     local = _CopyToRanks.call(local, group)
