@@ -23,7 +23,7 @@ from torch import Tensor
 
 from paceline.parallel.divided_parameters import part_of
 from paceline.torch_internals.dispatch import written_arguments
-from paceline.torch_internals.dtensor import local_tensor
+from paceline.torch_internals.dtensor import local_tensor, lost_view
 from paceline.world.layout import AXES
 from paceline.world.sharded import is_sharded, whole
 from paceline.world.tree import map_leaves, tensors
@@ -48,40 +48,53 @@ def mixtures_refused() -> Iterator[None]:
 
 
 def needs_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Returns whether an operation with divided tensors gets whole ones, too, with which torch cannot compute."""
+    """Returns whether torch cannot run an operation with divided tensors: it gets whole ones, too, or writes into a lost view."""
     if _refusing:
         return False
     met = tensors((args, keywords))
     plain = [tensor for tensor in met if not is_sharded(tensor)]
-    if not plain:
-        return False
-    if any(tensor.numel() != 1 for tensor in plain):
+    if any(tensor.dim() for tensor in plain):
         return True
-    # torch takes a single number for the same on all ranks, and goes on with parts. Two single numbers may be a loss and a
-    # penalty, of which one is this rank's.
-    writes = bool(written_arguments(operation, args, keywords))
-    return not writes and all(tensor.numel() == 1 for tensor in met)
+    written = tensors(written_arguments(operation, args, keywords))
+    if written:
+        return any(not is_sharded(tensor) or lost_view(tensor) is not None for tensor in written)
+    # torch takes a number for the same on all ranks, and goes on with parts. Two numbers may be a loss and a penalty, of which
+    # one is this rank's.
+    return bool(plain) and all(tensor.numel() == 1 for tensor in met)
 
 
 def on_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Runs the operation on whole tensors, and writes what it has written into parts. Ranks: all that have a part."""
+    # Whole tensors by those that they stand for; of a lost view, also what it is a view of.
     gathered: dict[DTensor, Tensor] = {}
 
     def gather(leaf: Any) -> Any:
         if not is_sharded(leaf):
             return leaf
         if leaf not in gathered:
-            gathered[leaf] = whole(leaf.detach())
             _average_gradient(leaf)
+            view = lost_view(leaf)
+            if view is None:
+                gathered[leaf] = whole(leaf.detach())
+            else:
+                base, take = view
+                gathered[leaf] = take(gather(base))
         return gathered[leaf]
 
     result = operation(*map_leaves(gather, args), **map_leaves(gather, keywords))
     for written in tensors(written_arguments(operation, args, keywords)):
         if is_sharded(written):
-            local_tensor(written).copy_(part_of(gathered[written], written))
+            _write_parts(written, gathered)
     parts = {id(value): part for part, value in gathered.items()}
     return map_leaves(lambda leaf: parts.get(id(leaf), leaf), result)
-    
+
+
+def _write_parts(written: DTensor, gathered: dict[DTensor, Tensor]) -> None:
+    local_tensor(written).copy_(part_of(gathered[written], written))
+    view = lost_view(written)
+    if view is not None:
+        _write_parts(view[0], gathered)
+
 
 def _average_gradient(tensor: DTensor) -> None:
     """Lets a whole gradient, which such an operation gives back, arrive at the divided tensor as its mean, divided alike."""

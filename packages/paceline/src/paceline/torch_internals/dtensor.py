@@ -70,9 +70,9 @@ def answer(operation: Any, function: Callable[..., Any]) -> None:
 
 
 def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., Any]) -> None:
-    """Lets a function run in the place of each operator of torch's that takes several tensors, where DTensors meet others.
+    """Lets a function run in the place of operators of torch's that take several tensors, or write to one: where DTensors meet others.
 
-    torch asks for such a function before it refuses the mixture. Operations on DTensors alone go their way.
+    torch asks for such a function before it refuses the mixture. Where it is not to run, operations go their way.
 
     Args:
         is_answered: whether the function runs; gets what `function` gets.
@@ -81,18 +81,36 @@ def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., An
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
-    for operation in _operators_of_several_tensors():
+    for operation in _operators():
         answer(operation, _answer_or_pass(handlers, handlers.get(operation), is_answered, function))
 
 
-def _operators_of_several_tensors() -> Iterator[Any]:
+def _operators() -> Iterator[Any]:
+    """Yields torch's own operators that take several tensors, or write to one."""
     for schema in torch._C._jit_get_all_schemas():
         library, _, name = schema.name.partition("::")
-        kinds = [str(argument.type) for argument in schema.arguments]
-        num_tensors = sum("Tensor" in kind for kind in kinds)
-        takes_list = any("Tensor" in kind and "List[" in kind for kind in kinds)
-        if library == "aten" and (num_tensors > 1 or takes_list):
+        if library != "aten":
+            continue
+        kinds = [str(argument.type) for argument in schema.arguments if "Tensor" in str(argument.type)]
+        takes_list = any("List[" in kind for kind in kinds)
+        writes = any(argument.is_write for argument in schema.arguments)
+        if len(kinds) > 1 or takes_list or writes:
             yield getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
+
+
+def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | None:
+    """What a view of a DTensor was taken of, and how, if it has memory of its own: what is written into it would be lost.
+
+    torch gathers rows to take a slice of them, for example.
+
+    Returns:
+        The other DTensor, and a function that takes this view of another tensor with the same shape; None if the view looks
+        at the memory of the other, or the tensor is no view.
+    """
+    base: Any = tensor._base
+    if base is None or tensor._local_tensor.untyped_storage()._cdata == base._local_tensor.untyped_storage()._cdata:
+        return None
+    return base, tensor._view_func_unsafe
 
 
 def _answer_or_pass(
