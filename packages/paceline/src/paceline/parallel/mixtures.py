@@ -14,7 +14,7 @@ backward pass of a prepared model: each rank has a loss of its own, with a facto
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -32,25 +32,28 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
 
-# Open `mixtures_refused`.
-_refusing = 0
+Refusal = Callable[[str], Exception]
+
+# Those of open `mixtures_refused`, the innermost last.
+_refusals: list[Refusal] = []
 
 
 @contextmanager
-def mixtures_refused() -> Iterator[None]:
-    """While it is open, torch raises its own error about a mixture."""
-    global _refusing
-    _refusing += 1
+def mixtures_refused(refusal: Refusal) -> Iterator[None]:
+    """While it is open, a divided tensor that meets a whole one is an error: ranks do not run the same operations.
+
+    Args:
+        refusal: gives the error for an operation, by its name.
+    """
+    _refusals.append(refusal)
     try:
         yield
     finally:
-        _refusing -= 1
+        _refusals.pop()
 
 
 def needs_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
     """Returns whether torch cannot run an operation with divided tensors: it gets whole ones, too, or writes into a lost view."""
-    if _refusing:
-        return False
     met = tensors((args, keywords))
     plain = [tensor for tensor in met if not is_sharded(tensor)]
     if any(tensor.dim() for tensor in plain):
@@ -65,6 +68,8 @@ def needs_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[st
 
 def on_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Runs the operation on whole tensors, and writes what it has written into parts. Ranks: all that have a part."""
+    if _refusals:
+        raise _refusals[-1](operation.__name__)
     # Whole tensors by those that they stand for; of a lost view, also what it is a view of.
     gathered: dict[DTensor, Tensor] = {}
 

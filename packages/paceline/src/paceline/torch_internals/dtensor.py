@@ -52,11 +52,6 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def is_mixture(error: RuntimeError) -> bool:
-    """Whether DTensor has raised an error because an operation got a plain tensor, too. It has no class of its own."""
-    return "got mixed torch.Tensor and DTensor" in str(error)
-
-
 def answer(operation: Any, function: Callable[..., Any]) -> None:
     """Lets a function run in the place of an operator of torch's, for arguments that are DTensors.
 
@@ -88,14 +83,14 @@ def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., An
 def _operators() -> Iterator[Any]:
     """Yields torch's own operators that take several tensors, or write to one."""
     for schema in torch._C._jit_get_all_schemas():
-        library, _, name = schema.name.partition("::")
-        if library != "aten":
-            continue
-        kinds = [str(argument.type) for argument in schema.arguments if "Tensor" in str(argument.type)]
-        takes_list = any("List[" in kind for kind in kinds)
-        writes = any(argument.is_write for argument in schema.arguments)
-        if len(kinds) > 1 or takes_list or writes:
-            yield getattr(getattr(torch.ops.aten, name), schema.overload_name or "default")
+        # As "aten::lerp_.Scalar(Tensor(a!) self, Tensor end, Scalar weight) -> Tensor(a!)": reading the text takes a fifth of the
+        # time of reading the objects.
+        name, _, rest = str(schema).partition("(")
+        arguments = rest.partition(" -> ")[0]
+        takes_several = arguments.count("Tensor") > 1 or "Tensor[]" in arguments or "Tensor?[]" in arguments
+        if name.startswith("aten::") and (takes_several or "!" in arguments):
+            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
+            yield getattr(packet, schema.overload_name or "default")
 
 
 def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | None:

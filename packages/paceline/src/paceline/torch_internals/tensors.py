@@ -17,11 +17,6 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._base is not None
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether `register_hook` was called on the tensor, and not taken back."""
-    return bool(tensor._backward_hooks)
-
-
 def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     """The functions of `register_hook` and `register_post_accumulate_grad_hook` that stand on the tensor."""
     after: Any = tensor._post_accumulate_grad_hooks

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
@@ -30,8 +30,6 @@ from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
-from paceline.torch_internals.dtensor import is_mixture
-from paceline.torch_internals.modules import compiled_original
 from paceline.torch_internals.tensors import has_users_gradient_hooks, times_written
 from paceline.world.mesh import cpu_group
 from paceline.world.param_groups import parameters_of
@@ -413,44 +411,6 @@ def refuse_copies(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
-
-
-def explain_methods(model: nn.Module) -> None:
-    """Makes methods of a model that compute with its divided parameters, other than `forward`, raise an error with a fix.
-
-    Args:
-        model: after `fully_shard`, which gives it a class of its own; the methods are set on this class.
-    """
-    kind = type(model)
-    # The module that `torch.compile` returns hands on what it does not have itself.
-    owner = compiled_original(model) or model
-    for base in reversed(type(owner).__mro__):
-        if base is nn.Module or not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
-            continue
-        for name, method in list(vars(base).items()):
-            if isinstance(method, FunctionType) and not name.startswith("_") and name != "forward":
-                setattr(kind, name, _explained(method))
-
-
-def _explained(method: FunctionType) -> Callable[..., Any]:
-    @wraps(method)
-    def call(self: nn.Module, *args: object, **keywords: object) -> Any:
-        owner = compiled_original(self) or self
-        try:
-            return method(owner, *args, **keywords)
-        except RuntimeError as error:
-            if not is_mixture(error):
-                raise
-            name = method.__name__
-            raise PlanError(
-                "shard-method",
-                f"{name} computes with parameters that are divided over ranks, and only `forward` gathers them.",
-                why=f"zero=3; {type(owner).__name__.removeprefix('FSDP')}.{name} was called by itself",
-                fix=f"let it gather them, too, once after `prepare`: "
-                f"`torch.distributed.fsdp.register_fsdp_forward_method(model, {name!r})`",
-            ) from error
-
-    return call
 
 
 def _refuse_copy(module: nn.Module, memo: dict[int, object]) -> NoReturn:

@@ -32,7 +32,6 @@ from paceline.parallel.mixtures import mixtures_refused, share_of_features
 from paceline.parallel.module_shell import Shell
 from paceline.parallel.products import linear, product_of
 from paceline.parallel.random_streams import RandomStreams
-from paceline.torch_internals.dtensor import is_mixture
 from paceline.torch_internals.modules import parameter_table
 from paceline.torch_internals.tensors import is_seen_by_a_mode
 from paceline.world.sharded import is_sharded
@@ -343,20 +342,17 @@ def undivided(group: dist.ProcessGroup) -> Callable[..., Any]:
     """Returns the forward of a module that may read undivided parameters (see `mark`): inside, they are plain tensors."""
 
     def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        with plain_parameters(self, group), mixtures_refused():
-            try:
-                return original(*args, **kwargs)
-            except RuntimeError as error:
-                if not is_mixture(error):
-                    raise
-                raise TrainError(
-                    "tensor-mixed",
-                    f"{type(self).__name__}.forward computes with a divided parameter itself.",
-                    why="tp divides this parameter, and only the module that owns it computes with its part; torch says: "
-                    + str(error).splitlines()[0],
-                    fix="call the module instead of reading its weight; for an embedding or a head, "
-                    "options={'tensor': {'vocabulary': False}} leaves it whole",
-                ) from error
+        def refusal(operation: str) -> TrainError:
+            return TrainError(
+                "tensor-mixed",
+                f"{type(self).__name__}.forward computes with a divided parameter itself, by `{operation}`.",
+                why="tp divides this parameter, and only the module that owns it computes with its part",
+                fix="call the module instead of reading its weight; for an embedding or a head, "
+                "options={'tensor': {'vocabulary': False}} leaves it whole",
+            )
+
+        with plain_parameters(self, group), mixtures_refused(refusal):
+            return original(*args, **kwargs)
 
     return forward
 
