@@ -90,6 +90,13 @@ def is_in_place(parameter: FSDPParam) -> bool:
     return True
 
 
+def is_called_with_another(parameter: FSDPParam) -> bool:
+    """Returns whether `torch.func.functional_call` has put a tensor that is no parameter in the place of this one."""
+    info = parameter._module_info
+    held = info.module._parameters.get(info.param_name)
+    return held is not None and not isinstance(held, nn.Parameter)
+
+
 def gathered_dtype(parameter: FSDPParam) -> torch.dtype | None:
     """Returns the dtype that the shard had when FSDP2 made memory for the whole parameter; None if it was never gathered."""
     return None if whole_parameter(parameter) is None else parameter.orig_dtype

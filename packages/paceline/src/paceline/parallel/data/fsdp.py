@@ -126,11 +126,19 @@ class Units(AppliedStrategy):
         """Refuses a model in which other parameters stand in the places of divided ones.
 
         Raises:
-            PlanError: `shard-changed`.
+            PlanError: `shard-changed`, or `shard-functional-call`.
         """
         for parameter in self._parameters:
             if internals.is_in_place(parameter):
                 continue
+            if internals.is_called_with_another(parameter):
+                raise PlanError(
+                    "shard-functional-call",
+                    f"the model was called with another tensor in the place of {internals.parameter_name(parameter)}.",
+                    why="zero=3; `torch.func.functional_call` got tensors that are not the model's own parameters, and FSDP2 "
+                    "gathers its own for every forward pass",
+                    fix="use plan={'shard': n, 'zero': 2}, under which ranks hold whole parameters",
+                )
             raise PlanError(
                 "shard-changed",
                 f"{internals.parameter_name(parameter)} is no longer the parameter that was divided over the ranks.",
