@@ -77,7 +77,8 @@ def on_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, 
         if not is_sharded(leaf):
             return leaf
         if leaf not in gathered:
-            _average_gradient(leaf)
+            if torch.is_grad_enabled():
+                divide_gradient(leaf)
             view = lost_view(leaf)
             if view is None:
                 gathered[leaf] = whole(leaf.detach())
@@ -101,22 +102,32 @@ def _write_parts(written: DTensor, gathered: dict[DTensor, Tensor]) -> None:
         _write_parts(view[0], gathered)
 
 
-def _average_gradient(tensor: DTensor) -> None:
-    """Lets a whole gradient, which such an operation gives back, arrive at the divided tensor as its mean, divided alike."""
-    if not torch.is_grad_enabled() or not tensor.requires_grad or hasattr(tensor, _AVERAGED):
+def divide_gradient(tensor: DTensor) -> None:
+    """Lets gradients that come from outside of passes arrive divided as the tensor is: whole ones as their mean, and others too.
+
+    A whole gradient comes from an operation with whole tensors, and one that is divided in another way from a slice of rows.
+    """
+    if not tensor.requires_grad or hasattr(tensor, _DIVIDES):
         return
-
     # The hook does not hold the tensor, which holds the hook.
-    mesh, placements = tensor.device_mesh, tensor.placements
+    mesh = tensor.device_mesh
+    # A sum that is still open has no parts: each rank has the whole gradient.
+    from torch.distributed.tensor import Replicate
 
-    def average(gradient: Tensor) -> Tensor | None:
-        return None if is_sharded(gradient) else _mean(gradient, mesh, placements)
+    placements = tuple(Replicate() if placement.is_partial() else placement for placement in tensor.placements)
 
-    tensor.register_hook(average)
-    setattr(tensor, _AVERAGED, True)
+    def divide(gradient: Tensor) -> Tensor | None:
+        if not is_sharded(gradient):
+            return _mean(gradient, mesh, placements)
+        if gradient.placements != placements:
+            return gradient.redistribute(mesh, placements)
+        return None
+
+    tensor.register_hook(divide)
+    setattr(tensor, _DIVIDES, True)
 
 
-_AVERAGED = "_paceline_averaged"
+_DIVIDES = "_paceline_divides_gradient"
 
 
 def share_of_features(parameter: DTensor) -> Tensor:
@@ -151,6 +162,4 @@ def _mean(gradient: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
     given: list[Placement] = []
     for is_averaged in _averaged_dims(mesh):
         given.append(Partial("avg") if is_averaged else Replicate())
-    # A sum that is still open has no parts: each rank has the whole gradient.
-    wanted = [Replicate() if placement.is_partial() else placement for placement in placements]
-    return DTensor.from_local(gradient, mesh, given, run_check=False).redistribute(mesh, wanted)
+    return DTensor.from_local(gradient, mesh, given, run_check=False).redistribute(mesh, placements)

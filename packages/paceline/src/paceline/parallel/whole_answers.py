@@ -22,7 +22,7 @@ from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of
 from paceline.parallel.mixtures import needs_whole_tensors, on_whole_tensors
 from paceline.torch_internals.dispatch import aten
-from paceline.torch_internals.dtensor import answer, answer_mixtures, local_tensor
+from paceline.torch_internals.dtensor import answer, answer_mixtures, local_tensor, unanswered
 from paceline.world.sharded import whole
 
 if TYPE_CHECKING:
@@ -49,6 +49,11 @@ def answer_for_whole_tensors() -> None:
             for overload in packet.overloads():
                 if not overload.endswith("out"):
                     answer(getattr(packet, overload), function)
+    for name in ("view", "_unsafe_view", "unbind"):
+        packet = aten(name)
+        for overload in packet.overloads():
+            if not overload.endswith("out"):
+                answer(getattr(packet, overload), _look)
     answer_mixtures(needs_whole_tensors, on_whole_tensors)
 
 
@@ -96,6 +101,22 @@ def __str__(tensor: DTensor) -> str:
     if tensor.dim():
         return repr(tensor)
     return str(whole(tensor.detach()))
+
+
+def _look(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Gives another look at a divided tensor, such as `flatten`: of the whole where torch has none of the parts. Ranks: all."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    tensor: DTensor = args[0]
+    try:
+        return unanswered(operation, args, keywords)
+    except RuntimeError:
+        # Rows that are divided unevenly, or twice, or along the dim that disappears.
+        if not _is_cut(tensor.placements):
+            raise
+    mesh = tensor.device_mesh
+    everywhere = DTensor.from_local(whole(tensor.detach()), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return operation(everywhere, *args[1:], **keywords)
 
 
 def _is_cut(placements: Sequence[Placement]) -> bool:

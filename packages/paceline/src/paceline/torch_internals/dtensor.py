@@ -80,7 +80,7 @@ def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., An
         before = handlers.get(operation)
         # Losses of divided logits take whole targets, while `loss_parallel` is on.
         if getattr(before, "__module__", None) != "torch.distributed.tensor.parallel.loss":
-            answer(operation, _answer_or_pass(handlers, before, is_answered, function))
+            answer(operation, _answer_or_pass(before, is_answered, function))
 
 
 def _operators() -> Iterator[Any]:
@@ -112,7 +112,6 @@ def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | N
 
 
 def _answer_or_pass(
-    handlers: dict[Any, Callable[..., Any]],
     before: Callable[..., Any] | None,
     is_answered: Callable[..., bool],
     function: Callable[..., Any],
@@ -122,14 +121,22 @@ def _answer_or_pass(
             return function(operation, args, keywords)
         if before is not None:
             return before(operation, args, keywords)
-        # torch has no other way to go on with its own: what runs here is what it has found in the table.
-        del handlers[operation]
-        try:
-            return operation(*args, **keywords)
-        finally:
-            handlers[operation] = answer_or_pass
+        return unanswered(operation, args, keywords)
 
     return answer_or_pass
+
+
+def unanswered(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Runs an operator as torch does on its own, from inside of the function that runs in its place."""
+    from torch.distributed.tensor import DTensor
+
+    # torch has no other way to do so: it looks into the table first.
+    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    function = handlers.pop(operation)
+    try:
+        return operation(*args, **keywords)
+    finally:
+        handlers[operation] = function
 
 
 def cut(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:

@@ -26,6 +26,7 @@ from paceline.parallel.data.agreement import Agreement, announce
 from paceline.parallel.data.averages import average_gradients, broadcast_tensors, values_of
 from paceline.parallel.data.batch_norm_applied import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
+from paceline.parallel.mixtures import divide_gradient
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
@@ -96,6 +97,9 @@ class Units(AppliedStrategy):
         if internals.left_unfinished(root):
             internals.reset_unfinished(root)
         self._refuse_changes()
+        # Here, because a parameter may have been unfrozen.
+        for parameter in self._parameters:
+            divide_gradient(internals.sharded_parameter(parameter))
         self._refuse_converted()
         if self._changed_buffers is None and model.training:
             self._versions = _versions(model)

@@ -18,6 +18,7 @@ from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, t
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.same_inputs import SameInputs
+from paceline.parallel.mixtures import divide_gradient
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.tensor import styles
 from paceline.parallel.tensor.names import GROUPS, HEADS, KV_HEADS, LOCAL_HEADS, LayerGroup, shape
@@ -46,6 +47,9 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     refuse_removed(model)
     refuse_tools()
     answer_for_whole_tensors()
+    for parameter in model.parameters():
+        if is_sharded(parameter):
+            divide_gradient(parameter)
     # The inputs of a later stage of a pipeline are computed, and may be divided.
     if context.plan.layout.pp == 1 and context.runtime.others_answer:
         SameInputs(model, "tp", context.collectives.over(context.mesh.along("tp").get_group()))
