@@ -24,6 +24,7 @@ from torch import Tensor
 from paceline.parallel.divided_parameters import part_of
 from paceline.torch_internals.dispatch import written_arguments
 from paceline.torch_internals.dtensor import local_tensor, lost_view
+from paceline.torch_internals.tensors import has_gradient_hook, hook_gradient
 from paceline.world.layout import AXES
 from paceline.world.sharded import is_sharded, whole
 from paceline.world.tree import map_leaves, tensors
@@ -53,10 +54,14 @@ def mixtures_refused(refusal: Refusal) -> Iterator[None]:
 
 
 def needs_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
-    """Returns whether torch cannot run an operation with divided tensors: it gets whole ones, too, or writes into a lost view."""
+    """Returns whether torch cannot run an operation with divided tensors.
+
+    It gets whole ones, too, or some that are divided over other ranks, or it writes into a view that would be lost.
+    """
     met = tensors((args, keywords))
     plain = [tensor for tensor in met if not is_sharded(tensor)]
-    if any(tensor.dim() for tensor in plain):
+    meshes = {tensor.device_mesh for tensor in met if is_sharded(tensor)}
+    if len(meshes) > 1 or any(tensor.dim() for tensor in plain):
         return True
     written = tensors(written_arguments(operation, args, keywords))
     if written:
@@ -107,7 +112,7 @@ def divide_gradient(tensor: DTensor) -> None:
 
     A whole gradient comes from an operation with whole tensors, and one that is divided in another way from a slice of rows.
     """
-    if not tensor.requires_grad or hasattr(tensor, _DIVIDES):
+    if not tensor.requires_grad or divides_gradient(tensor):
         return
     # The hook does not hold the tensor, which holds the hook.
     mesh = tensor.device_mesh
@@ -123,11 +128,12 @@ def divide_gradient(tensor: DTensor) -> None:
             return gradient.redistribute(mesh, placements)
         return None
 
-    tensor.register_hook(divide)
-    setattr(tensor, _DIVIDES, True)
+    hook_gradient(tensor, divide)
 
 
-_DIVIDES = "_paceline_divides_gradient"
+def divides_gradient(tensor: DTensor) -> bool:
+    """Returns whether `divide_gradient` was called for the tensor."""
+    return has_gradient_hook(tensor, "divide_gradient.<locals>.divide")
 
 
 def share_of_features(parameter: DTensor) -> Tensor:

@@ -12,14 +12,16 @@ in the dtype of the reduction, to `FSDPParam.unsharded_accumulated_grad`. From 2
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
-from torch.utils.weak import TensorWeakRef
+from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -388,6 +390,59 @@ def add_zero_gradient(parameter: FSDPParam) -> None:
 def _accumulates_apart(parameter: FSDPParam) -> bool:
     """Returns whether pending gradients have an attribute of their own, as up to torch 2.14."""
     return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
+
+
+# -- torch.autograd.grad -------------------------------------------------------------------------------------------------
+
+
+# References to the parameters of groups, by their shards.
+_group_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def let_grad_find(parameter: FSDPParam) -> None:
+    """Lets `torch.autograd.grad` follow a shard to the whole parameter, with which a forward pass has computed."""
+    follow_shards()
+    _group_parameters[parameter.sharded_param] = weakref.ref(parameter)
+
+
+@cache
+def follow_shards() -> None:
+    """Replaces `torch.autograd.grad`, for this process. It does as before where no input is such a shard."""
+    plain = torch.autograd.grad
+    signature = inspect.signature(plain)
+
+    @wraps(plain)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        call = signature.bind(*args, **kwargs)
+        inputs = call.arguments["inputs"]
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        wholes = [_whole_of(each) for each in inputs]
+        found = [whole for whole in wholes if whole is not None]
+        if not found:
+            return plain(*args, **kwargs)
+        allow_unused = call.arguments.get("allow_unused")
+        call.arguments |= {"inputs": [*inputs, *found], "allow_unused": True}
+        gradients = list(plain(*call.args, **call.kwargs))
+        of_wholes = iter(gradients[len(inputs) :])
+        results: list[torch.Tensor | None] = []
+        for whole, gradient in zip(wholes, gradients, strict=False):
+            # Of what was computed with the shard itself, and with the whole parameter.
+            parts = [part for part in (gradient, None if whole is None else next(of_wholes)) if part is not None]
+            results.append(sum(parts[1:], parts[0]) if parts else None)
+        if not allow_unused and any(result is None for result in results):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
+                "the desired behavior."
+            )
+        return tuple(results)
+
+    torch.autograd.grad = grad
+
+
+def _whole_of(tensor: Any) -> torch.Tensor | None:
+    reference = _group_parameters.get(tensor)
+    parameter = None if reference is None else reference()
+    return None if parameter is None else whole_parameter(parameter)
 
 
 # -- passes --------------------------------------------------------------------------------------------------------------

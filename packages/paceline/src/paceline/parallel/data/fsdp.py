@@ -26,7 +26,7 @@ from paceline.parallel.data.agreement import Agreement, announce
 from paceline.parallel.data.averages import average_gradients, broadcast_tensors, values_of
 from paceline.parallel.data.batch_norm_applied import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
-from paceline.parallel.mixtures import divide_gradient
+from paceline.parallel.mixtures import divide_gradient, divides_gradient
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
@@ -99,7 +99,10 @@ class Units(AppliedStrategy):
         self._refuse_changes()
         # Here, because a parameter may have been unfrozen.
         for parameter in self._parameters:
-            divide_gradient(internals.sharded_parameter(parameter))
+            shard = internals.sharded_parameter(parameter)
+            if shard.requires_grad and not divides_gradient(shard):
+                divide_gradient(shard)
+                internals.let_grad_find(parameter)
         self._refuse_converted()
         if self._changed_buffers is None and model.training:
             self._versions = _versions(model)
