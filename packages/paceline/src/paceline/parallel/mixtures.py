@@ -26,7 +26,7 @@ from paceline.torch_internals.dispatch import written_arguments
 from paceline.torch_internals.dtensor import local_tensor, lost_view
 from paceline.torch_internals.tensors import has_gradient_hook, hook_gradient
 from paceline.world.layout import AXES
-from paceline.world.sharded import is_sharded, whole
+from paceline.world.sharded import is_sharded, quietly, whole
 from paceline.world.tree import map_leaves, tensors
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ def divide_gradient(tensor: DTensor) -> None:
         if not is_sharded(gradient):
             return _mean(gradient, mesh, placements)
         if gradient.placements != placements:
-            return gradient.redistribute(mesh, placements)
+            with quietly():
+                return gradient.redistribute(mesh, placements)
         return None
 
     hook_gradient(tensor, divide)
@@ -152,7 +153,8 @@ def share_of_features(parameter: DTensor) -> Tensor:
     for is_averaged, placement in zip(averaged, parameter.placements, strict=True):
         whole_rows.append(Replicate() if is_averaged else placement)
         of_gradient.append(Partial("avg") if is_averaged else placement)
-    return parameter.redistribute(mesh, whole_rows).to_local(grad_placements=of_gradient)
+    with quietly():
+        return parameter.redistribute(mesh, whole_rows).to_local(grad_placements=of_gradient)
 
 
 def _averaged_dims(mesh: DeviceMesh) -> list[bool]:
@@ -168,4 +170,5 @@ def _mean(gradient: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
     given: list[Placement] = []
     for is_averaged in _averaged_dims(mesh):
         given.append(Partial("avg") if is_averaged else Replicate())
-    return DTensor.from_local(gradient, mesh, given, run_check=False).redistribute(mesh, placements)
+    with quietly():
+        return DTensor.from_local(gradient, mesh, given, run_check=False).redistribute(mesh, placements)

@@ -21,7 +21,9 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
-from torch.utils.weak import TensorWeakRef, WeakIdKeyDictionary
+from torch.utils.weak import TensorWeakRef
+
+from paceline.torch_internals.tensors import hook_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -395,14 +397,17 @@ def _accumulates_apart(parameter: FSDPParam) -> bool:
 # -- torch.autograd.grad -------------------------------------------------------------------------------------------------
 
 
-# References to the parameters of groups, by their shards.
-_group_parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
 def let_grad_find(parameter: FSDPParam) -> None:
     """Lets `torch.autograd.grad` follow a shard to the whole parameter, with which a forward pass has computed."""
     follow_shards()
-    _group_parameters[parameter.sharded_param] = weakref.ref(parameter)
+
+    # A hook is what a tensor can keep for itself: an attribute would be pickled with it, and a tensor to which something refers
+    # weakly cannot be converted.
+    def unchanged(_: torch.Tensor) -> None:
+        pass
+
+    vars(unchanged)["group_parameter"] = weakref.ref(parameter)
+    hook_gradient(parameter.sharded_param, unchanged)
 
 
 @cache
@@ -440,9 +445,11 @@ def follow_shards() -> None:
 
 
 def _whole_of(tensor: Any) -> torch.Tensor | None:
-    reference = _group_parameters.get(tensor)
-    parameter = None if reference is None else reference()
-    return None if parameter is None else whole_parameter(parameter)
+    for hook in (tensor._backward_hooks or {}).values():
+        parameter = getattr(hook, "group_parameter", lambda: None)()
+        if parameter is not None:
+            return whole_parameter(parameter)
+    return None
 
 
 # -- passes --------------------------------------------------------------------------------------------------------------
