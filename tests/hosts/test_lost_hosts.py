@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from math import isclose
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,8 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 SCRIPT = Path(__file__).parent / "scripts" / "lossless.py"
-TOLERANCE = 3e-6
+# Between one and three processes, which add a batch in another order in float32. Losses of a long run are around 13 or 0.2.
+TOLERANCE = {"rel_tol": 1e-6, "abs_tol": 3e-6}
 TIMEOUT_S = 10
 PYTHONPATH = os.environ.get("PYTHONPATH", "")
 
@@ -83,7 +85,7 @@ def check(run: Run, network: Network, undisturbed: Callable[[int], dict[int, flo
     assert still_running(network.hosts) == {}, run.told()
     rows = run.rows()
     losses = undisturbed(max(row.step for row in rows))
-    wrong = [(row, losses[row.step]) for row in rows if abs(row.loss - losses[row.step]) > TOLERANCE]
+    wrong = [(row, losses[row.step]) for row in rows if not isclose(row.loss, losses[row.step], **TOLERANCE)]
     assert not wrong, f"{len(wrong)} of {len(rows)} differ, first {wrong[0]}\n{run.told()}"
     assert {row.batch for row in rows} == {12.0}
     assert {row.step for row in rows} == set(losses)  # none was left out
