@@ -1,5 +1,5 @@
-"""Loops that compute with parameters and gradients outside of passes, alone and beside whole tensors: the numbers of one process
-under every plan that divides parameters or gradients."""
+"""Loops that compute with parameters and gradients outside of passes, alone and beside whole tensors: under every plan that
+divides these, the numbers are those of one process."""
 
 from __future__ import annotations
 
@@ -315,3 +315,45 @@ def test_as_on_one_process(width, plan):
             if outcome[name] != pytest.approx(numbers, rel=1e-9):
                 wrong[name] = outcome[name]
     assert not wrong
+
+
+class Apart(torch.optim.Optimizer):
+    """It looks at whole matrices, and keeps gradients where nobody looks for the states of an optimizer."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 0.1})
+        self.kept = []
+
+    def keep(self):
+        self.kept = [p.grad.clone() for p in self.param_groups[0]["params"]]
+
+    @torch.no_grad()
+    def step(self):
+        for parameter, gradient in zip(self.param_groups[0]["params"], self.kept, strict=True):
+            if parameter.grad is not None:
+                parameter.sub_(gradient)
+
+
+def codes_under(plan):
+    loop = Loop(plan)
+    x = torch.ones(3, 4, dtype=torch.float64)
+    codes = []
+    values = {name: value.detach() for name, value in loop.inner.named_parameters()}
+    try:
+        torch.func.functional_call(loop.inner, values, (x,))
+    except PacelineError as error:
+        codes.append(error.code)
+    model = Net().double()
+    model, optimizer = loop.accelerator.prepare(model, Apart(model.parameters()))
+    loop.accelerator.backward(model(x).mean())
+    optimizer.keep()
+    try:
+        optimizer.step()
+    except PacelineError as error:
+        codes.append(error.code)
+    return codes
+
+
+def test_what_cannot_be_whole_is_refused():
+    assert run_ranks(codes_under, 2, args=({"shard": 2},)) == [["shard-functional-call", "optimizer-mixed"]] * 2
+    assert run_ranks(codes_under, 2, args=({"shard": 2, "zero": 2},)) == [["optimizer-mixed"]] * 2

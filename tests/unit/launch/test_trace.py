@@ -20,7 +20,9 @@ def raised(error: BaseException) -> BaseException:
 
 
 def test_an_operator_of_a_library_that_met_a_divided_tensor_is_explained() -> None:
-    text = traceback_text(raised(RuntimeError("mylib.step.default: got mixed torch.Tensor and DTensor, need to convert")))
+    text = traceback_text(
+        raised(RuntimeError("mylib.step.default: got mixed torch.Tensor and DTensor, need to convert"))
+    )
     assert "[shard-operation]" in text
 
 

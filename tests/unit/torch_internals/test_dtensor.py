@@ -85,7 +85,9 @@ def test_a_function_answers_where_dtensors_meet_plain_tensors(mesh: DeviceMesh, 
     dtensor.answer_mixtures(is_mixture, function)
     # Autograd stands above: it has recorded the operation, and it sends the plain gradient to the DTensor.
     hooked: list[Any] = []
-    tensor.register_hook(lambda gradient: hooked.append(type(gradient)) or distribute_tensor(gradient, mesh, [Shard(0)]))
+    tensor.register_hook(
+        lambda gradient: hooked.append(type(gradient)) or distribute_tensor(gradient, mesh, [Shard(0)])
+    )
     difference = tensor - plain
     assert type(difference) is torch.Tensor and difference.requires_grad
     difference.sum().backward()
@@ -96,6 +98,8 @@ def test_a_function_answers_where_dtensors_meet_plain_tensors(mesh: DeviceMesh, 
         assert isinstance(tensor + tensor, DTensor)
         torch._foreach_add_([plain], [tensor])
         assert plain.unique().tolist() == [3]
+    with dtensor.mixtures_refused(LookupError), pytest.raises(LookupError, match="mul"):
+        plain * tensor
     names = [operation.__name__ for operation in seen]
     assert names == ["sub.Tensor", "lerp_.Scalar", "_foreach_add_.List"]
 
@@ -103,7 +107,9 @@ def test_a_function_answers_where_dtensors_meet_plain_tensors(mesh: DeviceMesh, 
 def test_a_slice_of_rows_knows_what_it_was_taken_of(mesh: DeviceMesh) -> None:
     tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
     view = tensor[1:3]
-    assert dtensor.lost_view(tensor) is None and dtensor.lost_view(view) is None and dtensor.lost_view(tensor * 2) is None
+    assert (
+        dtensor.lost_view(tensor) is None and dtensor.lost_view(view) is None and dtensor.lost_view(tensor * 2) is None
+    )
     # As where several ranks have rows: torch gathers them for the slice.
     view._local_tensor = view._local_tensor.clone()
     lost = dtensor.lost_view(view)

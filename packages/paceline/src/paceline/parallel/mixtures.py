@@ -14,8 +14,7 @@ backward pass of a prepared model: each rank has a loss of its own, with a facto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,25 +31,6 @@ from paceline.world.tree import map_leaves, tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
-
-Refusal = Callable[[str], Exception]
-
-# Those of open `mixtures_refused`, the innermost last.
-_refusals: list[Refusal] = []
-
-
-@contextmanager
-def mixtures_refused(refusal: Refusal) -> Iterator[None]:
-    """While it is open, a divided tensor that meets a whole one is an error: ranks do not run the same operations.
-
-    Args:
-        refusal: gives the error for an operation, by its name.
-    """
-    _refusals.append(refusal)
-    try:
-        yield
-    finally:
-        _refusals.pop()
 
 
 def needs_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
@@ -73,8 +53,6 @@ def needs_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[st
 
 def on_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Runs the operation on whole tensors, and writes what it has written into parts. Ranks: all that have a part."""
-    if _refusals:
-        raise _refusals[-1](operation.__name__)
     # Whole tensors by those that they stand for; of a lost view, also what it is a view of.
     gathered: dict[DTensor, Tensor] = {}
 
@@ -108,7 +86,7 @@ def _write_parts(written: DTensor, gathered: dict[DTensor, Tensor]) -> None:
 
 
 def divide_gradient(tensor: DTensor) -> None:
-    """Lets gradients that come from outside of passes arrive divided as the tensor is: whole ones as their mean, and others too.
+    """Lets gradients from outside of passes arrive divided as the tensor is: whole ones as their mean, and others, too.
 
     A whole gradient comes from an operation with whole tensors, and one that is divided in another way from a slice of rows.
     """

@@ -90,7 +90,7 @@ def numpy(tensor: DTensor, *, force: bool = False) -> Any:
 
 
 def __format__(tensor: DTensor, form: str) -> str:
-    """Formats a number as the number that it is. Ranks: all that have a part. Any other tensor shows its part, as `repr` does."""
+    """Formats a number. Ranks: all that have a part. Any other tensor shows its part, as `repr` does."""
     if tensor.dim():
         return object.__format__(tensor, form)
     return format(tensor.item(), form)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -65,7 +66,7 @@ def answer(operation: Any, function: Callable[..., Any]) -> None:
 
 
 def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., Any]) -> None:
-    """Lets a function run in the place of operators of torch's that take several tensors, or write to one: where DTensors meet others.
+    """Lets a function run in the place of operators of torch's that take several tensors or write to one, on some arguments.
 
     torch asks for such a function before it refuses the mixture. Where it is not to run, operations go their way.
 
@@ -83,11 +84,29 @@ def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., An
             answer(operation, _answer_or_pass(before, is_answered, function))
 
 
+# Those of open `mixtures_refused`, the innermost last: torch's table is one for the process, too.
+_refusals: list[Callable[[str], Exception]] = []
+
+
+@contextmanager
+def mixtures_refused(refusal: Callable[[str], Exception]) -> Iterator[None]:
+    """While it is open, what `answer_mixtures` would answer is an error: ranks do not run the same operations.
+
+    Args:
+        refusal: gives the error for an operation, by its name.
+    """
+    _refusals.append(refusal)
+    try:
+        yield
+    finally:
+        _refusals.pop()
+
+
 def _operators() -> Iterator[Any]:
     """Yields torch's own operators that take several tensors, or write to one."""
     for schema in torch._C._jit_get_all_schemas():
-        # As "aten::lerp_.Scalar(Tensor(a!) self, Tensor end, Scalar weight) -> Tensor(a!)": reading the text takes a fifth of the
-        # time of reading the objects.
+        # As "aten::lerp_.Scalar(Tensor(a!) self, Tensor end, Scalar weight) -> Tensor(a!)": reading the text takes a fifth of
+        # the time of reading the objects.
         name, _, rest = str(schema).partition("(")
         arguments = rest.partition(" -> ")[0]
         takes_several = arguments.count("Tensor") > 1 or "Tensor[]" in arguments or "Tensor?[]" in arguments
@@ -118,6 +137,8 @@ def _answer_or_pass(
 ) -> Callable[..., Any]:
     def answer_or_pass(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if is_answered(operation, args, keywords):
+            if _refusals:
+                raise _refusals[-1](str(operation))
             return function(operation, args, keywords)
         if before is not None:
             return before(operation, args, keywords)

@@ -418,16 +418,15 @@ def follow_shards() -> None:
 
     @wraps(plain)
     def grad(*args: Any, **kwargs: Any) -> Any:
-        call = signature.bind(*args, **kwargs)
-        inputs = call.arguments["inputs"]
+        given = signature.bind(*args, **kwargs).arguments
+        inputs = given["inputs"]
         inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
         wholes = [_whole_of(each) for each in inputs]
         found = [whole for whole in wholes if whole is not None]
         if not found:
             return plain(*args, **kwargs)
-        allow_unused = call.arguments.get("allow_unused")
-        call.arguments |= {"inputs": [*inputs, *found], "allow_unused": True}
-        gradients = list(plain(*call.args, **call.kwargs))
+        allow_unused = given.get("allow_unused")
+        gradients = list(plain(**{**given, "inputs": [*inputs, *found], "allow_unused": True}))
         of_wholes = iter(gradients[len(inputs) :])
         results: list[torch.Tensor | None] = []
         for whole, gradient in zip(wholes, gradients, strict=False):
@@ -436,8 +435,8 @@ def follow_shards() -> None:
             results.append(sum(parts[1:], parts[0]) if parts else None)
         if not allow_unused and any(result is None for result in results):
             raise RuntimeError(
-                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this is "
-                "the desired behavior."
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
+                "is the desired behavior."
             )
         return tuple(results)
 

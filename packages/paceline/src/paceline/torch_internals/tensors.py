@@ -25,7 +25,7 @@ def has_gradient_hook(tensor: Tensor, name: str) -> bool:
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
     """Registers a hook on the tensor's gradient, of which pickling the tensor says nothing."""
-    hook.__torch_unserializable__ = True  # type: ignore[attr-defined]
+    vars(hook)["__torch_unserializable__"] = True
     tensor.register_hook(hook)
 
 

@@ -26,10 +26,10 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
 from paceline.parallel.divided_parameters import part_of
-from paceline.parallel.mixtures import mixtures_refused
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import elementwise_parameters, stand_in, stand_ins, steps_whole_parameters
 from paceline.plan.plan import Decision
+from paceline.torch_internals.dtensor import mixtures_refused
 from paceline.torch_internals.tensors import dtensor as dtensor_of
 from paceline.world.param_groups import parameters_by_number, parameters_of
 from paceline.world.sharded import divide, division_of, is_sharded, local, whole
@@ -230,7 +230,6 @@ class _Divided:
                 stepped.append(parameter)
         with torch.no_grad():
             self.share(stepped)
-
 
     def _take_states(self, optimizer: Optimizer) -> None:
         """Gives states that a method of the optimizer has made of divided gradients the form that the step works with."""
@@ -580,6 +579,6 @@ def _mixed_alone(operation: str) -> TrainError:
         "optimizer-mixed",
         f"`{operation}` got a tensor of which each rank has a part, and a whole one, in the step of an optimizer.",
         why="each rank steps some of the parameters, so that the others do not take part in this operation",
-        fix="keep such tensors in `self.state[parameter]`, which is whole in a step; or write `elementwise = True` into the class "
-        "of the optimizer, if it treats each element by itself",
+        fix="keep such tensors in `self.state[parameter]`, which is whole in a step; or write `elementwise = True` into "
+        "the class of the optimizer, if it treats each element by itself",
     )

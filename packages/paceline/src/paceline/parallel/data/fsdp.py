@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from types import MethodType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -100,7 +100,7 @@ class Units(AppliedStrategy):
         # Here, because a parameter may have been unfrozen.
         for parameter in self._parameters:
             shard = internals.sharded_parameter(parameter)
-            if shard.requires_grad and not divides_gradient(shard):
+            if shard.requires_grad and is_sharded(shard) and not divides_gradient(shard):
                 divide_gradient(shard)
                 internals.let_grad_find(parameter)
         self._refuse_converted()
@@ -271,7 +271,9 @@ class Units(AppliedStrategy):
 
     def _refuse_hooks(self) -> None:
         hooked = [
-            parameter for parameter in self._parameters if has_users_gradient_hooks(internals.sharded_parameter(parameter))
+            parameter
+            for parameter in self._parameters
+            if has_users_gradient_hooks(internals.sharded_parameter(parameter))
         ]
         if not hooked:
             return

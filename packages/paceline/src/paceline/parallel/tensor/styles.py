@@ -28,10 +28,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.base.errors import TrainError
 from paceline.parallel.differentiable import Differentiable
-from paceline.parallel.mixtures import mixtures_refused, share_of_features
+from paceline.parallel.mixtures import share_of_features
 from paceline.parallel.module_shell import Shell
 from paceline.parallel.products import linear, product_of
 from paceline.parallel.random_streams import RandomStreams
+from paceline.torch_internals.dtensor import mixtures_refused
 from paceline.torch_internals.modules import parameter_table
 from paceline.torch_internals.tensors import is_seen_by_a_mode
 from paceline.world.sharded import is_sharded

@@ -15,10 +15,10 @@ from paceline.base.errors import PlanError
 from paceline.parallel.data.averages import broadcast_tensors
 from paceline.parallel.data.division import step_by_owners
 from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, take_whole_values, whole_parameters
+from paceline.parallel.mixtures import divide_gradient
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.random_streams import RandomStreams
 from paceline.parallel.same_inputs import SameInputs
-from paceline.parallel.mixtures import divide_gradient
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.tensor import styles
 from paceline.parallel.tensor.names import GROUPS, HEADS, KV_HEADS, LOCAL_HEADS, LayerGroup, shape
