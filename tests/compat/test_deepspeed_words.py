@@ -196,26 +196,6 @@ def lazy_layers(fixed: bool) -> None:
     step(engine_of(0, model))
 
 
-def other_method(fixed: bool) -> None:
-    class Scorer(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(4, 1)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.score(x)
-
-        def score(self, x: torch.Tensor) -> torch.Tensor:
-            return x @ self.layer.weight.T
-
-    engine = engine_of(3, Scorer())
-    if fixed:
-        from torch.distributed.fsdp import register_fsdp_forward_method
-
-        register_fsdp_forward_method(engine.module, "score")
-    engine.module.score(X)
-
-
 def second_gradients(fixed: bool) -> None:
     engine = engine_of(2 if fixed else 3)
     x = X.clone().requires_grad_()
@@ -244,7 +224,6 @@ MET: dict[str, Callable[[bool], None]] = {
     "shard-dtypes": several_dtypes,
     "optimizer-started": started_optimizer,
     "model-lazy": lazy_layers,
-    "shard-method": other_method,
     "shard-double-backward": second_gradients,
     "zero-sparse": sparse_gradients,
     "deepspeed-optimizer-missing": engine_of_before,

@@ -368,20 +368,11 @@ def test_an_optimizer_with_a_second_pass():
         for update in (optimizer_alone.climb, optimizer_alone.step):
             alone(x).pow(2).mean().backward()
             update()
-        for stage in (1, 2):
+        for stage in (1, 2, 3):
             accelerator = Accelerator(cpu=True, plan={"shard": 2, "zero": stage})
             trained = deepcopy(model)
             trained, optimizer = accelerator.prepare(trained, SharpnessAware(trained.parameters()))
             accelerator.backward(trained(x).pow(2).mean())
-            if stage == 2:
-                with pytest.raises(PacelineError, match="zero-gradients"):
-                    optimizer.climb()
-                with pytest.raises(PacelineError, match="zero-gradients"):
-                    trained.weight.data -= 0.1 * trained.weight.grad
-                trained.weight.register_post_accumulate_grad_hook(lambda weight: weight.data.sub_(weight.grad))
-                with pytest.raises(PacelineError, match="zero-gradients"):
-                    accelerator.backward(trained(x).pow(2).mean())
-                break
             optimizer.climb()
             accelerator.backward(trained(x).pow(2).mean())
             optimizer.step()

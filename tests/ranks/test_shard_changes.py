@@ -120,6 +120,10 @@ def a_registered_method(accelerator):
         from torch.distributed.fsdp import register_fsdp_forward_method
 
         register_fsdp_forward_method(model, "encode")
+    return encoded(accelerator, model, optimizer)
+
+
+def encoded(accelerator, model, optimizer):
     generator = torch.Generator().manual_seed(1)
     for _ in range(2):
         batch = torch.randn(4, 4, generator=generator).chunk(accelerator.num_processes)[accelerator.process_index]
@@ -127,6 +131,19 @@ def a_registered_method(accelerator):
         optimizer.step()
         optimizer.zero_grad()
     return model
+
+
+def a_method(accelerator):
+    model, optimizer = prepared(accelerator)
+    return encoded(accelerator, model, optimizer)
+
+
+def a_method_of_a_compiled_model(accelerator):
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    compiled, optimizer = accelerator.prepare(torch.compile(model, backend="eager"), optimizer)
+    return encoded(accelerator, compiled, optimizer)
 
 
 class InBlocks(Net):
@@ -207,7 +224,7 @@ FOLLOWED = {
     program.__name__: program
     for program in (
         a_new_layer, a_second_optimizer, one_after_the_other, unfrozen_later, cleared_between_forward_and_backward,
-        a_registered_method,
+        a_registered_method, a_method, a_method_of_a_compiled_model,
     )
 } | {
     "clamped between": written_between(clamp_data),
@@ -275,11 +292,6 @@ def test_refused_under_shard():
         accelerator = Accelerator(cpu=True, plan=PLAN)
         codes = []
         model, _ = prepared(accelerator)
-        codes.append(code_of(lambda: model.encode(x)))
-        compiled = accelerator.prepare(torch.compile(Net(), backend="eager"))
-        codes.append(code_of(lambda: compiled.encode(x)))
-        torch.distributed.fsdp.register_fsdp_forward_method(compiled, "encode")
-        codes.append(code_of(lambda: compiled.encode(x)))
         model.head.weight = model.body.weight
         codes.append(code_of(lambda: model(x)))
         accelerator.clear()
@@ -347,8 +359,7 @@ def test_refused_under_shard():
         codes.append(code_of(lambda: accelerator.backward(loss)))
         return codes
 
-    of_methods = ["shard-method", "shard-method", "none"]
-    of_changes = [
+    expected = [
         "shard-changed",
         "shard-changed",
         "shard-evaluation",
@@ -360,7 +371,7 @@ def test_refused_under_shard():
         "data-assigned",
         "shard-written",
     ]
-    assert run_ranks(work, 2) == [[*of_methods, *of_changes]] * 2
+    assert run_ranks(work, 2) == [expected] * 2
 
 
 class Twice(nn.Module):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterator
-from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -43,15 +41,82 @@ def test_a_shard_stands_for_a_whole_tensor_for_a_while(mesh: DeviceMesh) -> None
     assert tensor.placements == (Shard(0),) and tensor.to_local().data_ptr() == part.data_ptr()
 
 
-def test_a_plain_tensor_beside_a_dtensor_is_recognised(mesh: DeviceMesh) -> None:
+@pytest.fixture
+def table() -> Iterator[dict[Any, Any]]:
+    """torch's table of functions that run in the place of operators, as it is before the test and after it."""
+    handlers = DTensor._op_dispatcher._custom_op_handlers
+    before = dict(handlers)
+    yield handlers
+    handlers.clear()
+    handlers.update(before)
+
+
+def test_a_function_answers_for_an_operator_on_dtensors(mesh: DeviceMesh, table: dict[Any, Any]) -> None:
     tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
-    plain = torch.ones(4, 2)
-    operations = (lambda: plain.add_(tensor), lambda: torch._foreach_add_([plain], [tensor]))
-    for operation in operations:
-        with pytest.raises(RuntimeError) as caught:
-            operation()
-        assert dtensor.is_mixture(caught.value)
-    assert not dtensor.is_mixture(RuntimeError("another"))
+    seen = []
+
+    def function(operation: Any, args: Any, keywords: Any) -> str:
+        seen.append((operation, args[0] is tensor, keywords))
+        return dtensor.unanswered(operation, args, keywords)
+
+    operation = torch.ops.aten.sum.dim_IntList
+    dtensor.answer(operation, function)
+    for _ in range(2):
+        assert tensor.sum(dim=0).full_tensor().tolist() == [4, 4]
+    assert seen == [(operation, True, {})] * 2
+    assert torch.ones(4, 2).sum(dim=0).tolist() == [4, 4] and len(seen) == 2
+
+
+def test_a_function_answers_where_dtensors_meet_plain_tensors(mesh: DeviceMesh, table: dict[Any, Any]) -> None:
+    tensor = torch.nn.Parameter(distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]))
+    plain = torch.full((4, 2), 3.0)
+    seen = []
+
+    def is_mixture(operation: Any, args: Any, keywords: Any) -> bool:
+        met = torch.utils._pytree.tree_leaves((args, keywords))
+        return any(type(value) is torch.Tensor for value in met)
+
+    def function(operation: Any, args: Any, keywords: Any) -> Any:
+        seen.append(operation)
+        assert torch.is_grad_enabled() == (operation is torch.ops.aten.sub.Tensor)
+        local = torch.utils._pytree.tree_map_only(DTensor, lambda value: value._local_tensor, (args, keywords))
+        return operation(*local[0], **local[1])
+
+    dtensor.answer_mixtures(is_mixture, function)
+    # Autograd stands above: it has recorded the operation, and it sends the plain gradient to the DTensor.
+    hooked: list[Any] = []
+    tensor.register_hook(
+        lambda gradient: hooked.append(type(gradient)) or distribute_tensor(gradient, mesh, [Shard(0)])
+    )
+    difference = tensor - plain
+    assert type(difference) is torch.Tensor and difference.requires_grad
+    difference.sum().backward()
+    assert hooked == [torch.Tensor] and isinstance(tensor.grad, DTensor)
+    with torch.no_grad():
+        plain.lerp_(tensor, 0.5)
+        assert plain.unique().tolist() == [2]
+        assert isinstance(tensor + tensor, DTensor)
+        torch._foreach_add_([plain], [tensor])
+        assert plain.unique().tolist() == [3]
+    with dtensor.mixtures_refused(LookupError), pytest.raises(LookupError, match="mul"):
+        plain * tensor
+    names = [operation.__name__ for operation in seen]
+    assert names == ["sub.Tensor", "lerp_.Scalar", "_foreach_add_.List"]
+
+
+def test_a_slice_of_rows_knows_what_it_was_taken_of(mesh: DeviceMesh) -> None:
+    tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    view = tensor[1:3]
+    assert (
+        dtensor.lost_view(tensor) is None and dtensor.lost_view(view) is None and dtensor.lost_view(tensor * 2) is None
+    )
+    # As where several ranks have rows: torch gathers them for the slice.
+    view._local_tensor = view._local_tensor.clone()
+    lost = dtensor.lost_view(view)
+    assert lost is not None and lost[0] is tensor
+    whole = torch.arange(8.0).view(4, 2)
+    lost[1](whole).zero_()
+    assert whole.tolist() == [[0, 1], [0, 0], [0, 0], [6, 7]]
 
 
 def test_a_shard_is_cut_into_runs_of_rows() -> None:
@@ -73,21 +138,3 @@ def test_redistribution_logs_under_this_name() -> None:
     from torch.distributed.tensor import _redistribute
 
     assert _redistribute.logger.name == dtensor.REDISTRIBUTION_LOG
-
-
-def test_a_dtensor_refuses_to_be_computed_with_plain_tensors(mesh: DeviceMesh) -> None:
-    class Refused(Exception):
-        pass
-
-    kept = DTensor.from_local(torch.ones(4, 2), mesh, [Shard(0)], run_check=False)
-    gradient = dtensor.refusing_mixtures(kept.clone(), Refused)
-    with pytest.raises(Refused, match="add_"):
-        torch.ones(4, 2).add_(gradient)
-    with pytest.raises(Refused):
-        torch.ones(4, 2).sub_(0.1 * gradient.clone())
-    kept.add_(gradient)
-    assert type(kept) is DTensor
-    copies = (deepcopy(gradient), pickle.loads(pickle.dumps(gradient)))
-    assert [type(copy) for copy in copies] == [DTensor, DTensor]
-    assert all(copy.full_tensor().equal(torch.ones(4, 2)) for copy in copies)
-    assert torch.nn.utils.get_total_norm([gradient]) == 8**0.5

@@ -66,6 +66,37 @@ def test_a_whole_parameter_is_there_once_it_was_gathered(model: nn.Module) -> No
     assert fsdp.whole_parameter(parameter).shape == model[1].weight.shape
 
 
+def test_grad_follows_shards_to_whole_parameters(model: nn.Module) -> None:
+    for parameter in parameters_of(model):
+        fsdp.let_grad_find(parameter)
+    shards = list(model.parameters())
+    penalty = shards[0].sum()
+    output = model(torch.ones(5, 3)).sum()
+    found = torch.autograd.grad(output, shards, retain_graph=True)
+    assert [gradient.shape for gradient in found] == [shard.shape for shard in shards]
+    (of_shard,) = torch.autograd.grad(penalty, shards[0])
+    assert of_shard.full_tensor().eq(1).all()
+    x = torch.ones(2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="not have been used"):
+        torch.autograd.grad(x.sum(), shards)
+    assert torch.autograd.grad(x.sum(), [x, shards[0]], allow_unused=True)[1] is None
+    output.backward()
+    torch.testing.assert_close(gradients(model), list(found))
+
+
+def test_a_call_with_other_tensors_is_told_from_a_model_that_changed(model: nn.Module) -> None:
+    parameter = parameters_of(model)[0]  # of the root, which holds the second layer
+    seen = []
+    model[1].register_forward_pre_hook(lambda *_: seen.append(fsdp.is_called_with_another(parameter)))
+    other = model[1].weight.detach()
+    with pytest.raises(RuntimeError, match="mixed"):
+        torch.func.functional_call(model[1], {"weight": other}, (torch.ones(5, 4),))
+    assert seen == [True] and not fsdp.is_called_with_another(parameter)
+    del model[1].weight
+    model[1].weight = other
+    assert not fsdp.is_called_with_another(parameter)
+
+
 def test_what_is_written_into_whole_parameters_reaches_their_shards(model: nn.Module) -> None:
     refused: list[Any] = []
     for group in groups_of(model):

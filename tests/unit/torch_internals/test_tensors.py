@@ -1,5 +1,8 @@
 """What we rely on of the private side of tensors and operations."""
 
+import io
+
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -15,16 +18,61 @@ def test_views_are_told_from_tensors_of_their_own() -> None:
     assert tensors.is_view(x[:2]) and not tensors.is_view(x) and not tensors.is_view(x * 2)
 
 
+def unchanged(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient
+
+
 def test_hooks_on_gradients_are_seen_until_they_are_taken_back() -> None:
     parameter = nn.Parameter(torch.ones(2))
-    assert not tensors.has_gradient_hooks(parameter)
-    handle = parameter.register_hook(lambda gradient: gradient)
-    assert tensors.has_gradient_hooks(parameter)
+    assert not tensors.has_users_gradient_hooks(parameter)
+    handle = parameter.register_hook(unchanged)
+    assert tensors.has_users_gradient_hooks(parameter) and tensors.has_gradient_hook(parameter, "unchanged")
+    assert not tensors.has_gradient_hook(parameter, "another")
     later = parameter.register_post_accumulate_grad_hook(lambda _: None)
     assert len(tensors.gradient_hooks(parameter)) == 2
     handle.remove()
     later.remove()
-    assert not tensors.has_gradient_hooks(parameter) and not tensors.gradient_hooks(parameter)
+    assert not tensors.has_users_gradient_hooks(parameter) and not tensors.gradient_hooks(parameter)
+    assert not tensors.has_gradient_hook(parameter, "unchanged")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_tensor_with_a_hook_of_ours_is_pickled_without_a_word() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    tensors.hook_gradient(parameter, lambda gradient: 2 * gradient)
+    torch.save(parameter, io.BytesIO())
+    parameter.sum().backward()
+    assert parameter.grad is not None and parameter.grad.tolist() == [2, 2]
+
+
+def test_hooks_before_accumulation_are_taken_over_and_given_back() -> None:
+    parameter = nn.Parameter(torch.ones(2))
+    called: list[str] = []
+    parameter.register_hook(lambda _: called.append("before"))
+    others, give_back = tensors.take_over_gradient_hooks(parameter, lambda _: called.append("ours"))
+    handle = parameter.register_hook(lambda _: called.append("after"))
+    parameter.sum().backward()
+    assert called == ["ours"] and len(others) == 2
+    for hook in others.values():
+        hook(parameter.grad)
+    assert called == ["ours", "before", "after"]
+    handle.remove()
+    assert len(others) == 1
+    give_back()
+    called.clear()
+    parameter.sum().backward()
+    assert called == ["before"]
+
+
+def test_what_a_sum_adds_up() -> None:
+    x = torch.ones(6, 4, requires_grad=True)
+    assert tensors.rows_of_sum(x.square().sum().grad_fn) == 6
+    assert tensors.rows_of_sum(x.mean().grad_fn) is None and tensors.rows_of_sum(x.sum(dim=1).grad_fn) is None
+    assert tensors.rows_of_sum(x[0, 0].clone().sum().grad_fn) is None
+    targets = torch.zeros(6, dtype=torch.long)
+    assert tensors.rows_of_sum(nn.functional.cross_entropy(x, targets, reduction="sum").grad_fn) == 0
+    assert tensors.rows_of_sum(nn.functional.mse_loss(x, torch.zeros(6, 4), reduction="sum").grad_fn) == 0
+    assert tensors.rows_of_sum(nn.functional.mse_loss(x, torch.zeros(6, 4)).grad_fn) is None
 
 
 def test_hooks_of_both_kinds_are_listed() -> None:

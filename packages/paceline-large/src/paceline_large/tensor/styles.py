@@ -28,7 +28,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.base.errors import TrainError
 from paceline.parallel.differentiable import Differentiable
-from paceline.torch_internals.dtensor import is_mixture
+from paceline.parallel.mixtures import share_of_features
+from paceline.torch_internals.dtensor import mixtures_refused
 from paceline.torch_internals.modules import parameter_table
 from paceline.torch_internals.tensors import is_seen_by_a_mode
 from paceline.world.sharded import is_sharded
@@ -211,12 +212,12 @@ def _matrix(layer: nn.Module) -> Tensor:
     """
     weight = layer.weight
     assert is_sharded(weight)
-    return weight.to_local()
+    return share_of_features(weight)
 
 
 def _plain(parameter: DTensor) -> Tensor:
     """Returns this rank's share of a parameter that is used in any way, as `_matrix` does."""
-    return _OwnGradient.call(parameter.to_local())
+    return _OwnGradient.call(share_of_features(parameter))
 
 
 def _bias(layer: nn.Module) -> Tensor | None:
@@ -342,20 +343,17 @@ def undivided(group: dist.ProcessGroup) -> Callable[..., Any]:
     """Returns the forward of a module that may read undivided parameters (see `mark`): inside, they are plain tensors."""
 
     def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        with plain_parameters(self, group):
-            try:
-                return original(*args, **kwargs)
-            except RuntimeError as error:
-                if not is_mixture(error):
-                    raise
-                raise TrainError(
-                    "tensor-mixed",
-                    f"{type(self).__name__}.forward computes with a divided parameter itself.",
-                    why="tp divides this parameter, and only the module that owns it computes with its part; torch says: "
-                    + str(error).splitlines()[0],
-                    fix="call the module instead of reading its weight; for an embedding or a head, "
-                    "options={'tensor': {'vocabulary': False}} leaves it whole",
-                ) from error
+        def refusal(operation: str) -> TrainError:
+            return TrainError(
+                "tensor-mixed",
+                f"{type(self).__name__}.forward computes with a divided parameter itself, by `{operation}`.",
+                why="tp divides this parameter, and only the module that owns it computes with its part",
+                fix="call the module instead of reading its weight; for an embedding or a head, "
+                "options={'tensor': {'vocabulary': False}} leaves it whole",
+            )
+
+        with plain_parameters(self, group), mixtures_refused(refusal):
+            return original(*args, **kwargs)
 
     return forward
 
@@ -398,8 +396,9 @@ def plain_parameters(module: nn.Module, group: dist.ProcessGroup) -> Iterator[No
             continue
         slots = parameter_table(owner)
         for name, parameter in slots.items():
-            # A mesh of one dimension is that of `tp` alone, so FSDP2 has gathered the parameter.
-            if is_sharded(parameter) and parameter.device_mesh.ndim == 1:
+            # A mesh of several dimensions has those of FSDP2. A child gathers its parameters in its own forward; those of this
+            # module are gathered by now, unless it is called by itself, outside of a pass of the model.
+            if is_sharded(parameter) and (child is module or parameter.device_mesh.ndim == 1):
                 local = _plain(parameter)
                 if _is_partial(owner):
                     local = _CopyToRanks.call(local, group)

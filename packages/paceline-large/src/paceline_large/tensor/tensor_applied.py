@@ -15,6 +15,7 @@ from paceline.base.errors import PlanError
 from paceline.parallel.data.averages import broadcast_tensors
 from paceline.parallel.data.division import step_by_owners
 from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, take_whole_values, whole_parameters
+from paceline.parallel.mixtures import divide_gradient
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.whole_answers import answer_for_whole_tensors
@@ -46,6 +47,9 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     refuse_removed(model)
     refuse_tools()
     answer_for_whole_tensors()
+    for parameter in model.parameters():
+        if is_sharded(parameter):
+            divide_gradient(parameter)
     # The inputs of a later stage of a pipeline are computed, and may be divided.
     if context.plan.layout.pp == 1 and context.runtime.others_answer:
         SameInputs(model, "tp", context.collectives.over(context.mesh.along("tp").get_group()))

@@ -1,10 +1,12 @@
 """What a script reads of a divided tensor as a number, and what it draws into one, is that of the whole tensor.
 
     `grad.norm().item()`, `float`, `if`     torch reads this rank's part of a sum, or of the elements, without a word
+    `.tolist()`, `.numpy()`, f"{norm:.3f}"  torch refuses them
     `parameter.data.normal_()`              torch draws into each part by itself; on the CPU all parts get the same numbers
     `torch.save(model.state_dict(), path)`  torch writes this rank's part, without a word; a warning says so
 
-The first two are operators on DTensors, and DTensor has one place for functions that run in the place of an operator.
+Most of these are operators on DTensors, and DTensor has one place for functions that run in the place of an operator. In the
+same place stands what runs where a divided tensor meets a whole one (`mixtures.py`).
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ import torch
 
 from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of
+from paceline.parallel.mixtures import needs_whole_tensors, on_whole_tensors
 from paceline.torch_internals.dispatch import aten
-from paceline.torch_internals.dtensor import answer, local_tensor
+from paceline.torch_internals.dtensor import answer, answer_mixtures, local_tensor, unanswered
 from paceline.world.sharded import whole
 
 if TYPE_CHECKING:
@@ -36,6 +39,9 @@ def answer_for_whole_tensors() -> None:
     from torch.distributed.tensor import DTensor
 
     copyreg.pickle(DTensor, _pickled)
+    # DTensor has no method of its own for these, and those of a tensor refuse it.
+    for method in (tolist, numpy, __format__, __str__):
+        setattr(DTensor, method.__name__, method)
     answer(aten("_local_scalar_dense").default, _read)
     for names, function in ((_DRAWS_IN_PLACE, _draw_in_place), (_DRAWS_LIKE, _draw_like)):
         for name in names:
@@ -43,6 +49,12 @@ def answer_for_whole_tensors() -> None:
             for overload in packet.overloads():
                 if not overload.endswith("out"):
                     answer(getattr(packet, overload), function)
+    for name in ("view", "_unsafe_view", "unbind"):
+        packet = aten(name)
+        for overload in packet.overloads():
+            if not overload.endswith("out"):
+                answer(getattr(packet, overload), _look)
+    answer_mixtures(needs_whole_tensors, on_whole_tensors)
 
 
 def _pickled(tensor: DTensor) -> Any:
@@ -63,6 +75,48 @@ def _read(operation: Any, args: tuple[DTensor], _: object) -> Any:
     if all(placement.is_replicate() for placement in tensor.placements):
         return operation(local_tensor(tensor))
     return operation(whole(tensor))
+
+
+def tolist(tensor: DTensor) -> Any:
+    """Returns the whole tensor as nested lists. Ranks: all that have a part."""
+    return whole(tensor.detach()).tolist()
+
+
+def numpy(tensor: DTensor, *, force: bool = False) -> Any:
+    """Returns the whole tensor as an array of its own. Ranks: all that have a part."""
+    if tensor.requires_grad and not force:
+        return local_tensor(tensor).detach().requires_grad_().numpy()  # raises torch's error, which says what to do
+    return whole(tensor.detach()).numpy(force=force)
+
+
+def __format__(tensor: DTensor, form: str) -> str:
+    """Formats a number. Ranks: all that have a part. Any other tensor shows its part, as `repr` does."""
+    if tensor.dim():
+        return object.__format__(tensor, form)
+    return format(tensor.item(), form)
+
+
+def __str__(tensor: DTensor) -> str:
+    """Shows the whole of a number. Ranks: all that have a part. Any other tensor shows its part, as `repr` does."""
+    if tensor.dim():
+        return repr(tensor)
+    return str(whole(tensor.detach()))
+
+
+def _look(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Gives another look at a divided tensor, such as `flatten`: of the whole where torch has none of the parts. Ranks: all."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    tensor: DTensor = args[0]
+    try:
+        return unanswered(operation, args, keywords)
+    except RuntimeError:
+        # Rows that are divided unevenly, or twice, or along the dim that disappears.
+        if not _is_cut(tensor.placements):
+            raise
+    mesh = tensor.device_mesh
+    everywhere = DTensor.from_local(whole(tensor.detach()), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return operation(everywhere, *args[1:], **keywords)
 
 
 def _is_cut(placements: Sequence[Placement]) -> bool:

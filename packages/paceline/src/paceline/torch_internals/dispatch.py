@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -61,14 +62,22 @@ def is_view(operation: Operation) -> bool:
 def written_arguments(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """The arguments that an operation writes to, which may be lists of tensors."""
     written: list[Any] = []
-    for number, argument in enumerate(operation._schema.arguments):
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
+    for number, name in _written_places(operation):
         if number < len(args):
             written.append(args[number])
-        elif argument.name in kwargs:
-            written.append(kwargs[argument.name])
+        elif name in kwargs:
+            written.append(kwargs[name])
     return written
+
+
+@cache
+def _written_places(operation: Operation) -> list[tuple[int, str]]:
+    """The number and the name of each argument that an operation writes to. torch makes new objects of its schema each time."""
+    places: list[tuple[int, str]] = []
+    for number, argument in enumerate(operation._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            places.append((number, argument.name))
+    return places
 
 
 def argument(operation: Operation, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from copy import deepcopy
-from functools import cache
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,58 +53,6 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def is_mixture(error: RuntimeError) -> bool:
-    """Whether DTensor has raised an error because an operation got a plain tensor, too. It has no class of its own."""
-    return "got mixed torch.Tensor and DTensor" in str(error)
-
-
-def refusing_mixtures(tensor: DTensor, refuse: Callable[[str], Exception]) -> Tensor:
-    """Lets a DTensor, and what is computed with it, raise an error of ours where an operation also gets a plain tensor.
-
-    torch raises its own error in C++, so that nothing else of ours runs where it happens.
-
-    Args:
-        tensor: this object itself is changed and returned.
-        refuse: gives the error for an operation, by its name.
-    """
-    tensor.__class__ = _refusing_class(refuse)
-    return tensor
-
-
-@cache
-def _refusing_class(refuse: Callable[[str], Exception]) -> type[DTensor]:
-    # The import takes over a second.
-    from torch.distributed.tensor import DTensor
-
-    class RefusingDTensor(DTensor):
-        @classmethod
-        def __torch_function__(
-            cls, operation: Callable[..., Any], types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-        ) -> Any:
-            try:
-                with torch._C.DisableTorchFunctionSubclass():
-                    result = operation(*args, **(kwargs or {}))
-            except RuntimeError as error:
-                if not is_mixture(error):
-                    raise
-                raise refuse(operation.__name__) from error
-            # An operation in place gives back its first argument, which may be someone else's DTensor.
-            if type(result) is DTensor and not any(result is argument for argument in args):
-                result.__class__ = cls
-            return result
-
-        def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-            return deepcopy(_plain(self), memo)
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            return _plain(self).__reduce_ex__(protocol)
-
-    def _plain(tensor: DTensor) -> DTensor:
-        return DTensor(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
-
-    return RefusingDTensor
-
-
 def answer(operation: Any, function: Callable[..., Any]) -> None:
     """Lets a function run in the place of an operator of torch's, for arguments that are DTensors.
 
@@ -116,6 +63,101 @@ def answer(operation: Any, function: Callable[..., Any]) -> None:
     from torch.distributed.tensor import DTensor
 
     DTensor._op_dispatcher._custom_op_handlers[operation] = function
+
+
+def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., Any]) -> None:
+    """Lets a function run in the place of operators of torch's that take several tensors or write to one, on some arguments.
+
+    torch asks for such a function before it refuses the mixture. Where it is not to run, operations go their way.
+
+    Args:
+        is_answered: whether the function runs; gets what `function` gets.
+        function: gets the operator, its arguments and its keyword arguments.
+    """
+    from torch.distributed.tensor import DTensor
+
+    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    for operation in _operators():
+        before = handlers.get(operation)
+        # Losses of divided logits take whole targets, while `loss_parallel` is on.
+        if getattr(before, "__module__", None) != "torch.distributed.tensor.parallel.loss":
+            answer(operation, _answer_or_pass(before, is_answered, function))
+
+
+# Those of open `mixtures_refused`, the innermost last: torch's table is one for the process, too.
+_refusals: list[Callable[[str], Exception]] = []
+
+
+@contextmanager
+def mixtures_refused(refusal: Callable[[str], Exception]) -> Iterator[None]:
+    """While it is open, what `answer_mixtures` would answer is an error: ranks do not run the same operations.
+
+    Args:
+        refusal: gives the error for an operation, by its name.
+    """
+    _refusals.append(refusal)
+    try:
+        yield
+    finally:
+        _refusals.pop()
+
+
+def _operators() -> Iterator[Any]:
+    """Yields torch's own operators that take several tensors, or write to one."""
+    for schema in torch._C._jit_get_all_schemas():
+        # As "aten::lerp_.Scalar(Tensor(a!) self, Tensor end, Scalar weight) -> Tensor(a!)": reading the text takes a fifth of
+        # the time of reading the objects.
+        name, _, rest = str(schema).partition("(")
+        arguments = rest.partition(" -> ")[0]
+        takes_several = arguments.count("Tensor") > 1 or "Tensor[]" in arguments or "Tensor?[]" in arguments
+        if name.startswith("aten::") and (takes_several or "!" in arguments):
+            packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
+            yield getattr(packet, schema.overload_name or "default")
+
+
+def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | None:
+    """What a view of a DTensor was taken of, and how, if it has memory of its own: what is written into it would be lost.
+
+    torch gathers rows to take a slice of them, for example.
+
+    Returns:
+        The other DTensor, and a function that takes this view of another tensor with the same shape; None if the view looks
+        at the memory of the other, or the tensor is no view.
+    """
+    base: Any = tensor._base
+    if base is None or tensor._local_tensor.untyped_storage()._cdata == base._local_tensor.untyped_storage()._cdata:
+        return None
+    return base, tensor._view_func_unsafe
+
+
+def _answer_or_pass(
+    before: Callable[..., Any] | None,
+    is_answered: Callable[..., bool],
+    function: Callable[..., Any],
+) -> Callable[..., Any]:
+    def answer_or_pass(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        if is_answered(operation, args, keywords):
+            if _refusals:
+                raise _refusals[-1](str(operation))
+            return function(operation, args, keywords)
+        if before is not None:
+            return before(operation, args, keywords)
+        return unanswered(operation, args, keywords)
+
+    return answer_or_pass
+
+
+def unanswered(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+    """Runs an operator as torch does on its own, from inside of the function that runs in its place."""
+    from torch.distributed.tensor import DTensor
+
+    # torch has no other way to do so: it looks into the table first.
+    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    function = handlers.pop(operation)
+    try:
+        return operation(*args, **keywords)
+    finally:
+        handlers[operation] = function
 
 
 def cut(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:

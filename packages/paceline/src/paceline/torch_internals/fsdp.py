@@ -12,14 +12,18 @@ in the dtype of the reduction, to `FSDPParam.unsharded_accumulated_grad`. From 2
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
+
+from paceline.torch_internals.tensors import hook_gradient
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -88,6 +92,13 @@ def is_in_place(parameter: FSDPParam) -> bool:
         if name in vars(module):
             return False
     return True
+
+
+def is_called_with_another(parameter: FSDPParam) -> bool:
+    """Returns whether `torch.func.functional_call` has put a tensor that is no parameter in the place of this one."""
+    info = parameter._module_info
+    held = info.module._parameters.get(info.param_name)
+    return held is not None and not isinstance(held, nn.Parameter)
 
 
 def gathered_dtype(parameter: FSDPParam) -> torch.dtype | None:
@@ -381,6 +392,63 @@ def add_zero_gradient(parameter: FSDPParam) -> None:
 def _accumulates_apart(parameter: FSDPParam) -> bool:
     """Returns whether pending gradients have an attribute of their own, as up to torch 2.14."""
     return not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property)
+
+
+# -- torch.autograd.grad -------------------------------------------------------------------------------------------------
+
+
+def let_grad_find(parameter: FSDPParam) -> None:
+    """Lets `torch.autograd.grad` follow a shard to the whole parameter, with which a forward pass has computed."""
+    follow_shards()
+
+    # A hook is what a tensor can keep for itself: an attribute would be pickled with it, and a tensor to which something refers
+    # weakly cannot be converted.
+    def unchanged(_: torch.Tensor) -> None:
+        pass
+
+    vars(unchanged)["group_parameter"] = weakref.ref(parameter)
+    hook_gradient(parameter.sharded_param, unchanged)
+
+
+@cache
+def follow_shards() -> None:
+    """Replaces `torch.autograd.grad`, for this process. It does as before where no input is such a shard."""
+    plain = torch.autograd.grad
+    signature = inspect.signature(plain)
+
+    @wraps(plain)
+    def grad(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        inputs = given["inputs"]
+        inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        wholes = [_whole_of(each) for each in inputs]
+        found = [whole for whole in wholes if whole is not None]
+        if not found:
+            return plain(*args, **kwargs)
+        allow_unused = given.get("allow_unused")
+        gradients = list(plain(**{**given, "inputs": [*inputs, *found], "allow_unused": True}))
+        of_wholes = iter(gradients[len(inputs) :])
+        results: list[torch.Tensor | None] = []
+        for whole, gradient in zip(wholes, gradients, strict=False):
+            # Of what was computed with the shard itself, and with the whole parameter.
+            parts = [part for part in (gradient, None if whole is None else next(of_wholes)) if part is not None]
+            results.append(sum(parts[1:], parts[0]) if parts else None)
+        if not allow_unused and any(result is None for result in results):
+            raise RuntimeError(
+                "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
+                "is the desired behavior."
+            )
+        return tuple(results)
+
+    torch.autograd.grad = grad
+
+
+def _whole_of(tensor: Any) -> torch.Tensor | None:
+    for hook in (tensor._backward_hooks or {}).values():
+        parameter = getattr(hook, "group_parameter", lambda: None)()
+        if parameter is not None:
+            return whole_parameter(parameter)
+    return None
 
 
 # -- passes --------------------------------------------------------------------------------------------------------------

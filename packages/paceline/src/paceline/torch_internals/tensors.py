@@ -17,9 +17,16 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._base is not None
 
 
-def has_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether `register_hook` was called on the tensor, and not taken back."""
-    return bool(tensor._backward_hooks)
+def has_gradient_hook(tensor: Tensor, name: str) -> bool:
+    """Whether `register_hook` has got a function of this name in full (`__qualname__`) on the tensor."""
+    hooks = (tensor._backward_hooks or {}).values()
+    return any(getattr(hook, "__qualname__", None) == name for hook in hooks)
+
+
+def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
+    """Registers a hook on the tensor's gradient, of which pickling the tensor says nothing."""
+    vars(hook)["__torch_unserializable__"] = True
+    tensor.register_hook(hook)
 
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:

@@ -18,14 +18,7 @@ from paceline.base.parts import PACKAGES
 from paceline.config.sources import resolve_run
 
 _HERE = os.path.dirname(__file__)
-# Errors of DTensor do not say what to do: what stands below their messages.
-_MIXED = Problem(
-    "model-copy",
-    "A plain tensor met a parameter of a prepared model, which is divided over ranks: for example that of a copy (an average "
-    "of weights) which was made before `prepare`.",
-    fix="prepare the copy too, `model, average, optimizer = accelerator.prepare(model, average, optimizer)`; or read whole "
-    "values inside `with accelerator.full_parameters(model):`",
-)
+# Errors of DTensor do not say what to do: this stands below their messages.
 _OPERATION = Problem(
     "shard-operation",
     "The operation needs a whole parameter, and this one is divided over ranks.",
@@ -68,8 +61,9 @@ def _explanation(error: BaseException) -> Problem | None:
         return None
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
     is_of_dtensor = bool(modules) and modules[-1].startswith("torch.distributed.tensor")
+    # An operator that is not torch's own.
     if "got mixed torch.Tensor and DTensor" in str(error):
-        return _MIXED
+        return _OPERATION
     if not is_of_dtensor:
         return None
     if any(module.startswith(_PASSES) for module in modules):

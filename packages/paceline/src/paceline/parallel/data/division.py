@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,15 @@ from paceline.parallel.divided_parameters import part_of
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import elementwise_parameters, stand_in, stand_ins, steps_whole_parameters
 from paceline.plan.plan import Decision
+from paceline.torch_internals.dtensor import mixtures_refused
 from paceline.torch_internals.tensors import dtensor as dtensor_of
 from paceline.world.param_groups import parameters_by_number, parameters_of
 from paceline.world.sharded import divide, division_of, is_sharded, local, whole
 from paceline.world.transport import transport_of
 from paceline.world.works import WorkHandle, wait_all
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 DIRECT = 1 << 18  # bytes from which a tensor travels by itself, without a copy; smaller ones are packed
 
@@ -217,6 +221,7 @@ class _Divided:
             # Another division of the same optimizer may have it.
             if is_sharded(parameter.grad) and division_of(optimizer, parameter) is None:
                 self.adopt(parameter)
+        self._take_states(optimizer)
         with stand_ins(optimizer, own_part):
             yield
         stepped = []
@@ -225,6 +230,20 @@ class _Divided:
                 stepped.append(parameter)
         with torch.no_grad():
             self.share(stepped)
+
+    def _take_states(self, optimizer: Optimizer) -> None:
+        """Gives states that a method of the optimizer has made of divided gradients the form that the step works with."""
+        for parameter in parameters_of(optimizer):
+            if not self.covers(parameter) or parameter not in optimizer.state:
+                continue
+            state = optimizer.state[parameter]
+            for name, value in state.items():
+                if is_sharded(value):
+                    state[name] = self.stepped_state(value)
+
+    def stepped_state(self, state: DTensor) -> Tensor:
+        """Returns what this rank steps with of a divided state. Ranks: all."""
+        raise NotImplementedError
 
 
 class ByRows(_Divided):
@@ -247,6 +266,11 @@ class ByRows(_Divided):
         if data.dim():
             data = self.mine(data)
         return stand_in(parameter, data, grad)
+
+    def stepped_state(self, state: DTensor) -> Tensor:
+        """Returns this rank's rows."""
+        rows_of_state: Tensor = local(state)
+        return rows_of_state
 
     def mine(self, tensor: Tensor) -> Tensor:
         """Returns the rows of this rank, as a view."""
@@ -327,7 +351,7 @@ class ByParameters(_Divided):
         """
         before = _numbers(optimizer)
         try:
-            with super().stepping(optimizer):
+            with super().stepping(optimizer), mixtures_refused(_mixed_alone):
                 yield
         except (AttributeError, TypeError) as error:
             kind = type(optimizer).__name__
@@ -362,6 +386,11 @@ class ByParameters(_Divided):
                     fix="use plan={'replicate': 'auto'}, under which every rank steps all parameters; or an optimizer that "
                     "looks at one parameter at a time",
                 )
+
+    def stepped_state(self, state: DTensor) -> Tensor:
+        """Returns the whole state. Ranks: all."""
+        whole_state: Tensor = whole(state)
+        return whole_state
 
     def owner(self, parameter: Tensor) -> int:
         """Returns the rank along the axis that steps the parameter and keeps its states."""
@@ -545,11 +574,11 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
             del optimizer.state[parameter]
 
 
-def taken_for_whole(operation: str) -> TrainError:
-    """Returns the error for code that takes the rows of a gradient for the whole of it."""
+def _mixed_alone(operation: str) -> TrainError:
     return TrainError(
-        "zero-gradients",
-        f"`{operation}` got a gradient, of which each rank has some rows, and a whole tensor.",
-        why="zero=2: after `backward`, the gradient of each parameter is a DTensor; only `step` gets whole ones",
-        fix="use zero=1, under which every rank has whole gradients",
+        "optimizer-mixed",
+        f"`{operation}` got a tensor of which each rank has a part, and a whole one, in the step of an optimizer.",
+        why="each rank steps some of the parameters, so that the others do not take part in this operation",
+        fix="keep such tensors in `self.state[parameter]`, which is whole in a step; or write `elementwise = True` into "
+        "the class of the optimizer, if it treats each element by itself",
     )

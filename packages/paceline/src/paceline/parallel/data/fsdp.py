@@ -13,8 +13,8 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
-from types import FunctionType, MethodType
-from typing import TYPE_CHECKING, Any, NoReturn, cast
+from types import MethodType
+from typing import TYPE_CHECKING, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,12 @@ from paceline.parallel.data.agreement import Agreement, announce
 from paceline.parallel.data.averages import average_gradients, broadcast_tensors, values_of
 from paceline.parallel.data.batch_norm_applied import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
+from paceline.parallel.mixtures import divide_gradient, divides_gradient
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
-from paceline.torch_internals.dtensor import is_mixture
-from paceline.torch_internals.modules import compiled_original
-from paceline.torch_internals.tensors import has_gradient_hooks, times_written
+from paceline.torch_internals.tensors import has_users_gradient_hooks, times_written
 from paceline.world.mesh import cpu_group
 from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
@@ -98,6 +97,12 @@ class Units(AppliedStrategy):
         if internals.left_unfinished(root):
             internals.reset_unfinished(root)
         self._refuse_changes()
+        # Here, because a parameter may have been unfrozen.
+        for parameter in self._parameters:
+            shard = internals.sharded_parameter(parameter)
+            if shard.requires_grad and is_sharded(shard) and not divides_gradient(shard):
+                divide_gradient(shard)
+                internals.let_grad_find(parameter)
         self._refuse_converted()
         if self._changed_buffers is None and model.training:
             self._versions = _versions(model)
@@ -128,11 +133,19 @@ class Units(AppliedStrategy):
         """Refuses a model in which other parameters stand in the places of divided ones.
 
         Raises:
-            PlanError: `shard-changed`.
+            PlanError: `shard-changed`, or `shard-functional-call`.
         """
         for parameter in self._parameters:
             if internals.is_in_place(parameter):
                 continue
+            if internals.is_called_with_another(parameter):
+                raise PlanError(
+                    "shard-functional-call",
+                    f"the model was called with another tensor in the place of {internals.parameter_name(parameter)}.",
+                    why="zero=3; `torch.func.functional_call` got tensors that are not the model's own parameters, and FSDP2 "
+                    "gathers its own for every forward pass",
+                    fix="use plan={'shard': n, 'zero': 2}, under which ranks hold whole parameters",
+                )
             raise PlanError(
                 "shard-changed",
                 f"{internals.parameter_name(parameter)} is no longer the parameter that was divided over the ranks.",
@@ -258,7 +271,9 @@ class Units(AppliedStrategy):
 
     def _refuse_hooks(self) -> None:
         hooked = [
-            parameter for parameter in self._parameters if has_gradient_hooks(internals.sharded_parameter(parameter))
+            parameter
+            for parameter in self._parameters
+            if has_users_gradient_hooks(internals.sharded_parameter(parameter))
         ]
         if not hooked:
             return
@@ -413,44 +428,6 @@ def refuse_copies(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
-
-
-def explain_methods(model: nn.Module) -> None:
-    """Makes methods of a model that compute with its divided parameters, other than `forward`, raise an error with a fix.
-
-    Args:
-        model: after `fully_shard`, which gives it a class of its own; the methods are set on this class.
-    """
-    kind = type(model)
-    # The module that `torch.compile` returns hands on what it does not have itself.
-    owner = compiled_original(model) or model
-    for base in reversed(type(owner).__mro__):
-        if base is nn.Module or not issubclass(base, nn.Module) or base.__module__.startswith("torch."):
-            continue
-        for name, method in list(vars(base).items()):
-            if isinstance(method, FunctionType) and not name.startswith("_") and name != "forward":
-                setattr(kind, name, _explained(method))
-
-
-def _explained(method: FunctionType) -> Callable[..., Any]:
-    @wraps(method)
-    def call(self: nn.Module, *args: object, **keywords: object) -> Any:
-        owner = compiled_original(self) or self
-        try:
-            return method(owner, *args, **keywords)
-        except RuntimeError as error:
-            if not is_mixture(error):
-                raise
-            name = method.__name__
-            raise PlanError(
-                "shard-method",
-                f"{name} computes with parameters that are divided over ranks, and only `forward` gathers them.",
-                why=f"zero=3; {type(owner).__name__.removeprefix('FSDP')}.{name} was called by itself",
-                fix=f"let it gather them, too, once after `prepare`: "
-                f"`torch.distributed.fsdp.register_fsdp_forward_method(model, {name!r})`",
-            ) from error
-
-    return call
 
 
 def _refuse_copy(module: nn.Module, memo: dict[int, object]) -> NoReturn:

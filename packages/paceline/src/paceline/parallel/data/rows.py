@@ -22,10 +22,8 @@ from paceline.parallel.data.division import (
     packed_parts,
     packed_width,
     rows,
-    taken_for_whole,
     travels_alone,
 )
-from paceline.torch_internals.dtensor import refusing_mixtures
 from paceline.world.mesh import Mesh, register_unit
 from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
@@ -151,10 +149,7 @@ class Rows:
         parameter.grad = self._divided(part, parameter)
 
     def _divided(self, part: Tensor, parameter: Tensor) -> Tensor:
-        """Returns rows as the gradient that a script sees: it refuses to be computed with whole tensors."""
-        gradient = dtensor(part, self._mesh, parameter.shape)
-        assert is_sharded(gradient)
-        return refusing_mixtures(gradient, taken_for_whole)
+        return dtensor(part, self._mesh, parameter.shape)
 
     def leave(self, slot: Slot) -> None:
         """Gives back the gradient of an earlier window."""

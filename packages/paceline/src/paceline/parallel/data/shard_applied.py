@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
 from paceline.parallel.data.division import step_by_owners
-from paceline.parallel.data.fsdp import Units, broadcast_values, explain_methods, refuse_copies
+from paceline.parallel.data.fsdp import Units, broadcast_values, refuse_copies
 from paceline.parallel.data.shard import (
     DTYPES,
     HALVES,
@@ -92,7 +92,6 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     refuse_copies(model)
     refuse_tools()
     answer_for_whole_tensors()
-    explain_methods(model)
     if options.prefetch != "auto":
         for at, unit in enumerate(units):
             following = units[at + 1 : at + 1 + options.prefetch]
