@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.ours import is_our_module
 from paceline.plan.blocks import is_sequence, repeated_blocks
+from paceline.plan.experts import Experts, find_experts
 
 if TYPE_CHECKING:
     import torch
@@ -87,6 +88,8 @@ class ModelFacts:
         hooked: trainable parameters with hooks of the user's on their gradients.
         lazy: parameters without a shape: modules such as `nn.LazyLinear` choose it when the first batch passes.
         tensor_plan: the model's own plan for tensor parallelism (transformers' `tp_plan`): pattern -> style.
+        experts: the experts of a Mixture of Experts, by layer; see `plan.experts`.
+        auxiliary_loss: the setting of the model's own that adds a loss which balances its experts; "" without one.
     """
 
     name: str
@@ -113,6 +116,8 @@ class ModelFacts:
     tensor_plan: tuple[tuple[str, str], ...] = ()
     hooked: tuple[str, ...] = ()
     lazy: tuple[str, ...] = ()
+    experts: tuple[Experts, ...] = ()
+    auxiliary_loss: str = ""
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -217,6 +222,8 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         tensor_plan=_tensor_plan(model),
         hooked=tuple(hooked),
         lazy=tuple(lazy),
+        experts=find_experts(model),
+        auxiliary_loss=_auxiliary_loss(model),
     )
 
 
@@ -355,6 +362,16 @@ def _tensor_plan(model: torch.nn.Module) -> tuple[tuple[str, str], ...]:
     if not isinstance(own, dict):
         return ()
     return tuple((str(pattern), str(style)) for pattern, style in own.items())
+
+
+def _auxiliary_loss(model: torch.nn.Module) -> str:
+    """The setting by which a model of transformers adds a loss that balances its experts; "" where it adds none."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    coefficient = getattr(config, "router_aux_loss_coef", 0)
+    if not coefficient or not getattr(config, "output_router_logits", False):
+        return ""
+    return f"router_aux_loss_coef={coefficient}"
 
 
 def _sorted_text(values: Iterable[torch.dtype | torch.device]) -> tuple[str, ...]:

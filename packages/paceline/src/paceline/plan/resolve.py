@@ -113,8 +113,8 @@ def draft_beside(own: Plan, settings: Mapping[str, Any], world_size: int) -> Pla
                 "plan-width",
                 f"one run cannot hold models under {own.layout} and under {other.layout}.",
                 why="each rank reads one part of a batch, which all models take: "
-                f"{', '.join(model_axes())} and replicate x shard must be the same for all of them",
-                fix=f"divide replicate x shard = {own.layout.width} otherwise, and leave the rest as it is",
+                f"{', '.join(model_axes())} and {' x '.join(DATA_AXES)} must be the same for all of them",
+                fix=f"divide {' x '.join(DATA_AXES)} = {own.layout.width} otherwise, and leave the rest as it is",
             )
     return other
 

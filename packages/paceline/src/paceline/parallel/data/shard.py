@@ -30,6 +30,8 @@ from paceline.plan.fqn import within
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 
+# Over the ranks along these, FSDP2 divides parameters; of experts that `ep` divides, over the others.
+DIVIDING_AXES = ("shard", "ep", "cp")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {"none": None, "float32": torch.float32, **HALVES, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SIZES = {"float16": 2, "bfloat16": 2, "float64": 8}
@@ -83,7 +85,7 @@ class Shard(Strategy):
     replaces_parameters = True
     divides_steps = True
     averaging = Averaging(
-        over="shard and cp, then replicate",
+        over="shard, ep and cp, then replicate; of experts without ep",
         when="in each backward pass that is not held, unit by unit; what was held at the end of the window",
         result="the rank's rows of the mean, a DTensor",
     )
@@ -141,7 +143,7 @@ class Shard(Strategy):
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Divides all but quantised weights by n; at the peak the two largest units are unsharded, and the gradients of one."""
-        n = plan.layout.size("shard", "cp")
+        n = plan.layout.size(*DIVIDING_AXES)
         options = self.options(plan)
         own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)  # bytes of an element of a shard
         gathered = own  # bytes of an element of a gathered parameter
@@ -225,7 +227,7 @@ def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
 def _reshard_problems(plan: Plan, options: ShardOptions) -> list[Problem]:
     if options.reshard in ("auto", True, False):
         return []
-    ranks = plan.layout.size("shard", "cp")
+    ranks = plan.layout.size(*DIVIDING_AXES)
     width = int(options.reshard)
     if plan.layout.size("tp", "pp") > 1:
         why = f"shard.reshard={width}, but tp={plan.layout.tp} and pp={plan.layout.pp}: parts of parts have no smaller group"

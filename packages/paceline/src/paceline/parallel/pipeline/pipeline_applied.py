@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.parallel.data.fsdp import broadcast_values
+from paceline.parallel.data.averages import broadcast_values, tensors_of
 from paceline.parallel.pipeline.copies import Copies, Holders
 from paceline.parallel.pipeline.pipe import Pipe
 from paceline.parallel.pipeline.pipeline import divide, microbatches, per_rank
@@ -37,7 +37,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     # Before the model is pruned, so that all ranks have the values of rank 0 for every stage. A model on the meta device
     # has no values yet; a model that is built apart has those of this rank's stage only, see `_level`.
     if not (facts.meta or facts.apart):
-        broadcast_values(model, mesh.group("pp"))
+        broadcast_values(tensors_of(model), lambda _: mesh.group("pp"))
     blocks, begins = context.collectives.broadcast_object(divide(options, facts, ranks * per_rank(options)))
     placement = SCHEDULES[options.schedule].placement
     stages_of: list[list[int]] = [[] for _ in range(ranks)]

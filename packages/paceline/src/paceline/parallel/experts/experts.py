@@ -1,0 +1,184 @@
+"""`experts`: expert parallelism. Ranks along `ep` divide the experts of each layer, and read different samples.
+
+    check, decide, cost    from `ModelFacts.experts`; pure
+    apply                  weights of experts become DTensors, `Shard(0)` on the `ep` mesh, with the values of its first rank
+    forward                tokens travel to the ranks of their experts, whose own code computes them, and back (`travel`)
+    backward               gradients travel the same way; an expert's gradient is the mean over `ep`, as if each rank had it
+
+Everything else of the model, routers and shared experts too, is whole on each rank, as in data parallelism. So an expert's
+gradient is left to be averaged over the other data axes alone: by `replicate`, or by `shard`, which divides it further.
+
+Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from math import prod
+
+from paceline.base.errors import Problem
+from paceline.parallel.strategy import Averaging, Strategy
+from paceline.plan.cost import Bytes
+from paceline.plan.experts import Experts
+from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import joined, listed
+from paceline.plan.options import names_of, option
+from paceline.plan.plan import Decision, Plan
+from paceline.plan.rules import origin
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Which modules are experts."""
+
+    modules: str | Sequence[str] = option(
+        (),
+        None,
+        "Name patterns of the modules whose weights are stacked experts; empty: found by their structure. Each has a forward "
+        "of tokens, chosen experts and their weights.",
+    )
+
+
+class ExpertParallel(Strategy):
+    """Divides the experts over the `ep` axis."""
+
+    name = "experts"
+    stage = 25
+    axes = ("ep",)
+    Options = ExpertOptions
+    applied = "paceline.parallel.experts.experts_applied"
+    replaces_parameters = True
+    divides_steps = True
+    averaging = Averaging(
+        over="ep, of experts alone",
+        when="in the backward pass, with the gradients of the tokens",
+        result="the mean of the rank's own experts, a DTensor; the other axes are left to `replicate` or `shard`",
+    )
+
+    def chosen(self, plan: Plan, facts: ModelFacts) -> tuple[Experts, ...]:
+        """Returns the experts that are divided: those that the option names, or all that were found."""
+        patterns = names_of(self.options(plan).modules)
+        if not patterns:
+            return facts.experts
+        return tuple(row for row in facts.experts if any(fnmatchcase(row.name, pattern) for pattern in patterns))
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """Refuses models without experts, numbers that do not divide, code that cannot send tokens, and other axes."""
+        experts = self.chosen(plan, facts)
+        ep = plan.layout.ep
+        problems = _axes_problems(plan)
+        if not experts:
+            problems.append(
+                Problem(
+                    "experts-none",
+                    f"{facts.name} has no experts to divide.",
+                    why=f"{origin(plan, 'ep')}; no module has weights [experts, ...] of three dimensions and a forward of "
+                    "tokens, chosen experts and their weights",
+                    fix="leave `ep` out, or name the modules in the option `experts.modules`",
+                )
+            )
+        for row in experts:
+            if row.problem:
+                problems.append(
+                    Problem(
+                        "experts-code",
+                        f"the {row.number} experts in {row.name} of {facts.name} cannot be divided.",
+                        why=row.problem,
+                        fix="stack their weights in one module, whose forward takes (tokens, top_k_index, top_k_weights), as "
+                        "transformers does; or leave `ep` out",
+                    )
+                )
+        uneven = [row for row in experts if row.number % ep]
+        if uneven:
+            numbers = sorted({row.number for row in uneven})
+            fitting = [n for n in range(1, numbers[0] + 1) if all(number % n == 0 for number in numbers)]
+            problems.append(
+                Problem(
+                    "experts-divide",
+                    f"{numbers[0]} experts cannot be divided by ep={ep}.",
+                    why=f"{origin(plan, 'ep')}; {listed([row.name for row in uneven])} of {facts.name}",
+                    fix=f"set ep to one of {', '.join(map(str, fitting))}",
+                )
+            )
+        frozen_by_hooks = [name for name in facts.hooked if name in _names(experts)]
+        if frozen_by_hooks:
+            problems.append(
+                Problem(
+                    "experts-hooks",
+                    f"{facts.name} has hooks on gradients of experts.",
+                    why=f"`register_hook` on {listed(frozen_by_hooks)}; other tensors take the place of these parameters, and "
+                    "the hooks would never be called",
+                    fix="register them on the parameters of the prepared model",
+                )
+            )
+        return problems
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """Says which experts are divided, and what in the model depends on how a batch is divided over ranks."""
+        experts = self.chosen(plan, facts)
+        ep = plan.layout.ep
+        reason = f"{len(experts)} layers of {facts.name} with {experts[0].number} experts, {experts[0].number // ep} on each rank"
+        decisions = [Decision("experts.layers", listed([row.name for row in experts]), "derived", reason=reason)]
+        limited = sorted({row.capacity for row in experts if row.capacity})
+        if limited:
+            reason = f"{', '.join(limited)}: each rank drops tokens by its own samples, so results depend on the number of ranks"
+            decisions.append(Decision("experts.capacity", "of each rank", "derived", reason=reason))
+        if facts.auxiliary_loss:
+            reason = (
+                f"{facts.auxiliary_loss}: the loss that balances experts is a product of two means. Each rank computes it over "
+                "its own tokens, and the mean over ranks is not quite that of the whole batch"
+            )
+            decisions.append(Decision("experts.auxiliary_loss", "of each rank", "derived", reason=reason))
+        return decisions
+
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
+        """Counts the experts of one rank. What is sent depends on the tokens of a batch, and is not counted."""
+        elements = expert_elements(self.chosen(plan, facts), facts)
+        parts = plan.layout.ep
+        everything = max(1, facts.parameters)
+
+        def left(size: int) -> int:
+            return size - size * elements * (parts - 1) // (everything * parts)
+
+        return replace(
+            before,
+            parameters=left(before.parameters),
+            gradients=left(before.gradients),
+            optimizer=left(before.optimizer),
+        )
+
+
+def expert_elements(experts: Sequence[Experts], facts: ModelFacts) -> int:
+    """Returns the number of elements in the weights of all experts."""
+    names = _names(experts)
+    elements = 0
+    for layer in facts.layers:
+        for key, shape in layer.shapes:
+            if joined(layer.name, key) in names:
+                elements += prod(shape)
+    return elements
+
+
+def _names(experts: Sequence[Experts]) -> set[str]:
+    return {joined(row.name, key) for row in experts for key in row.parameters}
+
+
+def _axes_problems(plan: Plan) -> list[Problem]:
+    """Refuses axes that divide the weights of experts, or their layers, in ways that are not combined with this one."""
+    problems = []
+    for axis in ("tp", "pp"):
+        if getattr(plan.layout, axis) > 1:
+            problems.append(
+                Problem(
+                    "experts-axes",
+                    f"experts cannot be divided over ep and {axis} at the same time.",
+                    why=f"{origin(plan, 'ep')}, {origin(plan, axis)}",
+                    fix=f"leave `{axis}` out: ep, shard, cp and replicate work together",
+                )
+            )
+    return problems
+
+
+STRATEGY = ExpertParallel()
