@@ -213,9 +213,10 @@ def division_of(plan: Plan, facts: ModelFacts) -> str:
     """
     layout = plan.layout
     divisions: list[str] = []
-    if layout.shard > 1 and plan.fully_sharded:
-        # FSDP2 shards parameters whatever the stage. It also shards them over the ranks along `cp`, which hold the same ones.
-        ranks = layout.size("shard", "cp")
+    if plan.fully_sharded:
+        # FSDP2 shards parameters whatever the stage. It also shards them over the ranks along `ep` and `cp`, which hold the
+        # same ones.
+        ranks = layout.size("shard", "ep", "cp")
         divisions.append(f"zero={plan.zero} divides {_DIVIDED_BY_STAGE[3]} over {ranks} ranks")
     elif layout.shard > 1:
         divisions.append(f"zero={plan.zero} divides {_DIVIDED_BY_STAGE[plan.zero]} over {layout.shard} ranks")

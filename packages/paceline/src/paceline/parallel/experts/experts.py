@@ -168,7 +168,7 @@ def _names(experts: Sequence[Experts]) -> set[str]:
 def _axes_problems(plan: Plan) -> list[Problem]:
     """Refuses axes that divide the weights of experts, or their layers, in ways that are not combined with this one."""
     problems = []
-    for axis in ("tp", "pp"):
+    for axis in ("tp",):
         if getattr(plan.layout, axis) > 1:
             problems.append(
                 Problem(
