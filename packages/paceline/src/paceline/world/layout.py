@@ -69,18 +69,18 @@ AXES: dict[str, Axis] = {
             averages_gradients=True,
         ),
         Axis(
+            "cp",
+            "Number of ranks that divide each sequence (context parallel).",
+            divides="each sequence",
+            averages_gradients=True,
+        ),
+        Axis(
             "ep",
             "Number of ranks that divide the experts of a Mixture of Experts, and read different samples (expert parallel).",
             divides="the experts",
             reads_samples=True,
             averages_gradients=True,
             divides_parameters=True,
-        ),
-        Axis(
-            "cp",
-            "Number of ranks that divide each sequence (context parallel).",
-            divides="each sequence",
-            averages_gradients=True,
         ),
         Axis(
             "tp",

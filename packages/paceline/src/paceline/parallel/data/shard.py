@@ -31,7 +31,7 @@ from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 
 # Over the ranks along these, FSDP2 divides parameters; of experts that `ep` divides, over the others.
-DIVIDING_AXES = ("shard", "ep", "cp")
+DIVIDING_AXES = ("shard", "cp", "ep")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {"none": None, "float32": torch.float32, **HALVES, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SIZES = {"float16": 2, "bfloat16": 2, "float64": 8}

@@ -52,10 +52,10 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     holders = [_holders(tied.get(name, (name,)), stages, stages_of) for name in trained]
     if facts.apart:
         _level(model, dict(zip(trained, holders, strict=True)), shapes, group, context.device)
-    # Ranks that gather shards together must run the same number of passes.
+    # Ranks that gather shards together, or compute experts for each other, must run the same number of passes.
     peers = None
-    if context.plan.fully_sharded:
-        peers = context.collectives.over(mesh.group("shard"))
+    if context.plan.fully_sharded or context.plan.layout.ep > 1:
+        peers = context.collectives.over(mesh.along(("shard", "ep")).get_group())
     copies = Copies(model, holders, group)
     _take_whole_state(model, whole_names)
     return Pipe(
