@@ -85,7 +85,12 @@ def _takes_choices(module: torch.nn.Module) -> bool:
 def _listed(name: str, module: torch.nn.Module) -> Experts | None:
     """Returns the row of a list of experts; None for any other module."""
     children = list(module.children())
-    if type(module).__name__ != "ModuleList" or "expert" not in name.rpartition(".")[2].lower() or len(children) < 2:
+    classes = {base.__name__ for base in type(module).__mro__}
+    is_list = bool(classes & {"ModuleList", "ModuleDict"})
+    if not is_list or "expert" not in name.rpartition(".")[2].lower() or len(children) < 2:
+        return None
+    shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in children}
+    if len(shapes) != 1 or shapes == {()}:
         return None
     return Experts(
         name, len(children), problem="they are a list of modules, and which of them gets a token is code of the layer around it"

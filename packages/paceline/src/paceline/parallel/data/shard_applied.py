@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Container
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -36,9 +37,13 @@ from paceline.torch_internals.modules import computes_weight
 from paceline.torch_internals.tensors import is_view
 from paceline.world.layout import GRADIENT_AXES
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import is_sharded
+from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
 from paceline.world.tree import map_tensors
+
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
@@ -85,7 +90,11 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     for unit in experts:
         # Ranks along `ep` hold other experts, and do not divide them any further. Inputs keep their dtype, as inside of a unit.
         others = tuple(axis for axis in DIVIDING_AXES if axis != "ep")
-        keywords_of_experts = {**keywords, "mesh": context.mesh.along(*replicas, others)}
+        keywords_of_experts = {
+            **keywords,
+            "mesh": context.mesh.along(*replicas, others),
+            "shard_placement_fn": partial(_dim_of_experts, plan.layout.size(*others)),
+        }
         keeps_inputs = replace(precision, cast_forward_inputs=False)
         fully_shard(unit, reshard_after_forward=reshard, mp_policy=keeps_inputs, **keywords_of_experts)
     # Inner units first: `fully_shard` takes the parameters that no unit inside has taken.
@@ -164,6 +173,19 @@ def _is_divided_over_ep(module: nn.Module, alone: Container[nn.Parameter]) -> bo
         if is_sharded(parameter) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
             return parameter not in alone
     return False
+
+
+def _dim_of_experts(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Returns along which dim ranks divide the experts of one rank along `ep`: dim 0 (None) if it divides evenly, or dim 1.
+
+    There may be fewer of these experts than ranks, some of which would have none, and others one that is whole.
+    """
+    from torch.distributed.tensor import Shard
+
+    own = local(parameter)
+    if own.shape[0] % ranks and own.dim() > 1 and own.shape[1] % ranks == 0:
+        return Shard(1)
+    return None
 
 
 def _left_alone(model: nn.Module, wrapping: Wrapping, quantised: Container[str]) -> list[nn.Parameter]:
