@@ -100,6 +100,11 @@ def model_axes() -> list[str]:
     return [axis.name for axis in reversed(AXES.values()) if not axis.reads_samples]
 
 
+def given_axes() -> list[str]:
+    """Axes whose size does not follow from that of the others, from those that stand closest together on."""
+    return [axis.name for axis in reversed(AXES.values()) if axis.default != "auto"]
+
+
 def listed_axes() -> list[Axis]:
     """All axes in the order in which people read of them: those that divide the samples first."""
     return [AXES[name] for name in (*DATA_AXES, *model_axes())]
