@@ -103,10 +103,13 @@ class ExpertRanks:
         flat = choices.reshape(-1)
         # A stable order, so that the pairs of one expert stay in the order of the tokens.
         order = torch.argsort(flat, stable=True)
-        counts = torch.bincount(flat, minlength=self.experts)[: self.experts]
-        order = order[: int(counts.sum())]  # without pairs of no expert
+        if self.others_answer:
+            counts = torch.bincount(flat, minlength=self.experts)[: self.experts]
+            route, of_experts = self._route(counts)
+            order = order[: sum(route.sent)]  # without pairs of no expert
+        else:
+            route, of_experts = self._even_route(flat)
         rows_of_pairs = order // num_chosen
-        route, of_experts = self._route(counts)
         ranks = dist.get_world_size(self.group)
         carried_tokens, carried_weights = _Carry.apply(  # type: ignore[no-untyped-call]
             route, float(ranks), tokens[rows_of_pairs], weights.reshape(-1)[order]
@@ -122,13 +125,19 @@ class ExpertRanks:
             The route, and the expert of each row that arrives, as this rank counts its own. Shape: [R].
         """
         by_rank = counts.view(-1, self.own)
-        arriving = by_rank[dist.get_rank(self.group)].expand_as(by_rank).contiguous()
-        if self.others_answer:
-            dist.all_to_all_single(arriving, by_rank.contiguous(), group=self.group)
+        arriving = torch.empty_like(by_rank)
+        dist.all_to_all_single(arriving, by_rank, group=self.group)
         # One copy to the host for both, since an accelerator has to finish its work first.
         sent, received = torch.stack([by_rank.sum(1), arriving.sum(1)]).tolist()
         own_experts = torch.arange(self.own, device=counts.device).repeat(len(arriving))
         return Route(self.group, sent, received), own_experts.repeat_interleave(arriving.view(-1))
+
+    def _even_route(self, pairs: Tensor) -> tuple[Route, Tensor]:
+        """Returns what `_route` does if all experts get as many pairs: a rehearsal knows no values. Shape: pairs [P]."""
+        ranks = dist.get_world_size(self.group)
+        sizes = [len(range(rank, len(pairs), ranks)) for rank in range(ranks)]
+        of_experts = torch.arange(len(pairs), device=pairs.device) % self.own
+        return Route(self.group, sizes, sizes), of_experts
 
     def _run(self, run: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Computes the rows that have arrived. Shape: tokens [R, H], experts [R], weights [R]; gives [R, H]."""
