@@ -5,7 +5,7 @@ import torch
 from parity_models import Experts, Mixture
 from torch import nn
 
-from paceline.parallel.experts.experts import STRATEGY, expert_elements
+from paceline.parallel.experts.experts import STRATEGY
 from paceline.plan.cost import Bytes
 from paceline.plan.experts import find_experts
 from paceline.plan.facts import model_facts
@@ -106,7 +106,7 @@ def test_the_option_names_some_of_them():
 
 def test_memory_counts_the_experts_of_one_rank():
     facts = model_facts(Mixture())
-    elements = expert_elements(facts.experts, facts)
+    elements = facts.elements_of(facts.experts)
     assert elements == sum(p.numel() for name, p in Mixture().named_parameters() if ".experts." in name)
     alone = Bytes.alone(facts)
     cost = STRATEGY.cost(Plan(Layout(ep=4)), facts, alone)

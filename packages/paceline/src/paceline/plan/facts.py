@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.ours import is_our_module
@@ -126,6 +127,16 @@ class ModelFacts:
         for first, *others in self.tied:
             first_names |= dict.fromkeys(others, first)
         return first_names
+
+    def elements_of(self, experts: Iterable[Experts]) -> int:
+        """Returns the number of elements in the weights of experts."""
+        rows = {row.name: row.parameters for row in experts}
+        elements = 0
+        for layer in self.layers:
+            for key, shape in layer.shapes:
+                if key in rows.get(layer.name, ()):
+                    elements += prod(shape)
+        return elements
 
 
 def model_facts(model: torch.nn.Module) -> ModelFacts:

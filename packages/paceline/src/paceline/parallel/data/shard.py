@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 
@@ -166,14 +167,20 @@ class Shard(Strategy):
         # Quantised weights stay whole on every rank, see `quantised.py`.
         whole_bytes = sum(row.bytes for row in facts.quantised)
         divided_bytes = max(0, before.parameters - whole_bytes)
+        # The ranks along `ep`, of which n counts the number, have divided experts already.
+        left = _left_by_ep(plan, facts)
+
+        def divided(size: int) -> int:
+            return ceil(size / (n * left))
+
         # An all-gather and a reduce-scatter each send (n - 1) / n of the data.
         once = divided_bytes * gathered // own
         sent = (n - 1) * (passes * once + before.gradients) // n
         return replace(
             before,
-            parameters=whole_bytes - (-divided_bytes // n),
-            gradients=-(-before.gradients // n),
-            optimizer=-(-before.optimizer // n),
+            parameters=whole_bytes + divided(divided_bytes),
+            gradients=divided(before.gradients),
+            optimizer=divided(before.optimizer),
             buffers=before.buffers + buffers,
             sent=before.sent + sent,
         )
@@ -205,6 +212,14 @@ def reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
     if param_dtype(plan, options) in HALVES.values():
         return torch.float32
     return None
+
+
+def _left_by_ep(plan: Plan, facts: ModelFacts) -> float:
+    """Returns the share of the parameters that a rank has where ranks along `ep` divide the experts; 1.0 without experts."""
+    if plan.layout.ep == 1 or not facts.parameters:
+        return 1.0
+    of_others = facts.elements_of(facts.experts) * (1 - 1 / plan.layout.ep)
+    return 1 - of_others / facts.parameters
 
 
 def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
-from math import prod
 
 from paceline.base.errors import Problem
 from paceline.parallel.strategy import Averaging, Strategy
@@ -135,7 +134,7 @@ class ExpertParallel(Strategy):
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Counts the experts of one rank. What is sent depends on the tokens of a batch, and is not counted."""
-        elements = expert_elements(self.chosen(plan, facts), facts)
+        elements = facts.elements_of(self.chosen(plan, facts))
         parts = plan.layout.ep
         everything = max(1, facts.parameters)
 
@@ -148,17 +147,6 @@ class ExpertParallel(Strategy):
             gradients=left(before.gradients),
             optimizer=left(before.optimizer),
         )
-
-
-def expert_elements(experts: Sequence[Experts], facts: ModelFacts) -> int:
-    """Returns the number of elements in the weights of all experts."""
-    names = _names(experts)
-    elements = 0
-    for layer in facts.layers:
-        for key, shape in layer.shapes:
-            if joined(layer.name, key) in names:
-                elements += prod(shape)
-    return elements
 
 
 def _names(experts: Sequence[Experts]) -> set[str]:
