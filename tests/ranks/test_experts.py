@@ -154,7 +154,10 @@ def test_checkpoints_go_into_any_width_and_into_one_file(tmp_path) -> None:
 
     assert run_ranks(save, 2, timeout_s=120) == [[]] * 2
     assert run_ranks(resume, 1, args=([{}],), timeout_s=120) == [[]]
-    assert run_ranks(resume, 4, args=([{"ep": 4}, {"replicate": 2, "ep": 2}, {"replicate": 4}],), timeout_s=120) == [[]] * 4
+    assert (
+        run_ranks(resume, 4, args=([{"ep": 4}, {"replicate": 2, "ep": 2}, {"replicate": 4}],), timeout_s=120)
+        == [[]] * 4
+    )
 
 
 def test_evaluation_whole_parameters_and_what_is_refused() -> None:

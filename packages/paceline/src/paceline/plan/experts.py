@@ -1,8 +1,8 @@
 """Finds the experts of a Mixture of Experts by their structure.
 
-    stacked    one module has weights [experts, ...], at least one of three dimensions, and a forward of tokens, the experts that
-               the router has chosen for each token, and their weights: so are all of transformers
-    list       a `ModuleList` of modules that are alike. What calls them is written in the module around it
+stacked    one module has weights [experts, ...], at least one of three dimensions, and a forward of tokens, the experts that
+           the router has chosen for each token, and their weights: so are all of transformers
+list       a `ModuleList` of modules that are alike. What calls them is written in the module around it
 """
 
 from __future__ import annotations
@@ -93,7 +93,9 @@ def _listed(name: str, module: torch.nn.Module) -> Experts | None:
     if len(shapes) != 1 or shapes == {()}:
         return None
     return Experts(
-        name, len(children), problem="they are a list of modules, and which of them gets a token is code of the layer around it"
+        name,
+        len(children),
+        problem="they are a list of modules, and which of them gets a token is code of the layer around it",
     )
 
 
@@ -112,6 +114,11 @@ def _capacity(module: torch.nn.Module) -> str:
     """Returns the attribute by which a layer, or its router, limits the tokens of an expert; "" without one."""
     for part in (module, *module.children()):
         for name, value in vars(part).items():
-            if "capacity" in name.lower() and isinstance(value, (int, float)) and not isinstance(value, bool) and value > 0:
+            if (
+                "capacity" in name.lower()
+                and isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and value > 0
+            ):
                 return f"{type(part).__name__}.{name}={value}"
     return ""

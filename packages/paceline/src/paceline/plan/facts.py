@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.ours import is_our_module
 from paceline.plan.blocks import is_sequence, repeated_blocks
-from paceline.plan.experts import Experts, find_experts
 
 if TYPE_CHECKING:
     import torch
+
+    from paceline.plan.experts import Experts
 
 # In names of attributes that count heads, or query heads for each key-value head, or features.
 _NUMBERS = ("head", "n_rep", "group", "per_kv", "dim", "size", "embd", "width", "model")
@@ -233,7 +234,7 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         tensor_plan=_tensor_plan(model),
         hooked=tuple(hooked),
         lazy=tuple(lazy),
-        experts=find_experts(model),
+        experts=_experts(model),
         auxiliary_loss=_auxiliary_loss(model),
     )
 
@@ -373,6 +374,16 @@ def _tensor_plan(model: torch.nn.Module) -> tuple[tuple[str, str], ...]:
     if not isinstance(own, dict):
         return ()
     return tuple((str(pattern), str(style)) for pattern, style in own.items())
+
+
+def _experts(model: torch.nn.Module) -> tuple[Experts, ...]:
+    """The experts of a model. How they are found is a subject of its own, which most models do not load."""
+    may_be = any("expert" in name.lower() for name, _ in model.named_modules())
+    if not may_be and not any(parameter.dim() == 3 for parameter in model.parameters() if not _is_lazy(parameter)):
+        return ()
+    from paceline.plan.experts import find_experts
+
+    return find_experts(model)
 
 
 def _auxiliary_loss(model: torch.nn.Module) -> str:

@@ -20,7 +20,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
 from paceline.planner.device import GIB
-from paceline.world.layout import AXES, listed_axes, given_axes
+from paceline.world.layout import AXES, given_axes, listed_axes
 
 _DIVIDED_BY_STAGE = {
     1: "optimizer states",

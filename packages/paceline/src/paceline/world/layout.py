@@ -159,7 +159,7 @@ class Layout:
 
     @property
     def parameter_parts(self) -> int:
-        """Into how many parts ranks divide the parameters for another reason than `shard`: `tp` x `pp`, and for experts `ep`."""
+        """Into how many parts ranks divide parameters for another reason than `shard`: `tp` x `pp`, and of experts `ep`."""
         return prod(self.size(axis.name) for axis in AXES.values() if axis.divides_parameters)
 
     def data_index(self, rank: int) -> int:

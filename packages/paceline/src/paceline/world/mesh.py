@@ -62,7 +62,7 @@ class Mesh:
         return self._group(GRADIENT_AXES)
 
     def same_part_axes(self, parameter: torch.Tensor) -> tuple[str, ...]:
-        """Returns the axes of `gradient_group` along which ranks hold the same part of a parameter: all but `ep`, of experts."""
+        """Returns the axes of `gradient_group` along which ranks hold the same part of a parameter: not `ep`, of experts."""
         divided_over: tuple[str, ...] = ()
         if is_sharded(parameter):
             divided_over = parameter.device_mesh.mesh_dim_names or ()

@@ -515,5 +515,3 @@ def _refuse_double_backward(gradient: torch.Tensor) -> None:
             "the second backward pass would need them",
             fix="use plan={'shard': n, 'zero': 2}, under which every rank holds whole parameters",
         )
-
-

@@ -42,8 +42,10 @@ class AveragedGradients(ReducedGradients):
         group = context.mesh.gradient_group if is_first else context.mesh.another_gradient_group()
 
         def group_of(parameter: torch.Tensor) -> dist.ProcessGroup:
-            axes = context.mesh.same_part_axes(parameter)
-            return group if axes == GRADIENT_AXES else context.mesh.same_part_group(parameter)
+            same: dist.ProcessGroup = group
+            if context.mesh.same_part_axes(parameter) != GRADIENT_AXES:
+                same = context.mesh.same_part_group(parameter)
+            return same
 
         hook = None
         bucket_cap_mb = options.bucket_cap_mb

@@ -46,7 +46,7 @@ class Rows:
     def __init__(self, mesh: Mesh, cap_mb: float, name: str) -> None:
         self._mesh = mesh.along("shard")
         self._rows_group = self._mesh.get_group()
-        self.group = mesh.gradient_group
+        self.group: dist.ProcessGroup = mesh.gradient_group
         self.cap = int(cap_mb * 2**20)
         self._rank, self._ranks = dist.get_rank(self._rows_group), dist.get_world_size(self._rows_group)
         self._transport = transport_of(self._rows_group, torch.device(mesh.device_type))

@@ -16,9 +16,9 @@ from paceline.parallel.data.averages import broadcast_values, tensors_of
 from paceline.parallel.data.division import step_by_owners
 from paceline.parallel.data.fsdp import Units, explain_methods, refuse_copies
 from paceline.parallel.data.shard import (
+    DIVIDING_AXES,
     DTYPES,
     HALVES,
-    DIVIDING_AXES,
     STRATEGY,
     ShardOptions,
     param_dtype,
@@ -40,7 +40,6 @@ from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
 from paceline.world.tree import map_tensors
-
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Shard

@@ -16,16 +16,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import Problem
 from paceline.parallel.strategy import Averaging, Strategy
 from paceline.plan.cost import Bytes
-from paceline.plan.experts import Experts
 from paceline.plan.facts import ModelFacts
-from paceline.plan.fqn import joined, listed
+from paceline.plan.fqn import listed
 from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
-from paceline.plan.rules import origin
+
+if TYPE_CHECKING:
+    from paceline.plan.experts import Experts
 
 
 @dataclass(frozen=True)
@@ -65,64 +67,23 @@ class ExpertParallel(Strategy):
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """Refuses models without experts, numbers that do not divide, code that cannot send tokens, and other axes."""
-        experts = self.chosen(plan, facts)
-        ep = plan.layout.ep
-        problems = _axes_problems(plan)
-        if not experts:
-            problems.append(
-                Problem(
-                    "experts-none",
-                    f"{facts.name} has no experts to divide.",
-                    why=f"{origin(plan, 'ep')}; no module has weights [experts, ...] of three dimensions and a forward of "
-                    "tokens, chosen experts and their weights",
-                    fix="leave `ep` out, or name the modules in the option `experts.modules`",
-                )
-            )
-        for row in experts:
-            if row.problem:
-                problems.append(
-                    Problem(
-                        "experts-code",
-                        f"the {row.number} experts in {row.name} of {facts.name} cannot be divided.",
-                        why=row.problem,
-                        fix="stack their weights in one module, whose forward takes (tokens, top_k_index, top_k_weights), as "
-                        "transformers does; or leave `ep` out",
-                    )
-                )
-        uneven = [row for row in experts if row.number % ep]
-        if uneven:
-            numbers = sorted({row.number for row in uneven})
-            fitting = [n for n in range(1, numbers[0] + 1) if all(number % n == 0 for number in numbers)]
-            problems.append(
-                Problem(
-                    "experts-divide",
-                    f"{numbers[0]} experts cannot be divided by ep={ep}.",
-                    why=f"{origin(plan, 'ep')}; {listed([row.name for row in uneven])} of {facts.name}",
-                    fix=f"set ep to one of {', '.join(map(str, fitting))}",
-                )
-            )
-        frozen_by_hooks = [name for name in facts.hooked if name in _names(experts)]
-        if frozen_by_hooks:
-            problems.append(
-                Problem(
-                    "experts-hooks",
-                    f"{facts.name} has hooks on gradients of experts.",
-                    why=f"`register_hook` on {listed(frozen_by_hooks)}; other tensors take the place of these parameters, and "
-                    "the hooks would never be called",
-                    fix="register them on the parameters of the prepared model",
-                )
-            )
-        return problems
+        # A plan without ep does not load it.
+        from paceline.parallel.experts.problems import problems_of
+
+        return problems_of(plan, facts, self.chosen(plan, facts))
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says which experts are divided, and what in the model depends on how a batch is divided over ranks."""
         experts = self.chosen(plan, facts)
         ep = plan.layout.ep
-        reason = f"{len(experts)} layers of {facts.name} with {experts[0].number} experts, {experts[0].number // ep} on each rank"
+        number = experts[0].number
+        reason = f"{len(experts)} layers of {facts.name} with {number} experts, {number // ep} on each rank"
         decisions = [Decision("experts.layers", listed([row.name for row in experts]), "derived", reason=reason)]
         limited = sorted({row.capacity for row in experts if row.capacity})
         if limited:
-            reason = f"{', '.join(limited)}: each rank drops tokens by its own samples, so results depend on the number of ranks"
+            reason = (
+                f"{', '.join(limited)}: each rank drops tokens by its own samples, and results depend on their number"
+            )
             decisions.append(Decision("experts.capacity", "of each rank", "derived", reason=reason))
         if facts.auxiliary_loss:
             reason = (
@@ -147,26 +108,6 @@ class ExpertParallel(Strategy):
             gradients=left(before.gradients),
             optimizer=left(before.optimizer),
         )
-
-
-def _names(experts: Sequence[Experts]) -> set[str]:
-    return {joined(row.name, key) for row in experts for key in row.parameters}
-
-
-def _axes_problems(plan: Plan) -> list[Problem]:
-    """Refuses axes that divide the weights of experts, or their layers, in ways that are not combined with this one."""
-    problems = []
-    for axis in ("tp",):
-        if getattr(plan.layout, axis) > 1:
-            problems.append(
-                Problem(
-                    "experts-axes",
-                    f"experts cannot be divided over ep and {axis} at the same time.",
-                    why=f"{origin(plan, 'ep')}, {origin(plan, axis)}",
-                    fix=f"leave `{axis}` out: ep, shard, cp and replicate work together",
-                )
-            )
-    return problems
 
 
 STRATEGY = ExpertParallel()

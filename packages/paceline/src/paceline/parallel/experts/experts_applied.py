@@ -122,10 +122,14 @@ class _ExpertLayer:
         self._ranks = ranks
         # Attributes that count the experts, which the code of the model may use.
         self._counts = [
-            name for name, value in vars(module).items() if type(value) is int and value == ranks.experts and "expert" in name
+            name
+            for name, value in vars(module).items()
+            if type(value) is int and value == ranks.experts and "expert" in name
         ]
 
-    def forward(self, module: nn.Module, original: Callable[..., Any], tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    def forward(
+        self, module: nn.Module, original: Callable[..., Any], tokens: Tensor, choices: Tensor, weights: Tensor
+    ) -> Tensor:
         """Stands in the place of the module's forward. Shape: tokens [..., H], choices [..., K], weights [..., K]."""
         if self.is_whole:
             return original(tokens, choices, weights)  # type: ignore[no-any-return]
@@ -153,5 +157,3 @@ class _ExpertLayer:
             table.update(before)
             for name in self._counts:
                 setattr(module, name, self._ranks.experts)
-
-

@@ -86,7 +86,9 @@ class ExpertRanks:
         """The number of experts of each rank."""
         return self.experts // dist.get_world_size(self.group)
 
-    def compute(self, run: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+    def compute(
+        self, run: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: Tensor, choices: Tensor, weights: Tensor
+    ) -> Tensor:
         """Computes the experts of this rank's tokens.
 
         Args:
@@ -139,7 +141,9 @@ class ExpertRanks:
         of_experts = torch.arange(len(pairs), device=pairs.device) % self.own
         return Route(self.group, sizes, sizes), of_experts
 
-    def _run(self, run: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _run(
+        self, run: Callable[[Tensor, Tensor, Tensor], Tensor], tokens: Tensor, experts: Tensor, weights: Tensor
+    ) -> Tensor:
         """Computes the rows that have arrived. Shape: tokens [R, H], experts [R], weights [R]; gives [R, H]."""
         num_rows = len(tokens)
         if not num_rows:
