@@ -50,8 +50,8 @@ LAYERS = (
     ),
     Layer(
         {
-            "parallel": "the strategies; those of an axis, or of the data axes, in a package: `data`, `tensor`, `experts`, `pipeline`, "
-            "`context`",
+            "parallel": "the strategies; those of an axis, or of the data axes, in a package: `data`, `tensor`, `experts`, "
+            "`pipeline`, `context`",
             "precision": "number formats and loss scaling",
             "optim": "accumulation, clipping, the rebinding of optimizers to divided parameters, Paceline's own optimizers",
             "data": "order, division and position of samples; prepared loaders",
