@@ -67,6 +67,53 @@ class GPT(nn.Module):
         return self.head(self.norm(x))
 
 
+class Experts(nn.Module):
+    """Two-layer experts with stacked weights, computed one after the other. An expert without tokens gets zeros."""
+
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.up = nn.Parameter(torch.randn(experts, width, 2 * width) * 0.2)
+        self.up_bias = nn.Parameter(torch.randn(experts, 2 * width) * 0.2)
+        self.down = nn.Parameter(torch.randn(experts, 2 * width, width) * 0.2)
+
+    def forward(self, hidden_states, top_k_index, top_k_weights):
+        out = torch.zeros_like(hidden_states)
+        for expert in range(self.num_experts):
+            rows, place = torch.where(top_k_index == expert)
+            inner = functional.gelu(hidden_states[rows] @ self.up[expert] + self.up_bias[expert])
+            out = out.index_add(0, rows, inner @ self.down[expert] * top_k_weights[rows, place, None])
+        return out
+
+
+class MixtureBlock(Block):
+    """A block whose MLP is a Mixture of Experts, with a shared expert beside it (`up_proj`, `down_proj`).
+
+    The last expert is never chosen.
+    """
+
+    def __init__(self, width: int, heads: int, experts: int = 4) -> None:
+        super().__init__(width, heads)
+        self.gate = nn.Linear(width, experts)
+        with torch.no_grad():
+            self.gate.bias[-1] = -1e3
+        self.experts = Experts(width, experts)
+
+    def forward(self, x):
+        x = super().forward(x)
+        flat = self.norm2(x).flatten(0, -2)
+        weights, index = torch.topk(self.gate(flat).softmax(-1), 2)
+        return x + self.experts(flat, index, weights).view(x.shape)
+
+
+class Mixture(GPT):
+    """A decoder with Mixtures of Experts."""
+
+    def __init__(self, layers: int = 2, experts: int = 4) -> None:
+        super().__init__(layers=layers)
+        self.blocks = nn.ModuleList(MixtureBlock(16, 4, experts) for _ in range(layers))
+
+
 class ConvNet(nn.Module):
     """Convolutions with batch norms, whose statistics are those of the global batch."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 
-AXES = ("context", "pipeline", "tensor")  # packages of strategies
+AXES = ("context", "experts", "pipeline", "tensor")  # packages of strategies
 CONTAINERS = (ast.Dict, ast.List, ast.Set, ast.DictComp, ast.ListComp, ast.SetComp)
 MAKERS = {"dict", "list", "set", "defaultdict", "deque", "count", "OrderedDict", "Counter", "ContextVar"}
 WRITERS = {"append", "add", "update", "pop", "popitem", "setdefault", "extend", "insert", "remove", "discard", "clear"}

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.testing import layouts
-from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES, Layout, listed_axes, model_axes
+from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES, Layout, given_axes, listed_axes, model_axes
 
 
 @pytest.mark.parametrize("size", [1, 2, 6, 8, 12])
@@ -34,20 +34,21 @@ def test_width_and_data_index() -> None:
 
 def test_what_ranks_along_an_axis_share() -> None:
     # They decide who averages gradients with whom, who reads which samples, and where the rest of the ranks goes.
-    assert list(AXES) == ["pp", "replicate", "shard", "cp", "tp"]
-    assert DATA_AXES == ("replicate", "shard")
-    assert GRADIENT_AXES == ("replicate", "shard", "cp")
-    assert [axis.name for axis in AXES.values() if axis.divides_parameters] == ["pp", "tp"]
+    assert list(AXES) == ["pp", "replicate", "shard", "cp", "ep", "tp"]
+    assert DATA_AXES == ("replicate", "shard", "ep")
+    assert GRADIENT_AXES == ("replicate", "shard", "cp", "ep")
+    assert [axis.name for axis in AXES.values() if axis.divides_parameters] == ["pp", "ep", "tp"]
     assert {axis.name: axis.default for axis in AXES.values()} == {
-        "pp": 1, "replicate": "auto", "shard": "auto", "cp": 1, "tp": 1
+        "pp": 1, "replicate": "auto", "shard": "auto", "cp": 1, "ep": 1, "tp": 1
     }  # fmt: skip
     assert model_axes() == ["tp", "cp", "pp"]
-    assert [axis.name for axis in listed_axes()] == ["replicate", "shard", "tp", "cp", "pp"]
+    assert [axis.name for axis in listed_axes()] == ["replicate", "shard", "ep", "tp", "cp", "pp"]
+    assert given_axes() == ["tp", "ep", "cp", "pp"]
 
 
 def test_sizes() -> None:
     layout = Layout(pp=2, tp=3)
-    assert layout.sizes() == {"pp": 2, "replicate": 1, "shard": 1, "cp": 1, "tp": 3}
+    assert layout.sizes() == {"pp": 2, "replicate": 1, "shard": 1, "cp": 1, "ep": 1, "tp": 3}
     assert (layout.cp, layout.tp, layout.parameter_parts, layout.size("tp", "cp")) == (1, 3, 6, 3)
     # A size that is no layout yet, such as 0, is kept: whoever checks a plan names it.
     assert Layout(shard=0).sizes()["shard"] == 0

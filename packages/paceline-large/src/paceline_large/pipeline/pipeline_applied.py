@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from paceline.parallel.data.fsdp import broadcast_values
+from paceline.parallel.data.averages import broadcast_values, tensors_of
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.options import names_of
 from paceline.world.collectives import Collectives
@@ -37,7 +37,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     # Before the model is pruned, so that all ranks have the values of rank 0 for every stage. A model on the meta device
     # has no values yet; a model that is built apart has those of this rank's stage only, see `_level`.
     if not (facts.meta or facts.apart):
-        broadcast_values(model, mesh.group("pp"))
+        broadcast_values(tensors_of(model), lambda _: mesh.group("pp"))
     blocks, begins = context.collectives.broadcast_object(divide(options, facts, ranks * per_rank(options)))
     placement = SCHEDULES[options.schedule].placement
     stages_of: list[list[int]] = [[] for _ in range(ranks)]
@@ -52,10 +52,10 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     holders = [_holders(tied.get(name, (name,)), stages, stages_of) for name in trained]
     if facts.apart:
         _level(model, dict(zip(trained, holders, strict=True)), shapes, group, context.device)
-    # Ranks that gather shards together must run the same number of passes.
+    # Ranks that gather shards together, or compute experts for each other, must run the same number of passes.
     peers = None
-    if context.plan.fully_sharded:
-        peers = context.collectives.over(mesh.group("shard"))
+    if context.plan.fully_sharded or context.plan.layout.ep > 1:
+        peers = context.collectives.over(mesh.along(("shard", "ep")).get_group())
     copies = Copies(model, holders, group)
     _take_whole_state(model, whole_names)
     return Pipe(

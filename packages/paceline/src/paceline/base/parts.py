@@ -20,7 +20,7 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "large": {
         "paceline.precisions": ("fp8",),
-        "paceline.strategies": ("context", "fp8", "pipeline", "tensor"),
+        "paceline.strategies": ("context", "experts", "fp8", "pipeline", "tensor"),
     },
     "lens": {
         "paceline.commands": ("metrics", "ps", "tune", "verify", "watch"),

@@ -25,11 +25,11 @@ def main() -> int:
     procs = parser.parse_args().procs
 
     from paceline import Accelerator
-    from paceline.world.layout import model_axes
+    from paceline.world.layout import given_axes
 
     # It is the machine that is checked, whatever plan a config file names: each process holds the whole model.
     plan = {"shard": 1, "zero": 0, "recompute": "no", "offload": "no", "compile": False}
-    plan |= dict.fromkeys(model_axes(), 1)
+    plan |= dict.fromkeys(given_axes(), 1)
     accelerator = Accelerator(mixed_precision="no", gradient_accumulation_steps=1, split_batches=False, plan=plan)
     checks = [_group(accelerator, procs), _sum(accelerator), _samples(accelerator), *_training(accelerator)]
     for passed, text in checks:

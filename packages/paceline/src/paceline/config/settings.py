@@ -30,7 +30,7 @@ from paceline.config.kinds import (
     whole_or_range,
 )
 from paceline.config.libraries import LIBRARIES
-from paceline.world.layout import AXES, DATA_AXES, Axis, listed_axes, model_axes
+from paceline.world.layout import AXES, DATA_AXES, Axis, given_axes, listed_axes
 
 # Each precision is a file in `paceline/precision/`. This package must work without torch, so it uses only the names of
 # these files and never imports them.
@@ -144,8 +144,9 @@ def _settings_of(classes: tuple[type, ...], axes: tuple[Axis, ...]) -> Mapping[s
 
 def searched_settings() -> list[str]:
     """Returns the settings whose values a search for a plan may choose."""
-    searched = [name for name in model_axes() if AXES[name].searched]
-    return [*DATA_AXES, "zero", *searched, "recompute"]
+    following = [name for name in DATA_AXES if AXES[name].default == "auto"]
+    searched = [name for name in given_axes() if AXES[name].searched]
+    return [*following, "zero", *searched, "recompute"]
 
 
 _PROCESSES, _NODES, _SUPERVISION, _LAUNCH = "processes", "several nodes", "logs and restarts", "what to launch"

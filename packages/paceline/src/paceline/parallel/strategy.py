@@ -3,6 +3,7 @@
     stage   strategy     axis       what it does
     10      pipeline     pp         keeps this rank's blocks
     20      tensor       tp         divides the matrices of layers
+    25      experts      ep         divides the experts of a Mixture of Experts
     30      context      cp         divides sequences
     34      converted_batch_norm    makes batch norms of `nn.SyncBatchNorm` on the CPU
     35      batch_norm              computes batch statistics over all data-parallel ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.ours import is_our_module
@@ -11,6 +12,8 @@ from paceline.plan.blocks import is_sequence, repeated_blocks
 
 if TYPE_CHECKING:
     import torch
+
+    from paceline.plan.experts import Experts
 
 # In names of attributes that count heads, or query heads for each key-value head, or features.
 _NUMBERS = ("head", "n_rep", "group", "per_kv", "dim", "size", "embd", "width", "model")
@@ -87,6 +90,8 @@ class ModelFacts:
         hooked: trainable parameters with hooks of the user's on their gradients.
         lazy: parameters without a shape: modules such as `nn.LazyLinear` choose it when the first batch passes.
         tensor_plan: the model's own plan for tensor parallelism (transformers' `tp_plan`): pattern -> style.
+        experts: the experts of a Mixture of Experts, by layer; see `plan.experts`.
+        auxiliary_loss: the setting of the model's own that adds a loss which balances its experts; "" without one.
     """
 
     name: str
@@ -113,6 +118,8 @@ class ModelFacts:
     tensor_plan: tuple[tuple[str, str], ...] = ()
     hooked: tuple[str, ...] = ()
     lazy: tuple[str, ...] = ()
+    experts: tuple[Experts, ...] = ()
+    auxiliary_loss: str = ""
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -121,6 +128,16 @@ class ModelFacts:
         for first, *others in self.tied:
             first_names |= dict.fromkeys(others, first)
         return first_names
+
+    def elements_of(self, experts: Iterable[Experts]) -> int:
+        """Returns the number of elements in the weights of experts."""
+        rows = {row.name: row.parameters for row in experts}
+        elements = 0
+        for layer in self.layers:
+            for key, shape in layer.shapes:
+                if key in rows.get(layer.name, ()):
+                    elements += prod(shape)
+        return elements
 
 
 def model_facts(model: torch.nn.Module) -> ModelFacts:
@@ -217,6 +234,8 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         tensor_plan=_tensor_plan(model),
         hooked=tuple(hooked),
         lazy=tuple(lazy),
+        experts=_experts(model),
+        auxiliary_loss=_auxiliary_loss(model),
     )
 
 
@@ -355,6 +374,26 @@ def _tensor_plan(model: torch.nn.Module) -> tuple[tuple[str, str], ...]:
     if not isinstance(own, dict):
         return ()
     return tuple((str(pattern), str(style)) for pattern, style in own.items())
+
+
+def _experts(model: torch.nn.Module) -> tuple[Experts, ...]:
+    """The experts of a model. How they are found is a subject of its own, which most models do not load."""
+    may_be = any("expert" in name.lower() for name, _ in model.named_modules())
+    if not may_be and not any(parameter.dim() == 3 for parameter in model.parameters() if not _is_lazy(parameter)):
+        return ()
+    from paceline.plan.experts import find_experts
+
+    return find_experts(model)
+
+
+def _auxiliary_loss(model: torch.nn.Module) -> str:
+    """The setting by which a model of transformers adds a loss that balances its experts; "" where it adds none."""
+    config = getattr(model, "config", None)
+    config = getattr(config, "text_config", config)
+    coefficient = getattr(config, "router_aux_loss_coef", 0)
+    if not coefficient or not getattr(config, "output_router_logits", False):
+        return ""
+    return f"router_aux_loss_coef={coefficient}"
 
 
 def _sorted_text(values: Iterable[torch.dtype | torch.device]) -> tuple[str, ...]:

@@ -72,9 +72,9 @@ class Plan:
 
     @property
     def fully_sharded(self) -> bool:
-        """Whether the `shard` axis is served by FSDP2: always where parameters are divided, and for a lower stage where
-        tensor or pipeline ranks hold parts of the model too, which our own stages 1 and 2 do not divide again."""
-        return self.layout.shard > 1 and (self.zero == 3 or self.layout.parameter_parts > 1)
+        """Whether FSDP2 does the ZeRO stage: always where parameters are divided, and for a lower stage where tensor, pipeline
+        or expert ranks hold parts of the model too, which our own stages 1 and 2 do not divide again."""
+        return self.zero == 3 or (self.zero > 0 and self.layout.parameter_parts > 1)
 
     @property
     def offloads_states(self) -> bool:

@@ -115,8 +115,8 @@ def draft_beside(own: Plan, settings: Mapping[str, Any], world_size: int) -> Pla
                 "plan-width",
                 f"one run cannot hold models under {own.layout} and under {other.layout}.",
                 why="each rank reads one part of a batch, which all models take: "
-                f"{', '.join(model_axes())} and replicate x shard must be the same for all of them",
-                fix=f"divide replicate x shard = {own.layout.width} otherwise, and leave the rest as it is",
+                f"{', '.join(model_axes())} and {' x '.join(DATA_AXES)} must be the same for all of them",
+                fix=f"divide {' x '.join(DATA_AXES)} = {own.layout.width} otherwise, and leave the rest as it is",
             )
     return other
 
@@ -183,9 +183,12 @@ def _open(settings: RunSettings, decisions: Iterable[Decision]) -> tuple[str, ..
 def _stage(settings: RunSettings, layout: Layout) -> tuple[int, str]:
     """Returns the ZeRO stage, and the reason for it if nobody gave it."""
     asked = settings.zero
-    # A stage that is asked for explicitly, with an explicit shard of 1 on several ranks, is left for `run_problems` to refuse.
     if layout.shard == 1 and asked in ("auto", 0):
         return 0, "shard is 1"
+    # Ranks along `ep` hold the same weights outside of the experts, which a stage divides over them, too.
+    if layout.shard == 1 and layout.ep > 1:
+        return int(asked), ""
+    # A stage that is asked for explicitly, with an explicit shard of 1 on several ranks, is left for `run_problems` to refuse.
     if layout.shard == 1 and (layout.size() == 1 or settings.axes.get("shard", "auto") == "auto"):
         return 0, f"zero={asked} divides nothing, since shard is 1"
     if asked == "auto":

@@ -53,8 +53,10 @@ def run_problems(plan: Plan, world_size: int) -> list[Problem]:
         fix = "use gradient_accumulation_steps=1 or more"
         problems.append(Problem("plan-accumulate", what, why=origin(plan, "accumulate"), fix=fix))
 
-    # A stage divides something over ranks along `shard`, and ranks along `shard` divide something.
-    if (plan.zero == 0) != (plan.layout.shard == 1):
+    # A stage divides something over ranks along `shard` (and `ep`), and ranks along `shard` divide something.
+    divides_nothing = plan.zero == 0 and plan.layout.shard > 1
+    has_nobody = plan.zero > 0 and plan.layout.size("shard", "ep") == 1
+    if divides_nothing or has_nobody:
         if plan.zero == 0:
             what = f"{plan.layout.shard} ranks share one copy of the model, but divide nothing."
             fix = "set zero to 1, 2 or 3, or leave it out; or use `replicate` instead of `shard`"

@@ -20,7 +20,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
 from paceline.planner.device import GIB
-from paceline.world.layout import AXES, listed_axes, model_axes
+from paceline.world.layout import AXES, given_axes, listed_axes
 
 _DIVIDED_BY_STAGE = {
     1: "optimizer states",
@@ -148,7 +148,7 @@ def _full_settings(
 ) -> Iterator[dict[str, Any]]:
     """Yields complete settings in the order of their cost, without regard to those that are fixed."""
     recomputes = ("no", "blocks") if "recompute" in opened else (fixed.get("recompute", "no"),)
-    axes = model_axes()
+    axes = given_axes()
     order = list(AXES)
     # Ranks along these stand closer together than those that read different samples.
     inside = [axis for axis in axes if order.index(axis) > order.index("shard")]
@@ -213,9 +213,10 @@ def division_of(plan: Plan, facts: ModelFacts) -> str:
     """
     layout = plan.layout
     divisions: list[str] = []
-    if layout.shard > 1 and plan.fully_sharded:
-        # FSDP2 shards parameters whatever the stage. It also shards them over the ranks along `cp`, which hold the same ones.
-        ranks = layout.size("shard", "cp")
+    if plan.fully_sharded:
+        # FSDP2 shards parameters whatever the stage. It also shards them over the ranks along `ep` and `cp`, which hold the
+        # same ones.
+        ranks = layout.size("shard", "ep", "cp")
         divisions.append(f"zero={plan.zero} divides {_DIVIDED_BY_STAGE[3]} over {ranks} ranks")
     elif layout.shard > 1:
         divisions.append(f"zero={plan.zero} divides {_DIVIDED_BY_STAGE[plan.zero]} over {layout.shard} ranks")

@@ -12,7 +12,7 @@ from paceline.base.errors import Problem, TrainError
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.planner.estimate import Need, choose, estimate, gib, shown
-from paceline.world.layout import model_axes
+from paceline.world.layout import given_axes
 
 
 class OutOfMemory(TrainError, torch.OutOfMemoryError):
@@ -46,7 +46,7 @@ def explain(
 
 def _next(plan: Plan, need: Need, now: int, world_size: int, local_size: int) -> str:
     """Returns the fix: divide more on these ranks, keep fewer activations, or take more ranks."""
-    fixed = {axis: getattr(plan.layout, axis) for axis in model_axes()}
+    fixed = {axis: getattr(plan.layout, axis) for axis in given_axes()}
     fixed |= {"mixed_precision": plan.precision, "accumulate": plan.accumulate, "recompute": plan.recompute}
     for times in (1, 2, 4, 8):
         size = world_size * times

@@ -16,7 +16,7 @@ from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Need, Rejected, choose, estimate, gib, settings_of, shown
 from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, rehearse
 from paceline.planner.report import PlanReport
-from paceline.world.layout import model_axes
+from paceline.world.layout import given_axes
 
 _TRIES = 4  # rehearsals of one search
 
@@ -168,11 +168,11 @@ def _fastest(reports: Sequence[PlanReport]) -> PlanReport:
 
 def _undivided(world_size: int, fixed: Mapping[str, Any], opened: Sequence[str]) -> dict[str, Any]:
     """Settings of what is open that divide as little as can be: under these the models' needs are seen."""
-    width = world_size // prod(int(fixed.get(axis, 1)) for axis in model_axes())
+    width = world_size // prod(int(fixed.get(axis, 1)) for axis in given_axes())
     shard = 1 if "replicate" in opened else width // int(fixed.get("replicate", 1))
     shard = int(fixed.get("shard", shard))
     settings = {"replicate": width // shard, "shard": shard, "zero": 3, "recompute": "no"}
-    settings |= dict.fromkeys(model_axes(), 1)
+    settings |= dict.fromkeys(given_axes(), 1)
     if shard == 1:
         settings["zero"] = 0
     return {name: settings[name] for name in opened}

@@ -33,6 +33,7 @@ from paceline.base.temporary import temporary_folder
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.planner.allocation_trace import AllocationTrace, Peak
+from paceline.planner.estimate import Need, estimate
 from paceline.planner.loopback import LoopbackCollectives
 from paceline.planner.operation_trace import OperationTrace, Traffic
 from paceline.torch_internals import fake, imaginary
@@ -85,9 +86,9 @@ class Rehearsal:
         """The same as `local_states`, with the parts that other ranks hold if the states are sharded."""
         if self.memory is None or not self._trainable:
             return 2.0
-        layout = self.plan.layout
-        optimizer = self.optimizer * max(1, layout.shard * layout.parameter_parts)
-        return round(optimizer / (4 * self._trainable))
+        # What this rank would keep if there were one value for each trained parameter.
+        of_one_value = estimate(self.plan, Need(tuple(self.models), states=1.0)).optimizer
+        return round(self.optimizer / max(1, of_one_value))
 
     @property
     def _trainable(self) -> int:

@@ -24,7 +24,8 @@ class Axis:
         default: the setting's value where nobody says otherwise: a number, or "auto" for what the other axes leave.
         divides: what ranks along it divide, such as "the layers"; "" where that depends on more than the axis.
         reads_samples: whether ranks along it read different samples.
-        averages_gradients: whether they hold the same parameters, and so average their gradients.
+        averages_gradients: whether they hold the same parameters, and so average their gradients; of parameters that the axis
+            divides, each has its own.
         divides_parameters: whether each rank along it has parameters, or parts of them, that the others have not.
         searched: the most ranks along it that a search for a plan tries: all, or those of one node; "" where a search
             leaves its size alone.
@@ -79,6 +80,15 @@ AXES: dict[str, Axis] = {
             strategy="context",
         ),
         Axis(
+            "ep",
+            "Number of ranks that divide the experts of a Mixture of Experts, and read different samples (expert parallel).",
+            divides="the experts",
+            reads_samples=True,
+            averages_gradients=True,
+            divides_parameters=True,
+            strategy="experts",
+        ),
+        Axis(
             "tp",
             "Number of ranks that divide the matrices of each layer (tensor parallel).",
             divides="the matrices of each layer",
@@ -95,6 +105,11 @@ GRADIENT_AXES: tuple[str, ...] = tuple(axis.name for axis in AXES.values() if ax
 def model_axes() -> list[str]:
     """Axes along which ranks work on the same samples, from those that stand closest together on."""
     return [axis.name for axis in reversed(AXES.values()) if not axis.reads_samples]
+
+
+def given_axes() -> list[str]:
+    """Axes whose size does not follow from that of the others, from those that stand closest together on."""
+    return [axis.name for axis in reversed(AXES.values()) if axis.default != "auto"]
 
 
 def listed_axes() -> list[Axis]:
@@ -146,12 +161,12 @@ class Layout:
 
     @property
     def width(self) -> int:
-        """How many ranks read different samples: `replicate` x `shard`."""
+        """How many ranks read different samples: `replicate` x `shard` x `ep`."""
         return self.size(*DATA_AXES)
 
     @property
     def parameter_parts(self) -> int:
-        """Into how many parts ranks divide the parameters for another reason than `shard`: `tp` x `pp`."""
+        """Into how many parts ranks divide parameters for another reason than `shard`: `tp` x `pp`, and of experts `ep`."""
         return prod(self.size(axis.name) for axis in AXES.values() if axis.divides_parameters)
 
     def data_index(self, rank: int) -> int:

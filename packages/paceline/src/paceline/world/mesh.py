@@ -12,6 +12,7 @@ from paceline.torch_internals.device_mesh import concatenated, flattened
 from paceline.torch_internals.dispatch import without_modes
 from paceline.torch_internals.groups import set_timeout, timeout_of
 from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES, Layout
+from paceline.world.sharded import is_sharded
 from paceline.world.world import World
 
 Group = Any
@@ -57,8 +58,19 @@ class Mesh:
 
     @property
     def gradient_group(self) -> Group:
-        """The group over which gradients are averaged: replicate, shard and cp together."""
+        """The group over which gradients are averaged: replicate, shard, ep and cp together."""
         return self._group(GRADIENT_AXES)
+
+    def same_part_axes(self, parameter: torch.Tensor) -> tuple[str, ...]:
+        """Returns the axes of `gradient_group` along which ranks hold the same part of a parameter: not `ep`, of experts."""
+        divided_over: tuple[str, ...] = ()
+        if is_sharded(parameter):
+            divided_over = parameter.device_mesh.mesh_dim_names or ()
+        return tuple(axis for axis in GRADIENT_AXES if axis not in divided_over)
+
+    def same_part_group(self, parameter: torch.Tensor) -> Group:
+        """Returns the group of the ranks that hold the same part of a parameter, and average its gradients."""
+        return self._group(self.same_part_axes(parameter))
 
     def another_gradient_group(self) -> Group:
         """Creates a group of the ranks of `gradient_group`, whose collectives may come in any order beside those of the others.
@@ -76,6 +88,10 @@ class Mesh:
         if self._statistics is None and self.data_group is not None:
             self._statistics = self._beside(self.data_group)
         return self._statistics
+
+    def another_group(self, axis: str) -> Group:
+        """Creates a group of the ranks along an axis, for what layers exchange in the middle of a pass. Ranks: all of them."""
+        return self._beside(self._group((axis,)))
 
     def _beside(self, group: dist.ProcessGroup) -> Group:
         ranks = dist.get_process_group_ranks(group)

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import TypeAlias, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from paceline.parallel.data.division import batches, flattened
 from paceline.world.sharded import local
+
+T = TypeVar("T", bound=torch.Tensor)
+# Returns the ranks that hold the same part of a parameter as this one, and average its gradients: see `Mesh.same_part_group`.
+GroupOf: TypeAlias = Callable[[torch.Tensor], dist.ProcessGroup]
 
 CHUNK = 32 << 20  # bytes that are flattened at once
 
@@ -51,8 +58,32 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup, sou
 
 def values_of(model: nn.Module) -> list[torch.Tensor]:
     """Returns this rank's part of all parameters and buffers that have values."""
-    parameters_and_buffers = (*model.parameters(), *model.buffers())
-    return [local(tensor.detach()) for tensor in parameters_and_buffers if tensor.numel() and not tensor.is_meta]
+    return [local(tensor.detach()) for tensor in tensors_of(model) if tensor.numel() and not tensor.is_meta]
+
+
+def tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """Returns all parameters and buffers."""
+    return [*model.parameters(), *model.buffers()]
+
+
+def broadcast_values(tensors: Iterable[torch.Tensor], group_of: GroupOf) -> None:
+    """Gives all ranks that hold the same part of a tensor the values of the first of them. Ranks: all.
+
+    Args:
+        tensors: parameters and buffers, which may be divided (DTensors).
+        group_of: returns the ranks that hold the same part of a tensor as this one.
+    """
+    with_values = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
+    for group, same in by_group(with_values, group_of).items():
+        broadcast_tensors([local(tensor.detach()) for tensor in same], group)
+
+
+def by_group(tensors: Iterable[T], group_of: GroupOf) -> dict[dist.ProcessGroup, list[T]]:
+    """Returns the tensors by the ranks that hold the same part of them, in order."""
+    groups: dict[dist.ProcessGroup, list[T]] = {}
+    for tensor in tensors:
+        groups.setdefault(group_of(tensor), []).append(tensor)
+    return groups
 
 
 def begin_average(

@@ -165,15 +165,19 @@ class ReductionForm(Protocol):
         group: the ranks whose gradients are averaged.
         cap: small gradients are packed up to this many bytes.
         bounds_memory: whether at most `cap` bytes are being reduced at a time; then a launch may wait.
-        carries_votes: whether a bucket can carry votes beside gradients.
     """
 
     group: dist.ProcessGroup
     cap: int
     bounds_memory: bool
 
-    @property
-    def carries_votes(self) -> bool: ...
+    def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
+        """Returns the ranks that hold the same part of a parameter: those of `group`, or some of them."""
+        ...
+
+    def carries_votes(self, bucket: Bucket) -> bool:
+        """Returns whether a bucket can carry the votes of all ranks beside its gradients."""
+        ...
 
     def travels_alone(self, parameter: Tensor) -> bool:
         """Returns whether a gradient is a bucket of its own."""

@@ -1,6 +1,5 @@
 """`Units`: a model on which FSDP2's `fully_shard` was called, as `shard` does.
 
-broadcast_values         before the call: every rank starts with the first rank's values
 Units.hold_gradients     backward passes accumulate whole gradients, without communication
 Units.finish_reduction   at the end of a window: reduces gradients that were held back, and averages those of ignored modules
 Units.forget             clears gradients that were not reduced, for example after an error in a backward pass
@@ -23,7 +22,7 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, PrepareError
 from paceline.parallel.data.agreement import Agreement, announce
-from paceline.parallel.data.averages import average_gradients, broadcast_tensors, values_of
+from paceline.parallel.data.averages import GroupOf, average_gradients, broadcast_tensors, broadcast_values, by_group
 from paceline.parallel.data.batch_norm_applied import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
 from paceline.parallel.mixtures import divide_gradient, divides_gradient
@@ -53,6 +52,7 @@ class Units(AppliedStrategy):
         alone: parameters that FSDP2 ignores; their gradients are averaged here.
         keeps: whether parameters stay unsharded between the micro-batches of a window.
         broadcast_buffers: whether rank 0's buffers that `forward` changes are broadcast at the end of each window in training.
+        group_of: returns the ranks of `group` that hold the same part of an ignored parameter; None if all of them do.
     """
 
     def __init__(
@@ -62,8 +62,10 @@ class Units(AppliedStrategy):
         alone: Iterable[nn.Parameter] = (),
         keeps: bool = False,
         broadcast_buffers: bool = True,
+        group_of: GroupOf | None = None,
     ) -> None:
         super().__init__(model)
+        self._group_of = group_of or (lambda _: group)
         self._root = cast("FSDPModule", model)
         self._group = group
         self._alone = list(alone)
@@ -203,7 +205,7 @@ class Units(AppliedStrategy):
                     new.append(parameter)
                     known.add(id(parameter))
         if new:
-            broadcast_tensors([parameter.detach() for parameter in new], self._group)
+            broadcast_values(new, self._group_of)
             self._alone += new
 
     def reshard(self) -> None:
@@ -262,8 +264,8 @@ class Units(AppliedStrategy):
         # A forward pass whose output was detached leaves whole parameters in the root.
         self.reshard()
         self._find_new()
-        if self._alone:
-            average_gradients(self._alone, self._group)
+        for same_group, parameters in by_group(self._alone, self._group_of).items():
+            average_gradients(parameters, same_group)
         if self._changed_buffers and self.module.training:
             buffers = dict(self.module.named_buffers())
             changed = [buffers[name] for name in self._changed_buffers if name in buffers]
@@ -490,11 +492,3 @@ def _refuse_double_backward(gradient: torch.Tensor) -> None:
             "the second backward pass would need them",
             fix="use plan={'shard': n, 'zero': 2}, under which every rank holds whole parameters",
         )
-
-
-def broadcast_values(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Broadcasts the parameters and buffers of the group's first rank, a few MiB at a time. Ranks: all of the group.
-
-    If parameters are sharded already (tensor parallelism), the group must consist of ranks that hold the same shards.
-    """
-    broadcast_tensors(values_of(model), group)

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from paceline.parallel.data.averages import GroupOf
 from paceline.parallel.data.buckets import Bucket, Slot
 from paceline.parallel.data.communication_hooks import GradientBucket, Hook
 from paceline.parallel.data.division import DIRECT
@@ -29,6 +30,7 @@ class Means:
         cap_mb: small gradients are packed up to this many MiB.
         device: that of the gradients.
         hook: a communication hook and its state, which takes the place of the all-reduce.
+        group_of: returns the ranks of `group` that hold the same part of a parameter; None if all of them do.
 
     Attributes:
         hook: the same; it may be set later, before the buckets are planned anew.
@@ -37,11 +39,16 @@ class Means:
     bounds_memory = False  # what is sent becomes the gradient, so that waiting would free no memory
 
     def __init__(
-        self, group: dist.ProcessGroup, cap_mb: float, device: torch.device, hook: tuple[Hook, Any] | None = None
+        self,
+        group: dist.ProcessGroup,
+        cap_mb: float,
+        device: torch.device,
+        hook: tuple[Hook, Any] | None = None,
+        group_of: GroupOf | None = None,
     ) -> None:
         self.group = group
+        self.group_of = group_of or (lambda _: group)
         self.cap = int(cap_mb * 2**20)
-        self._factor = 1 / dist.get_world_size(group)
         self.hook = hook
         # An accelerator needs larger messages than a CPU until the time that each takes is no longer felt.
         self._alone_from = DIRECT if device.type == "cpu" else max(DIRECT, self.cap // 4)
@@ -75,10 +82,9 @@ class Means:
             gradient = local(gradient)
         return gradient
 
-    @property
-    def carries_votes(self) -> bool:
-        """Whether values arrive as they are: a hook would change votes, too."""
-        return self.hook is None
+    def carries_votes(self, bucket: Bucket) -> bool:
+        """Returns whether values arrive as they are, at all ranks: a hook would change votes, too."""
+        return self.hook is None and self.group_of(bucket.slots[0].parameter) == self.group
 
     def launch(
         self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool, votes: Tensor | None = None
@@ -104,7 +110,7 @@ class Means:
             else:
                 torch.cat(rows, out=flat)
         wait = (
-            _send(flat, self.group, self._factor)
+            _send(flat, self.group_of(bucket.slots[0].parameter))
             if self.hook is None
             else self._send_by_hook(flat, bucket, number, is_last)
         )
@@ -152,8 +158,10 @@ class Means:
         self._placements.clear()
 
 
-def _send(flat: Tensor, group: dist.ProcessGroup, factor: float) -> Any:
-    work = dist.all_reduce(flat.mul_(factor), group=group, async_op=True)
+def _send(flat: Tensor, group: dist.ProcessGroup) -> Any:
+    if dist.get_world_size(group) == 1:  # an expert that no other rank has
+        return lambda: None
+    work = dist.all_reduce(flat.mul_(1 / dist.get_world_size(group)), group=group, async_op=True)
     assert work is not None
     return work.wait
 

@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.data.averages import begin_average, broadcast_tensors, values_of
+from paceline.parallel.data.averages import begin_average, broadcast_tensors, broadcast_values, by_group, tensors_of
 from paceline.parallel.data.buckets import Bucket, ReductionForm, Slot
 from paceline.parallel.data.division import DIRECT, batches
 from paceline.parallel.data.votes import Vote
@@ -105,7 +105,7 @@ class Reducer:
         self._modules: list[nn.Module] = []
         self._kinds: list[tuple[bool, torch.dtype]] = []
         self._search(broadcasts=False)
-        broadcast_tensors(values_of(model), form.group)
+        broadcast_values(tensors_of(model), form.group_of)
         self._hooks = [
             model.register_forward_pre_hook(ReducerHook(model, self._before_forward)),
             model.register_forward_hook(ReducerHook(model, self._after_forward)),
@@ -186,7 +186,7 @@ class Reducer:
         for slot in before.values():
             slot.release()
         if broadcasts and new:
-            broadcast_tensors([local(slot.parameter.detach()) for slot in new], self.form.group)
+            broadcast_values([slot.parameter for slot in new], self.form.group_of)
         self.plan_anew()
 
     def plan_anew(self) -> None:
@@ -210,10 +210,14 @@ class Reducer:
         self._all_used = torch.zeros(len(self._planned) + len(self._buckets) + 1, dtype=torch.uint8)
         self._all_used[: len(self._planned)] = 1
         is_one_bucket = len(self._buckets) == 1 and not self._singles
-        self._is_small = is_one_bucket and self.form.carries_votes and self._buckets[0].bytes < DIRECT
+        carries_votes = is_one_bucket and self.form.carries_votes(self._buckets[0])
+        self._is_small = carries_votes and self._buckets[0].bytes < DIRECT
 
     def _buckets_of(self, order: list[Slot]) -> list[Bucket]:
-        """Packs parameters into buckets, which are in the order in which the backward pass completes them."""
+        """Packs parameters into buckets, which are in the order in which the backward pass completes them.
+
+        Experts that are divided over ranks have buckets of their own: fewer ranks average them.
+        """
         buckets: list[Bucket] = []
         small: list[Tensor] = []
         for slot in order:
@@ -221,8 +225,9 @@ class Reducer:
                 buckets.append(Bucket([slot], True))
             else:
                 small.append(slot.parameter)
-        for batch in batches(small, self.form.cap):
-            buckets.append(Bucket([self._slots[id(parameter)] for parameter in batch], False))
+        for parameters in by_group(small, self.form.group_of).values():
+            for batch in batches(parameters, self.form.cap):
+                buckets.append(Bucket([self._slots[id(parameter)] for parameter in batch], False))
         place = {id(slot): number for number, slot in enumerate(order)}
         # A bucket is complete when the last of its gradients is computed.
         buckets.sort(key=lambda bucket: max(place[id(slot)] for slot in bucket.slots))
@@ -542,7 +547,9 @@ class Reducer:
         gradient = self._take(slot)
         slot.taken = gradient is not None
         is_sparse = slot.is_sparse and not is_dense_somewhere
-        slot.result, work = begin_average(gradient, local(slot.parameter), is_sparse, self.form.group)
+        slot.result, work = begin_average(
+            gradient, local(slot.parameter), is_sparse, self.form.group_of(slot.parameter)
+        )
         return work
 
     def _finish_launched(self) -> None:

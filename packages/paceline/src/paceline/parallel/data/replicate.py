@@ -50,7 +50,7 @@ class Replicate(Strategy):
     axes = ("replicate",)
     Options = ReplicateOptions
     averaging = Averaging(
-        over="replicate, shard and cp",
+        over="replicate, shard, ep and cp; of experts without ep",
         when="in each backward pass that is not held, bucket by bucket; what is left at its end",
         result="the mean, whole on every rank",
     )
@@ -61,17 +61,17 @@ class Replicate(Strategy):
         return not divided and plan.layout.size(*GRADIENT_AXES) > 1
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Refuses communication hooks together with tensor or pipeline parallelism."""
+        """Refuses communication hooks together with tensor, pipeline or expert parallelism."""
         hook = self.options(plan).comm_hook
         if hook == "none":
             return []
         problems: list[Problem] = []
-        if plan.layout.size("tp", "pp") > 1:
+        if plan.layout.parameter_parts > 1:
             problems.append(
                 Problem(
                     "replicate-hook",
                     f"gradients cannot be compressed by {hook!r} under this plan.",
-                    why=f"replicate.comm_hook={hook}; tp={plan.layout.tp}, pp={plan.layout.pp}: each rank has parts of them",
+                    why=f"replicate.comm_hook={hook}; {plan.layout}: each rank has parts of them",
                     fix="leave replicate.comm_hook out",
                 )
             )

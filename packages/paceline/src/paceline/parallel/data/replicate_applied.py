@@ -21,6 +21,7 @@ from paceline.parallel.data.replicate import ReplicateOptions
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
+from paceline.world.layout import GRADIENT_AXES
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
@@ -39,6 +40,13 @@ class AveragedGradients(ReducedGradients):
         # The buckets of two models may be sent in another order on each rank, where ranks use different parts of them.
         is_first = not any(sibling.trains for sibling in siblings())
         group = context.mesh.gradient_group if is_first else context.mesh.another_gradient_group()
+
+        def group_of(parameter: torch.Tensor) -> dist.ProcessGroup:
+            same: dist.ProcessGroup = group
+            if context.mesh.same_part_axes(parameter) != GRADIENT_AXES:
+                same = context.mesh.same_part_group(parameter)
+            return same
+
         hook = None
         bucket_cap_mb = options.bucket_cap_mb
         if options.comm_hook != "none":
@@ -49,7 +57,7 @@ class AveragedGradients(ReducedGradients):
                 bucket_cap_mb = 1 << 14
         reducer = Reducer(
             model,
-            Means(group, bucket_cap_mb, context.device, hook),
+            Means(group, bucket_cap_mb, context.device, hook, group_of),
             broadcast_buffers=options.broadcast_buffers,
             fills_unused=options.unused == "zeros",
             siblings=siblings,

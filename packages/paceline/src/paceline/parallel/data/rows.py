@@ -40,12 +40,11 @@ class Rows:
     """
 
     bounds_memory = True
-    carries_votes = False  # its parts are of one rank each
 
     def __init__(self, mesh: Mesh, cap_mb: float, name: str) -> None:
         self._mesh = mesh.along("shard")
         self._rows_group = self._mesh.get_group()
-        self.group = mesh.gradient_group
+        self.group: dist.ProcessGroup = mesh.gradient_group
         self.cap = int(cap_mb * 2**20)
         self._rank, self._ranks = dist.get_rank(self._rows_group), dist.get_world_size(self._rows_group)
         self._transport = transport_of(self._rows_group, torch.device(mesh.device_type))
@@ -57,6 +56,14 @@ class Rows:
         self._tag = register_unit(f"gradients of {name}")
         self.earlier: dict[Tensor, Any] = {}  # gradients that were reduced in earlier windows, and not cleared since
         self._outputs: dict[Bucket, Tensor] = {}  # what is summed over the replicas at the end
+
+    def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
+        """Returns all ranks: each parameter is whole."""
+        return self.group
+
+    def carries_votes(self, bucket: Bucket) -> bool:
+        """Returns False: its parts are of one rank each."""
+        return False
 
     def travels_alone(self, parameter: Tensor) -> bool:
         """Returns whether a gradient is large."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 
@@ -30,6 +31,8 @@ from paceline.plan.fqn import within
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 
+# Over the ranks along these, FSDP2 divides parameters; of experts that `ep` divides, over the others.
+DIVIDING_AXES = ("shard", "cp", "ep")
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 DTYPES = {"none": None, "float32": torch.float32, **HALVES, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _SIZES = {"float16": 2, "bfloat16": 2, "float64": 8}
@@ -83,7 +86,7 @@ class Shard(Strategy):
     replaces_parameters = True
     divides_steps = True
     averaging = Averaging(
-        over="shard and cp, then replicate",
+        over="shard, ep and cp, then replicate; of experts without ep",
         when="in each backward pass that is not held, unit by unit; what was held at the end of the window",
         result="the rank's rows of the mean, a DTensor",
     )
@@ -141,7 +144,7 @@ class Shard(Strategy):
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Divides all but quantised weights by n; at the peak the two largest units are unsharded, and the gradients of one."""
-        n = plan.layout.size("shard", "cp")
+        n = plan.layout.size(*DIVIDING_AXES)
         options = self.options(plan)
         own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)  # bytes of an element of a shard
         gathered = own  # bytes of an element of a gathered parameter
@@ -164,14 +167,20 @@ class Shard(Strategy):
         # Quantised weights stay whole on every rank, see `quantised.py`.
         whole_bytes = sum(row.bytes for row in facts.quantised)
         divided_bytes = max(0, before.parameters - whole_bytes)
+        # The ranks along `ep`, of which n counts the number, have divided experts already.
+        left = _left_by_ep(plan, facts)
+
+        def divided(size: int) -> int:
+            return ceil(size / (n * left))
+
         # An all-gather and a reduce-scatter each send (n - 1) / n of the data.
         once = divided_bytes * gathered // own
         sent = (n - 1) * (passes * once + before.gradients) // n
         return replace(
             before,
-            parameters=whole_bytes - (-divided_bytes // n),
-            gradients=-(-before.gradients // n),
-            optimizer=-(-before.optimizer // n),
+            parameters=whole_bytes + divided(divided_bytes),
+            gradients=divided(before.gradients),
+            optimizer=divided(before.optimizer),
             buffers=before.buffers + buffers,
             sent=before.sent + sent,
         )
@@ -205,6 +214,14 @@ def reduce_dtype(plan: Plan, options: ShardOptions) -> torch.dtype | None:
     return None
 
 
+def _left_by_ep(plan: Plan, facts: ModelFacts) -> float:
+    """Returns the share of the parameters that a rank has where ranks along `ep` divide the experts; 1.0 without experts."""
+    if plan.layout.ep == 1 or not facts.parameters:
+        return 1.0
+    of_others = facts.elements_of(facts.experts) * (1 - 1 / plan.layout.ep)
+    return 1 - of_others / facts.parameters
+
+
 def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
     """Returns the number of elements that each unit, and the root, gathers at once."""
     sizes = dict.fromkeys(("", *wrapping.units), 0)
@@ -225,7 +242,7 @@ def _unit_sizes(wrapping: Wrapping, facts: ModelFacts) -> list[int]:
 def _reshard_problems(plan: Plan, options: ShardOptions) -> list[Problem]:
     if options.reshard in ("auto", True, False):
         return []
-    ranks = plan.layout.size("shard", "cp")
+    ranks = plan.layout.size(*DIVIDING_AXES)
     width = int(options.reshard)
     if plan.layout.size("tp", "pp") > 1:
         why = f"shard.reshard={width}, but tp={plan.layout.tp} and pp={plan.layout.pp}: parts of parts have no smaller group"

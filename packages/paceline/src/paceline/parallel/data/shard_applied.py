@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
+from paceline.parallel.data.averages import broadcast_values, tensors_of
 from paceline.parallel.data.division import step_by_owners
-from paceline.parallel.data.fsdp import Units, broadcast_values, refuse_copies
+from paceline.parallel.data.fsdp import Units, refuse_copies
 from paceline.parallel.data.shard import (
+    DIVIDING_AXES,
     DTYPES,
     HALVES,
     STRATEGY,
@@ -33,8 +37,12 @@ from paceline.torch_internals.modules import computes_weight
 from paceline.torch_internals.tensors import is_view
 from paceline.world.layout import GRADIENT_AXES
 from paceline.world.param_groups import parameters_of
+from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
 from paceline.world.tree import map_tensors
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Shard
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
@@ -42,7 +50,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
     group = context.mesh.gradient_group
-    broadcast_values(model, group)
+    broadcast_values(tensors_of(model), context.mesh.same_part_group)
     plan = context.plan
     options = context.options
     chosen = STRATEGY.wrapping(plan, context.facts)
@@ -53,17 +61,13 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
             parameter.data = parameter.data.contiguous()
     reshard, _ = resolved_reshard(plan, options)
     # One mesh dimension to divide over. With a second one in front, FSDP2 also averages gradients along that (HSDP).
-    inner: str | tuple[str, str] = "shard"
-    if plan.layout.cp > 1:
-        inner = ("shard", "cp")
-    axes: tuple[str | tuple[str, str], ...] = (inner,)
-    if plan.layout.replicate > 1:
-        axes = ("replicate", inner)
+    replicas = ("replicate",) if plan.layout.replicate > 1 else ()
+    mesh = context.mesh.along(*replicas, DIVIDING_AXES)
     output = None
     if options.output_dtype != "auto":
         output = DTYPES[options.output_dtype]
     precision = MixedPrecisionPolicy(param_dtype(plan, options), reduce_dtype(plan, options), output)
-    keywords: dict[str, Any] = {"mesh": context.mesh.along(*axes), "ignored_params": set(alone) or None}
+    keywords: dict[str, Any] = {"mesh": mesh, "ignored_params": set(alone) or None}
     if plan.offloads_states and context.device.type != "cpu":
         keywords["offload_policy"] = CPUOffloadPolicy()
 
@@ -78,9 +82,20 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
         fully_shard(present[name], reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(), **keywords)
         apart.append(name)
     units = [present[name] for name in chosen.units if name in present and name not in apart]
+    experts = [module for module in model.modules() if _is_divided_over_ep(module, set(alone))]
     # These hooks must run before FSDP2's own, which register autograd hooks on the outputs.
-    for unit in (*units, model):
+    for unit in (*experts, *units, model):
         unit.register_forward_hook(_own_memory)
+    for unit in experts:
+        # Ranks along `ep` hold other experts, and do not divide them any further. Inputs keep their dtype, as inside of a unit.
+        others = tuple(axis for axis in DIVIDING_AXES if axis != "ep")
+        keywords_of_experts = {
+            **keywords,
+            "mesh": context.mesh.along(*replicas, others),
+            "shard_placement_fn": partial(_dim_of_experts, plan.layout.size(*others)),
+        }
+        keeps_inputs = replace(precision, cast_forward_inputs=False)
+        fully_shard(unit, reshard_after_forward=reshard, mp_policy=keeps_inputs, **keywords_of_experts)
     # Inner units first: `fully_shard` takes the parameters that no unit inside has taken.
     for unit in reversed(units):
         fully_shard(unit, reshard_after_forward=reshard, mp_policy=precision, **keywords)
@@ -130,7 +145,8 @@ class DividedUnits(Units):
 
     def __init__(self, model: nn.Module, context: Context, alone: list[nn.Parameter], keeps: bool) -> None:
         broadcasts = context.options.broadcast_buffers
-        super().__init__(model, context.mesh.gradient_group, alone, keeps, broadcast_buffers=broadcasts)
+        mesh = context.mesh
+        super().__init__(model, mesh.gradient_group, alone, keeps, broadcasts, mesh.same_part_group)
         self._context = context
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
@@ -147,6 +163,27 @@ class DividedUnits(Units):
         take_whole_states(adapter.optimizer)
         adapter.forget(lambda to_none: self.forget(parameters_of(adapter.optimizer), to_none))
         return [*decisions, *super().bind(adapter)]
+
+
+def _is_divided_over_ep(module: nn.Module, alone: Container[nn.Parameter]) -> bool:
+    """Returns whether a module holds experts that ranks along `ep` divide, and that FSDP2 is to divide further."""
+    for parameter in module.parameters(recurse=False):
+        if is_sharded(parameter) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
+            return parameter not in alone
+    return False
+
+
+def _dim_of_experts(ranks: int, parameter: nn.Parameter) -> Shard | None:
+    """Returns along which dim ranks divide the experts of one rank along `ep`: dim 0 (None) if it divides evenly, or dim 1.
+
+    There may be fewer of these experts than ranks, some of which would have none, and others one that is whole.
+    """
+    from torch.distributed.tensor import Shard
+
+    own = local(parameter)
+    if own.shape[0] % ranks and own.dim() > 1 and own.shape[1] % ranks == 0:
+        return Shard(1)
+    return None
 
 
 def _left_alone(model: nn.Module, wrapping: Wrapping, quantised: Container[str]) -> list[nn.Parameter]:

@@ -1,0 +1,1 @@
+"""Expert parallelism: the experts of a Mixture of Experts, divided over ranks."""

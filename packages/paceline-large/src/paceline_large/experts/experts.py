@@ -1,0 +1,113 @@
+"""`experts`: expert parallelism. Ranks along `ep` divide the experts of each layer, and read different samples.
+
+    check, decide, cost    from `ModelFacts.experts`; pure
+    apply                  weights of experts become DTensors, `Shard(0)` on the `ep` mesh, with the values of its first rank
+    forward                tokens travel to the ranks of their experts, whose own code computes them, and back (`travel`)
+    backward               gradients travel the same way; an expert's gradient is the mean over `ep`, as if each rank had it
+
+Everything else of the model, routers and shared experts too, is whole on each rank, as in data parallelism. So an expert's
+gradient is left to be averaged over the other data axes alone: by `replicate`, or by `shard`, which divides it further.
+
+Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computation and Automatic Sharding", ICLR 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from paceline.base.errors import Problem
+from paceline.parallel.strategy import Averaging, Strategy
+from paceline.plan.cost import Bytes
+from paceline.plan.facts import ModelFacts
+from paceline.plan.fqn import listed
+from paceline.plan.options import names_of, option
+from paceline.plan.plan import Decision, Plan
+
+if TYPE_CHECKING:
+    from paceline.plan.experts import Experts
+
+
+@dataclass(frozen=True)
+class ExpertOptions:
+    """Which modules are experts."""
+
+    modules: str | Sequence[str] = option(
+        (),
+        None,
+        "Name patterns of the modules whose weights are stacked experts; empty: found by their structure. Each has a forward "
+        "of tokens, chosen experts and their weights.",
+    )
+
+
+class ExpertParallel(Strategy):
+    """Divides the experts over the `ep` axis."""
+
+    name = "experts"
+    stage = 25
+    axes = ("ep",)
+    Options = ExpertOptions
+    applied = "paceline_large.experts.experts_applied"
+    replaces_parameters = True
+    divides_steps = True
+    averaging = Averaging(
+        over="ep, of experts alone",
+        when="in the backward pass, with the gradients of the tokens",
+        result="the mean of the rank's own experts, a DTensor; the other axes are left to `replicate` or `shard`",
+    )
+
+    def chosen(self, plan: Plan, facts: ModelFacts) -> tuple[Experts, ...]:
+        """Returns the experts that are divided: those that the option names, or all that were found."""
+        patterns = names_of(self.options(plan).modules)
+        if not patterns:
+            return facts.experts
+        return tuple(row for row in facts.experts if any(fnmatchcase(row.name, pattern) for pattern in patterns))
+
+    def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
+        """Refuses models without experts, numbers that do not divide, code that cannot send tokens, and other axes."""
+        # A plan without ep does not load it.
+        from paceline_large.experts.problems import problems_of
+
+        return problems_of(plan, facts, self.chosen(plan, facts))
+
+    def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
+        """Says which experts are divided, and what in the model depends on how a batch is divided over ranks."""
+        experts = self.chosen(plan, facts)
+        ep = plan.layout.ep
+        number = experts[0].number
+        reason = f"{len(experts)} layers of {facts.name} with {number} experts, {number // ep} on each rank"
+        decisions = [Decision("experts.layers", listed([row.name for row in experts]), "derived", reason=reason)]
+        limited = sorted({row.capacity for row in experts if row.capacity})
+        if limited:
+            reason = (
+                f"{', '.join(limited)}: each rank drops tokens by its own samples, and results depend on their number"
+            )
+            decisions.append(Decision("experts.capacity", "of each rank", "derived", reason=reason))
+        if facts.auxiliary_loss:
+            reason = (
+                f"{facts.auxiliary_loss}: the loss that balances experts is a product of two means. Each rank computes it over "
+                "its own tokens, and the mean over ranks is not quite that of the whole batch"
+            )
+            decisions.append(Decision("experts.auxiliary_loss", "of each rank", "derived", reason=reason))
+        return decisions
+
+    def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
+        """Counts the experts of one rank. What is sent depends on the tokens of a batch, and is not counted."""
+        elements = facts.elements_of(self.chosen(plan, facts))
+        parts = plan.layout.ep
+        everything = max(1, facts.parameters)
+
+        def left(size: int) -> int:
+            return size - size * elements * (parts - 1) // (everything * parts)
+
+        return replace(
+            before,
+            parameters=left(before.parameters),
+            gradients=left(before.gradients),
+            optimizer=left(before.optimizer),
+        )
+
+
+STRATEGY = ExpertParallel()

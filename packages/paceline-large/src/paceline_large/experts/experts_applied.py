@@ -1,0 +1,159 @@
+"""What `experts` does to a model: each rank keeps some experts of each layer, and computes them for the tokens of all ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from paceline.base.errors import TrainError
+from paceline.parallel.data.averages import broadcast_tensors
+from paceline.parallel.data.division import step_by_owners
+from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, take_whole_values, whole_parameters
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.parallel.strategy import AppliedStrategy, Context
+from paceline.parallel.whole_answers import answer_for_whole_tensors
+from paceline.plan.experts import Experts
+from paceline.plan.plan import Decision
+from paceline.torch_internals.modules import parameter_table
+from paceline.world.forward import override_forward
+from paceline.world.sharded import is_sharded
+from paceline_large.experts.experts import STRATEGY
+from paceline_large.experts.travel import ExpertRanks
+
+
+def apply(model: nn.Module, context: Context) -> AppliedStrategy:
+    """Divides the experts, with the values of the first rank along `ep`. Ranks: all."""
+    mesh = context.mesh.along("ep")
+    group = context.mesh.another_group("ep")
+    layers = []
+    present = dict(model.named_modules())  # a pipeline stage lacks some
+    for row in STRATEGY.chosen(context.plan, context.facts):
+        if row.name not in present:
+            continue
+        module = present[row.name]
+        _divide(module, row, mesh)
+        layer = _ExpertLayer(module, ExpertRanks(group, row.number, context.runtime.others_answer))
+        override_forward(module, "experts", layer.forward)
+        layers.append(layer)
+    take_whole_values(model)
+    refuse_removed(model)
+    refuse_tools()
+    answer_for_whole_tensors()
+    return DividedExperts(model, layers, context)
+
+
+class DividedExperts(AppliedStrategy):
+    """A model whose experts are divided.
+
+    Args:
+        model: after the division.
+        layers: its layers with experts.
+        context: of the strategy.
+    """
+
+    def __init__(self, model: nn.Module, layers: list[_ExpertLayer], context: Context) -> None:
+        super().__init__(model)
+        self._layers = layers
+        self._context = context
+
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Lets an optimizer that may look at whole parameters step each on its owner."""
+        # Otherwise `shard` does it, whose ranks hold parts of the same parameters.
+        if self._context.plan.fully_sharded:
+            return []
+        return step_by_owners(adapter, self.module, self._context.mesh.along("ep"))
+
+    @contextmanager
+    def full_parameters(self, writeback: bool) -> Iterator[None]:
+        """While it is open, each rank has all experts, and computes those of its own tokens."""
+        with whole_parameters(self.module, writeback):
+            for layer in self._layers:
+                layer.is_whole = True
+            try:
+                yield
+            finally:
+                for layer in self._layers:
+                    layer.is_whole = False
+
+    def uneven_steps(self) -> AbstractContextManager[None]:
+        """Refuses it: each forward pass waits for the tokens of the other ranks.
+
+        Raises:
+            TrainError: `experts-uneven`.
+        """
+        raise TrainError(
+            "experts-uneven",
+            "ranks whose experts are divided cannot take different numbers of steps.",
+            why=f"ep={self._context.plan.layout.ep}: a rank without batches would not compute its experts for the others",
+            fix="give all ranks as many batches, as prepared loaders do",
+        )
+
+
+def _divide(module: nn.Module, row: Experts, mesh: Any) -> None:
+    """Replaces the weights of one layer's experts by DTensors. Ranks: all along `ep`."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    table = parameter_table(module)
+    group = mesh.get_group()
+    for key in row.parameters:
+        parameter = table[key]
+        assert parameter is not None
+        values = parameter.detach()
+        if not values.is_meta:
+            broadcast_tensors([values], group)
+        part = values.chunk(mesh.size())[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
+        divided = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
+        table[key] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+
+
+class _ExpertLayer:
+    """One module of experts.
+
+    Attributes:
+        is_whole: whether all experts are on this rank at the moment, as plain parameters.
+    """
+
+    def __init__(self, module: nn.Module, ranks: ExpertRanks) -> None:
+        self.is_whole = False
+        self._ranks = ranks
+        # Attributes that count the experts, which the code of the model may use.
+        self._counts = [
+            name
+            for name, value in vars(module).items()
+            if type(value) is int and value == ranks.experts and "expert" in name
+        ]
+
+    def forward(
+        self, module: nn.Module, original: Callable[..., Any], tokens: Tensor, choices: Tensor, weights: Tensor
+    ) -> Tensor:
+        """Stands in the place of the module's forward. Shape: tokens [..., H], choices [..., K], weights [..., K]."""
+        if self.is_whole:
+            return original(tokens, choices, weights)  # type: ignore[no-any-return]
+
+        def run(tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:
+            with self._own_experts(module):
+                return original(tokens, choices, weights)  # type: ignore[no-any-return]
+
+        flat = (each.reshape(-1, each.shape[-1]) for each in (tokens, choices, weights))
+        return self._ranks.compute(run, *flat).view(tokens.shape)
+
+    @contextmanager
+    def _own_experts(self, module: nn.Module) -> Iterator[None]:
+        """While it is open, the module has this rank's experts alone, as plain tensors that autograd follows."""
+        table = parameter_table(module)
+        before = dict(table)
+        for name, parameter in before.items():
+            if is_sharded(parameter):
+                table[name] = parameter.to_local()
+        for name in self._counts:
+            setattr(module, name, self._ranks.own)
+        try:
+            yield
+        finally:
+            table.update(before)
+            for name in self._counts:
+                setattr(module, name, self._ranks.experts)

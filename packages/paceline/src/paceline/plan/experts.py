@@ -1,0 +1,124 @@
+"""Finds the experts of a Mixture of Experts by their structure.
+
+stacked    one module has weights [experts, ...], at least one of three dimensions, and a forward of tokens, the experts that
+           the router has chosen for each token, and their weights: so are all of transformers
+list       a `ModuleList` of modules that are alike. What calls them is written in the module around it
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import Parameter, signature
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+_CHOICES = ("ind", "idx", "expert", "top_k")
+_WEIGHTS = ("weight", "score", "prob")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The experts of one layer.
+
+    Attributes:
+        name: of the module that holds them.
+        number: how many there are.
+        parameters: the names of their weights in the module; each has the experts as dim 0.
+        problem: what keeps their tokens from being sent to other ranks; "" if nothing does.
+        capacity: the attribute by which the layer limits the tokens of an expert, with its value; "" without one.
+    """
+
+    name: str
+    number: int
+    parameters: tuple[str, ...] = ()
+    problem: str = ""
+    capacity: str = ""
+
+
+def find_experts(model: torch.nn.Module) -> tuple[Experts, ...]:
+    """Returns the experts of a model, in the order of its modules."""
+    experts = []
+    for name, module in model.named_modules():
+        found = _stacked(name, module) or _listed(name, module)
+        if found is None:
+            continue
+        around = model.get_submodule(name.rpartition(".")[0])
+        problem = found.problem or _foreign_code(model, module, found)
+        experts.append(Experts(name, found.number, found.parameters, problem, _capacity(around) or _capacity(module)))
+    return tuple(experts)
+
+
+def _stacked(name: str, module: torch.nn.Module) -> Experts | None:
+    """Returns the row of a module whose own weights are stacked; None for any other."""
+    own = {key: parameter for key, parameter in module.named_parameters(recurse=False) if hasattr(parameter, "shape")}
+    deep = [parameter for parameter in own.values() if parameter.dim() == 3]
+    says_so = "expert" in f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+    if not deep or not (says_so or _takes_choices(module)):
+        return None
+    number = int(deep[0].shape[0])
+    if number < 2:
+        return None
+    problem = ""
+    if not _takes_choices(module):
+        problem = "its forward does not take tokens, the experts chosen for each of them, and their weights"
+    elif any(parameter.dim() == 0 or parameter.shape[0] != number for parameter in own.values()):
+        problem = "some of its weights are not stacked along the experts"
+    elif any(buffer.dim() and buffer.shape[0] == number for buffer in module.buffers()):
+        problem = "it has a buffer with a row for each expert, which its forward reads by the number of the expert"
+    elif any(True for child in module.children() for _ in child.parameters()):
+        problem = "modules inside of it have weights of their own"
+    return Experts(name, number, tuple(own), problem)
+
+
+def _takes_choices(module: torch.nn.Module) -> bool:
+    """Returns whether the forward takes tokens, the chosen experts and their weights, by the names of its arguments."""
+    kinds = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
+    names = [name for name, argument in signature(module.forward).parameters.items() if argument.kind in kinds]
+    if len(names) < 3:
+        return False
+    choices = any(word in names[1].lower() for word in _CHOICES)
+    return choices and any(word in names[2].lower() for word in _WEIGHTS)
+
+
+def _listed(name: str, module: torch.nn.Module) -> Experts | None:
+    """Returns the row of a list of experts; None for any other module."""
+    children = list(module.children())
+    classes = {base.__name__ for base in type(module).__mro__}
+    is_list = bool(classes & {"ModuleList", "ModuleDict"})
+    if not is_list or "expert" not in name.rpartition(".")[2].lower() or len(children) < 2:
+        return None
+    shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in children}
+    if len(shapes) != 1 or shapes == {()}:
+        return None
+    return Experts(
+        name,
+        len(children),
+        problem="they are a list of modules, and which of them gets a token is code of the layer around it",
+    )
+
+
+def _foreign_code(model: torch.nn.Module, module: torch.nn.Module, experts: Experts) -> str:
+    """Returns why a module cannot be divided because another one shares its weights; "" where none does."""
+    inside = {id(parameter) for parameter in module.parameters()}
+    for other_name, other in model.named_modules():
+        if other is module or other_name.startswith(f"{experts.name}."):
+            continue
+        if any(id(parameter) in inside for parameter in other.parameters(recurse=False)):
+            return f"{other_name or 'the model itself'} shares its weights"
+    return ""
+
+
+def _capacity(module: torch.nn.Module) -> str:
+    """Returns the attribute by which a layer, or its router, limits the tokens of an expert; "" without one."""
+    for part in (module, *module.children()):
+        for name, value in vars(part).items():
+            if (
+                "capacity" in name.lower()
+                and isinstance(value, (int, float))
+                and not isinstance(value, bool)
+                and value > 0
+            ):
+                return f"{type(part).__name__}.{name}={value}"
+    return ""

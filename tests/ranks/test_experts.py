@@ -1,0 +1,182 @@
+"""Expert parallelism gives the numbers of one process, under each plan with it, and its checkpoints go into any other width."""
+
+from __future__ import annotations
+
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from parity_models import Mixture, loss_of
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Accelerator, TrainError
+from paceline.testing import run_ranks
+from paceline.world.sharded import is_sharded, whole
+
+Plan = dict[str, Any]
+BATCH, STEPS, ACCUMULATE, CLOSE = 8, 4, 2, 3e-6
+
+
+class Whole(torch.optim.AdamW):
+    """One that may look at whole parameters, as it does not say that it is elementwise."""
+
+
+def optimizer_of(model: nn.Module, kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.optim.Optimizer:
+    # A small epsilon would make of a rounding error in a tiny gradient a whole step.
+    return kind(model.parameters(), lr=0.01, eps=1e-4)
+
+
+def data() -> TensorDataset:
+    # The last batch lacks a sample.
+    count = STEPS * BATCH - 1
+    tokens = torch.randint(0, 24, (count, 7), generator=torch.Generator().manual_seed(5))
+    return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
+
+
+def plain() -> dict[str, Any]:
+    """The reference: whole batches, no Paceline."""
+    torch.manual_seed(7)
+    model = Mixture()
+    optimizer = optimizer_of(model)
+    gradients: list[dict[str, torch.Tensor]] = []
+    norms = []
+    samples = data()
+    for start in range(0, len(samples), BATCH * ACCUMULATE):
+        window = [samples[at : at + BATCH] for at in range(start, min(len(samples), start + BATCH * ACCUMULATE), BATCH)]
+        total = sum(len(x) for x, _ in window)
+        for x, y in window:
+            (loss_of(model(x), y) * len(x) / total).backward()
+        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"gradients": gradients, "norms": norms, "weights": model.state_dict()}
+
+
+class Run:
+    """A training run under a plan."""
+
+    def __init__(self, plan: Plan, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, seed: int = 7) -> None:
+        torch.manual_seed(seed)
+        model = Mixture()
+        self.accelerator = Accelerator(cpu=True, plan=plan, gradient_accumulation_steps=ACCUMULATE, split_batches=True)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(
+            model, optimizer_of(model, kind), DataLoader(data(), BATCH)
+        )
+
+    def train(self, save_after_first: str = "") -> dict[str, Any]:
+        gradients: list[dict[str, torch.Tensor]] = []
+        norms = []
+        for batch in self.loader:
+            with self.accelerator.accumulate(self.model):
+                self.accelerator.forward_backward(self.model, batch, loss_of)
+                if self.accelerator.sync_gradients:
+                    names = dict(self.model.named_parameters())
+                    gradients.append({name: whole(parameter.grad).clone() for name, parameter in names.items()})
+                    norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)))
+                self.optimizer.step()
+                self.optimizer.zero_grad()
+            if save_after_first and len(norms) == 1 and self.accelerator.sync_gradients:
+                self.accelerator.save_state(save_after_first)
+        return {"gradients": gradients, "norms": norms, "weights": self.accelerator.get_state_dict(self.model)}
+
+
+def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
+    """What is not alike. A stage of a pipeline has some of the gradients, and the main process alone the weights."""
+    found = []
+    if got["norms"] != pytest.approx(want["norms"], abs=CLOSE):
+        found.append(f"norms {got['norms']}, {want['norms']}")
+    for number, gradients in enumerate(got["gradients"]):
+        for name, gradient in gradients.items():
+            if not torch.allclose(gradient, want["gradients"][number][name], atol=CLOSE, rtol=0):
+                ratio = float(gradient.norm() / want["gradients"][number][name].norm())
+                found.append(f"gradient {number} of {name}: {ratio} times as long")
+    for name, weight in (got["weights"] or {}).items():
+        if not torch.allclose(weight, want["weights"][name], atol=CLOSE, rtol=0):
+            found.append(f"weight {name}")
+    return found
+
+
+ON_TWO = [{"ep": 2}, {"ep": 2, "zero": 3}, {"ep": 2, "zero": 2}]
+ON_FOUR = [
+    {"replicate": 2, "ep": 2}, {"shard": 2, "ep": 2}, {"shard": 2, "ep": 2, "zero": 1}, {"ep": 4},
+    {"ep": 2, "cp": 2}, {"ep": 2, "cp": 2, "zero": 3}, {"pp": 2, "ep": 2},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plans", [ON_TWO, ON_FOUR], ids=["two", "four"])
+def test_gradients_norms_and_weights_are_those_of_one_process(plans) -> None:
+    """Also with accumulation, a last batch that does not divide, an expert without tokens, and experts of one rank alone."""
+
+    def work() -> dict[str, list[str]]:
+        want = plain()
+        found = {}
+        for plan in plans:
+            run = Run(plan)
+            found[str(plan)] = differences(run.train(), want)
+            for name, parameter in run.model.named_parameters():
+                if ".experts." in name and not (is_sharded(parameter) and parameter.to_local().shape[0] < 4):
+                    found[str(plan)].append(f"{name} is whole on each rank")
+        return found
+
+    world = max(prod(size for axis, size in plan.items() if axis != "zero") for plan in plans)
+    for found in run_ranks(work, world, timeout_s=180):
+        assert found == {str(plan): [] for plan in plans}
+
+
+def test_checkpoints_go_into_any_width_and_into_one_file(tmp_path) -> None:
+    """Saved at ep 2; loaded at ep 1, plain, and ep 4. The exported file is that of one process."""
+    saved = str(tmp_path / "saved")
+
+    def save() -> list[str]:
+        run = Run({"ep": 2, "zero": 3})
+        found = differences(run.train(saved), plain())
+        run.accelerator.save_model(run.model, tmp_path / "exported")
+        # An optimizer that needs whole parameters steps each on one rank.
+        for plan in ({"ep": 2}, {"ep": 2, "zero": 3}):
+            found += differences(Run(plan, Whole).train(), plain())
+        return found
+
+    def resume(plans: list[Plan]) -> list[str]:
+        want = plain()
+        want = {**want, "gradients": want["gradients"][1:], "norms": want["norms"][1:]}
+        found = []
+        for plan in plans:
+            run = Run(plan, seed=8)
+            run.accelerator.load_state(saved)
+            found += differences(run.train(), want)
+            run.accelerator.load_model(run.model, tmp_path / "exported")
+            for name, weight in (run.accelerator.get_state_dict(run.model) or {}).items():
+                if not torch.allclose(weight, want["weights"][name], atol=CLOSE, rtol=0):
+                    found.append(f"exported {name}")
+        return found
+
+    assert run_ranks(save, 2, timeout_s=120) == [[]] * 2
+    assert run_ranks(resume, 1, args=([{}],), timeout_s=120) == [[]]
+    assert (
+        run_ranks(resume, 4, args=([{"ep": 4}, {"replicate": 2, "ep": 2}, {"replicate": 4}],), timeout_s=120)
+        == [[]] * 4
+    )
+
+
+def test_evaluation_whole_parameters_and_what_is_refused() -> None:
+    def work() -> None:
+        torch.manual_seed(7)
+        single = Mixture()
+        run = Run({"ep": 2})
+        accelerator = run.accelerator
+        tokens = data()[:3][0][accelerator.process_index :]
+        with torch.no_grad():
+            want = single(tokens)
+            # Ranks have other numbers of tokens.
+            torch.testing.assert_close(run.model(tokens), want)
+            with accelerator.full_parameters(run.model):
+                if accelerator.is_main_process:  # it computes alone
+                    torch.testing.assert_close(run.model(tokens), want)
+        with pytest.raises(TrainError) as error, accelerator.join_uneven_inputs([run.model]):
+            pass
+        assert error.value.code == "experts-uneven"
+
+    run_ranks(work, 2)

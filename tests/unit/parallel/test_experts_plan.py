@@ -1,0 +1,124 @@
+"""Which modules are experts, and what expert parallelism refuses before a run."""
+
+import pytest
+import torch
+from parity_models import Experts, Mixture
+from torch import nn
+
+from paceline.plan.cost import Bytes
+from paceline.plan.experts import find_experts
+from paceline.plan.facts import model_facts
+from paceline.plan.plan import Plan
+from paceline.world.layout import Layout
+from paceline_large.experts.experts import STRATEGY
+
+
+class Stacked(nn.Module):
+    """Stacked weights, and a forward of other arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(4, 3, 3))
+
+    def forward(self, x):
+        return x
+
+
+def around(experts, **attributes):
+    """A layer with these experts."""
+    layer = nn.Module()
+    layer.experts = experts
+    vars(layer).update(attributes)
+    model = nn.Module()
+    model.mlp = layer
+    return model
+
+
+def codes(model, plan=None):
+    plan = plan or Plan(Layout(ep=2))
+    return [problem.code for problem in STRATEGY.check(plan, model_facts(model))]
+
+
+def test_stacked_experts_are_found_by_their_structure():
+    first, second = find_experts(Mixture())
+    assert (first.name, second.name) == ("blocks.0.experts", "blocks.1.experts")
+    assert (first.number, first.parameters, first.problem) == (4, ("up", "up_bias", "down"), "")
+    assert codes(Mixture()) == []
+    # Convolutions and stacked weights of other code are none.
+    assert find_experts(nn.Sequential(nn.Conv1d(4, 4, 3), Stacked())) == ()
+
+
+def with_buffer():
+    experts = Experts(8, 4)
+    experts.register_buffer("scale", torch.ones(4))
+    return around(experts)
+
+
+def with_other_weight():
+    experts = Experts(8, 4)
+    experts.norm = nn.Parameter(torch.ones(8))
+    return around(experts)
+
+
+def with_shared_weight():
+    experts = Experts(8, 4)
+    model = around(experts)
+    model.other = Experts(8, 4)
+    model.other.up = experts.up
+    return model
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        lambda: around(Stacked()),
+        lambda: around(nn.ModuleList(nn.Linear(3, 3) for _ in range(4))),
+        lambda: around(nn.ModuleDict({f"expert{n}": nn.Linear(3, 3) for n in range(4)})),
+        with_buffer,
+        with_other_weight,
+    ],
+)
+def test_code_that_cannot_send_tokens_is_refused(model):
+    assert codes(model()) == ["experts-code"]
+
+
+def test_shared_weights_are_refused():
+    assert codes(with_shared_weight()) == ["experts-code", "experts-code"]
+
+
+def test_other_problems():
+    assert codes(nn.Linear(2, 2)) == ["experts-none"]
+    (problem,) = STRATEGY.check(Plan(Layout(ep=3)), model_facts(Mixture()))
+    assert problem.code == "experts-divide" and problem.fix == "set ep to one of 1, 2, 4"
+    assert codes(Mixture(), Plan(Layout(ep=2, tp=2))) == ["experts-axes"]
+    model = Mixture()
+    model.blocks[0].experts.up.register_hook(lambda gradient: gradient)
+    assert codes(model) == ["experts-hooks"]
+
+
+def test_the_option_names_some_of_them():
+    facts = model_facts(Mixture())
+    some = Plan(Layout(ep=2), options={"experts": {"modules": "blocks.1.*"}})
+    assert [row.name for row in STRATEGY.chosen(some, facts)] == ["blocks.1.experts"]
+    none = Plan(Layout(ep=2), options={"experts": {"modules": "layers.*"}})
+    assert codes(Mixture(), none) == ["experts-none"]
+
+
+def test_memory_counts_the_experts_of_one_rank():
+    facts = model_facts(Mixture())
+    elements = facts.elements_of(facts.experts)
+    assert elements == sum(p.numel() for name, p in Mixture().named_parameters() if ".experts." in name)
+    alone = Bytes.alone(facts)
+    cost = STRATEGY.cost(Plan(Layout(ep=4)), facts, alone)
+    assert alone.parameters - cost.parameters == 4 * elements * 3 // 4
+    assert alone.optimizer - cost.optimizer == 8 * elements * 3 // 4
+
+
+def test_what_depends_on_the_division_is_named():
+    model = Mixture()
+    model.blocks[0].capacity_factor = 1.25
+    model.config = type("Config", (), {"router_aux_loss_coef": 0.01, "output_router_logits": True})()
+    decisions = {row.field: row for row in STRATEGY.decide(Plan(Layout(ep=2)), model_facts(model))}
+    assert list(decisions) == ["experts.layers", "experts.capacity", "experts.auxiliary_loss"]
+    assert "capacity_factor=1.25" in decisions["experts.capacity"].reason
+    assert "router_aux_loss_coef=0.01" in decisions["experts.auxiliary_loss"].reason
