@@ -78,7 +78,7 @@ LAYERS = (
     Layer(
         {
             "paceline_hosts": "a part: launchers for ssh, SLURM, Kubernetes, Ray and MPI, and `paceline doctor`",
-            "paceline_large": "a part: tensor, pipeline, context and expert parallel, float8, models run from memory or from the disk",
+            "paceline_large": "a part: tensor, pipeline, context, expert parallel, float8, models run from memory or disk",
             "paceline_lens": "a part: the live page, `verify`, `tune`, trackers of products",
         },
         siblings=False,
