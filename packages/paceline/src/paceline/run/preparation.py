@@ -28,7 +28,7 @@ from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
 from paceline.data.packing import without_positions
 from paceline.data.prepare import prepare_loader, random_samples, token_budget
-from paceline.optim.muon import decisions_about
+from paceline.optim import low_bit, muon
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import (
@@ -465,7 +465,7 @@ class Preparation:
         """Lets strategies adapt an optimizer that holds the prepared parameters, and chooses its kernels."""
         adapter = OptimizerAdapter.of(optimizer)
         _bind(adapter, self.run)
-        for decision in decisions_about(optimizer):
+        for decision in (*muon.decisions_about(optimizer), *low_bit.decisions_about(optimizer)):
             self.run.note(decision)
         copy_assigned_data(adapter)
         step_local_parts(adapter)
