@@ -255,7 +255,7 @@ def _muon(params: Params, decoupled: bool = True, **options: Any) -> Optimizer:
     return muon.MuonWithAdam(muon.param_groups(groups, options), decoupled)
 
 
-# What makes the types that DeepSpeed has, and `adamw8bit`, whatever their capital letters; all others are torch's, by their exact names.
+# What makes DeepSpeed's types and `adamw8bit`, whatever their capital letters; all others are torch's, by their exact names.
 _OF_CONFIG: dict[str, Callable[..., Optimizer]] = {
     "adam": partial(_adam, "Adam"),
     "adamw": partial(_adam, "AdamW"),

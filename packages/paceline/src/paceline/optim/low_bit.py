@@ -1,7 +1,7 @@
 """Optimizers that keep their states in 8 bits or fewer: those of torchao and bitsandbytes.
 
-A state is stored as codes, with one scale for each block of consecutive values. A plan that divides states or parameters lets each
-parameter be stepped whole by one rank (`parallel.data.division`), so that blocks are the same at any number of processes.
+A state is stored as codes, with one scale for each block of consecutive values. A plan that divides states or parameters lets
+each parameter be stepped whole by one rank (`parallel.data.division`), so that blocks are the same at any number of processes.
 
 Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 2022.
 """
