@@ -1,7 +1,8 @@
 """The device `sim`: an accelerator as PyTorch sees one, in the memory of the host. `device.cpp` says how.
 
 With this folder on PYTHONPATH, `import torch` registers the device in every process by itself (the entry point
-`torch.backends`). `SIMULATED_DEVICES` says how many there are (1), `SIMULATED_NAME` what torch calls them; build it first: `python simulated_device.py`.
+`torch.backends`). `SIMULATED_DEVICES` says how many there are (1), `SIMULATED_NAME` what torch calls them; build it first:
+`python simulated_device.py`.
 """
 
 from __future__ import annotations

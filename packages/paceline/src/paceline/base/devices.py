@@ -39,6 +39,7 @@ class DeviceType:
 # "rocm" is no type of torch's: its builds for AMD call their devices cuda, and so the libraries of AMD read the same variable.
 DEVICES = {
     "cpu": DeviceType("cpu", "CPU process", backend="gloo", is_numbered=False, has_streams=False, was_run=True),
+    "meta": DeviceType("meta", is_numbered=False, has_streams=False, was_run=True),
     "cuda": DeviceType("cuda", "GPU", "CUDA_VISIBLE_DEVICES", "nccl", compiles_flex=True, was_run=True),
     "rocm": DeviceType("cuda", "GPU", "CUDA_VISIBLE_DEVICES", "nccl", compiles_flex=True),
     "xpu": DeviceType("xpu", "XPU", "ZE_AFFINITY_MASK", "xccl", compiles_flex=True),
@@ -50,7 +51,7 @@ DEVICES = {
     "musa": DeviceType("musa", "GPU", "MUSA_VISIBLE_DEVICES", "mccl", "torch_musa"),
     "sdaa": DeviceType("sdaa", "SDAA", "SDAA_VISIBLE_DEVICES", "tccl", "torch_sdaa"),
 }
-ACCELERATORS = tuple(dict.fromkeys(row.name for row in DEVICES.values() if row.name != "cpu"))
+ACCELERATORS = tuple(dict.fromkeys(row.name for row in DEVICES.values() if row.name not in ("cpu", "meta")))
 
 
 def device_type(name: str) -> DeviceType:
