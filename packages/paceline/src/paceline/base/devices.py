@@ -1,7 +1,7 @@
 """The types of devices: all that is known of a type by its name is one row of `DEVICES`.
 
-What torch can be asked (how many there are, their memory, the module `torch.TYPE`) is not here. A type without a row works too, if
-torch knows it: `device_type` returns a row with its name alone.
+What torch can be asked (how many there are, their memory, the module `torch.TYPE`) is not here. A type without a row works too,
+if torch knows it: `device_type` returns a row with its name alone.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ def _hiding(accelerators: host.Accelerators, settings: Launch) -> str:
     raise ConfigError(
         "gpu-ids",
         f"accelerators of the type {row.name} cannot be hidden from processes.",
-        why=f"gpu_ids={settings.launch.gpu_ids} ({settings.given['gpu_ids']}), and no variable is known that names some of them",
+        why=f"gpu_ids={settings.launch.gpu_ids} ({settings.given['gpu_ids']}), and no variable is known that names them",
         fix="leave --gpu-ids out",
     )
 

@@ -30,7 +30,9 @@ class OffloadOptions:
 
     pin_memory: bool = option(True, YES_NO, "Copies use page-locked memory, which is faster and cannot be swapped.")
     part_mb: float = option(
-        256, positive(), "States on disk: MiB of parameters that are stepped together; three times their states are in memory."
+        256,
+        positive(),
+        "States on disk: MiB of parameters that are stepped together; three times their states are in memory.",
     )
     always: bool = option(False, YES_NO, "Copies even if the device is the host, which has no use except in tests.")
 

@@ -77,7 +77,7 @@ class OffloadedStates(AppliedStrategy):
                 f"{kind.__name__} cannot step part by part, so its states cannot be on disk.",
                 why=f"{origin(self._context.plan, 'offload')}; of an optimizer that is not torch's, or may look at a whole "
                 "parameter, a part of a step may be no part of the result",
-                fix="use an elementwise optimizer of torch, such as AdamW, or `--offload optimizer`, which keeps states in memory",
+                fix="use an elementwise optimizer of torch, such as AdamW, or `--offload optimizer`, which uses memory",
             )
         if adapter.steps_in_parts:  # another model of the same optimizer
             return []
@@ -88,9 +88,11 @@ class OffloadedStates(AppliedStrategy):
             try:
                 rate = written_per_second(folder)
             except OSError as error:
-                raise disk_error(str(folder), error, f"{kind.__name__} has not stepped.") from None
+                raise disk_error(str(folder), error, f"states of {kind.__name__} cannot be kept") from None
             seconds = 2 * states_bytes(self._context.plan, self._context.facts) / rate
-            reason += f"; {rate / 1e6:.0f} MB/s were written there just now, so with Adam a step waits at most {seconds:.2g} s for them"
+            reason += (
+                f"; {rate / 1e6:.0f} MB/s were written there just now, so Adam's step takes {seconds:.2g} s longer"
+            )
         part_bytes = int(self._options.part_mb * 2**20)
         states = StatesOnDisk(folder if writes_files else None, part_bytes, self._context.runtime.kept_on_host)
         adapter.step_in_parts(states.parts)

@@ -4,9 +4,9 @@
                 | read part 1 | read part 2 |                       a thread that reads
                               | write part 0 | write part 1         a thread that writes
 
-The files are mapped into memory, so that states are ordinary tensors for everything else: hooks, `state_dict`, checkpoints. States
-that were loaded are in memory until the next step. After a part was written, its pages are given back to the system. The files have
-no names: nothing is left behind, however the run ends.
+The files are mapped into memory, so that states are ordinary tensors for everything else: hooks, `state_dict`, checkpoints.
+States that were loaded are in memory until the next step. After a part was written, its pages are given back to the system. The
+files have no names: nothing is left behind, however the run ends.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ from paceline.parallel.stand_ins import original
 
 _ALIGNMENT = 64  # bytes, as torch's own memory has it
 _PROBE_BYTES = 16 << 20
-_READ_BYTES = 8 << 20
 
 
 class _Part(NamedTuple):
@@ -76,13 +75,14 @@ class StatesOnDisk:
         """Called after a step.
 
         Raises:
-            TrainError: `offload-disk`, if a file could not be made or written. The step is complete, and its states are in memory.
+            TrainError: `offload-disk`, if a file could not be made or written. The step is complete: states are in memory.
         """
         failure = self._failure
         self._failure = None
         if failure is None:
             return
-        raise disk_error(str(self._folder), failure, f"{type(optimizer).__name__} has stepped, but not all of its states.")
+        what = f"{type(optimizer).__name__} has taken its step, but not all of its states can be kept"
+        raise disk_error(str(self._folder), failure, what)
 
     @contextmanager
     def _stepping(self, optimizer: Optimizer, parts: list[_Part], number: int) -> Iterator[None]:
@@ -187,10 +187,9 @@ class _StateFile:
         return flat.as_strided(like.shape, torch.empty_like(like, device="meta").stride())
 
     def read(self) -> None:
-        """Reads the file into the memory of the system, from which the mapping takes it."""
-        buffer = bytearray(min(_READ_BYTES, self.num_bytes))
-        for start in range(0, self.num_bytes, len(buffer)):
-            os.preadv(self._descriptor, [buffer], start)
+        """Asks the system to read the file into its memory, from which the mapping takes it; elsewhere it is read when used."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._descriptor, 0, self.num_bytes, os.POSIX_FADV_WILLNEED)
 
     def write(self) -> None:
         """Writes what was changed to the disk, and gives its memory back."""
@@ -216,10 +215,16 @@ def written_per_second(folder: Path) -> float:
 
 
 def disk_error(folder: str, error: OSError, what: str) -> TrainError:
-    """Returns the error about a folder in which states cannot be kept."""
+    """Returns the error about a folder in which states cannot be kept.
+
+    Args:
+        folder: as the user wrote it.
+        error: of the system.
+        what: what cannot be done there.
+    """
     return TrainError(
         "offload-disk",
-        f"{what} states cannot be kept in {folder}: {os.strerror(error.errno or 0).lower()}.".replace(". states", ": states"),
+        f"{what} in {folder}: {os.strerror(error.errno or 0).lower()}.",
         why=f"offload says optimizer=disk:{folder}; states that are in no file are in memory, and none is lost",
         fix="save_state to another disk, and start again with room for the states, or with a folder on another disk",
     )

@@ -29,7 +29,7 @@ def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Removab
 
 def step_without_hooks(optimizer: Optimizer) -> None:
     """Calls the step of the optimizer's class without the hooks that torch has wrapped around it."""
-    type(optimizer).step.__wrapped__(optimizer)  # type: ignore[attr-defined]
+    type(optimizer).step.__wrapped__(optimizer)
 
 
 def mark_as_stepped(optimizer: Optimizer) -> None:

@@ -38,7 +38,9 @@ def detect(world: World, *, cpu: bool = False, index: int | None = None) -> torc
             why=f"{world.local_size} processes run on this host ({world.source})",
             fix=f"start {count} processes a host, make more devices visible, or run on the CPU with cpu=True",
         )
-    return torch.device(accelerator.type, wanted if device_type(accelerator.type).is_numbered else None)
+    if not device_type(accelerator.type).is_numbered:
+        return torch.device(accelerator.type)
+    return torch.device(accelerator.type, wanted)
 
 
 def select(device: torch.device) -> None:
