@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError
+from paceline.base.files import expanded
 from paceline.parallel.activation_copies import ActivationCopies
 from paceline.parallel.offload import OffloadOptions, moves_states, states_bytes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused
@@ -81,7 +81,7 @@ class OffloadedStates(AppliedStrategy):
             )
         if adapter.steps_in_parts:  # another model of the same optimizer
             return []
-        folder = Path(self._context.plan.states_folder).expanduser()
+        folder = expanded(self._context.plan.states_folder)
         writes_files = self._context.runtime.keeps_files
         reason = f"they are in files without names in {folder}"
         if writes_files:

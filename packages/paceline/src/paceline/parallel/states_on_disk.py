@@ -33,7 +33,7 @@ _ALIGNMENT = 64  # bytes, as torch's own memory has it
 _PROBE_BYTES = 16 << 20
 
 
-class _Part(NamedTuple):
+class _StatePart(NamedTuple):
     """Parameters that are stepped together.
 
     Attributes:
@@ -85,7 +85,7 @@ class StatesOnDisk:
         raise disk_error(str(self._folder), failure, what)
 
     @contextmanager
-    def _stepping(self, optimizer: Optimizer, parts: list[_Part], number: int) -> Iterator[None]:
+    def _stepping(self, optimizer: Optimizer, parts: list[_StatePart], number: int) -> Iterator[None]:
         self._begin_read(number)
         self._reads.pop(number).result()
         if number + 1 < len(parts):
@@ -123,7 +123,7 @@ class StatesOnDisk:
         if file is not None:
             file.read()
 
-    def _store(self, optimizer: Optimizer, part: _Part) -> None:
+    def _store(self, optimizer: Optimizer, part: _StatePart) -> None:
         """Moves the states of a part to its file, which is made for them, and begins to write it."""
         places: list[tuple[dict[str, Any], str, Tensor]] = []
         for _, members in part.members:
@@ -234,15 +234,15 @@ def _rounded(num_bytes: int) -> int:
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT
 
 
-def _parts(optimizer: Optimizer, part_bytes: int) -> list[_Part]:
+def _parts(optimizer: Optimizer, part_bytes: int) -> list[_StatePart]:
     """Divides the parameters, in the order of the groups, by their bytes. Each step divides them in the same way."""
-    parts = [_Part(0, [])]
+    parts = [_StatePart(0, [])]
     filled = 0
     for index, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             num_bytes = original(parameter).nbytes
             if filled and filled + num_bytes > part_bytes:
-                parts.append(_Part(len(parts), []))
+                parts.append(_StatePart(len(parts), []))
                 filled = 0
             members = parts[-1].members
             if not members or members[-1][0] != index:

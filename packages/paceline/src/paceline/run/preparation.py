@@ -28,7 +28,6 @@ from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
 from paceline.data.packing import without_positions
 from paceline.data.prepare import prepare_loader, random_samples, token_budget
-from paceline.optim import low_bit, muon
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import (
@@ -43,7 +42,7 @@ from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.model_problems import differing_models, float8_gathers, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.stand_ins import step_local_parts
+from paceline.parallel.stand_ins import is_elementwise, step_local_parts
 from paceline.parallel.strategy import STRATEGIES, Context, strategies_of
 from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
@@ -465,8 +464,12 @@ class Preparation:
         """Lets strategies adapt an optimizer that holds the prepared parameters, and chooses its kernels."""
         adapter = OptimizerAdapter.of(optimizer)
         _bind(adapter, self.run)
-        for decision in (*muon.decisions_about(optimizer), *low_bit.decisions_about(optimizer)):
-            self.run.note(decision)
+        if not is_elementwise(optimizer):
+            # Imported here: few runs have one of these.
+            from paceline.optim import low_bit, muon
+
+            for decision in (*muon.decisions_about(optimizer), *low_bit.decisions_about(optimizer)):
+                self.run.note(decision)
         copy_assigned_data(adapter)
         step_local_parts(adapter)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
