@@ -74,6 +74,8 @@ def test_backends(monkeypatch) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     assert devices.default_backend(torch.device("cpu")) == "gloo"
     assert devices.default_backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
+    # torch knows none for it, but tests with an imaginary group register one.
+    monkeypatch.delitem(dist.Backend.default_device_backend_map, "hpu", raising=False)
     for kind in ("xpu", "hpu"):
         assert devices.default_backend(torch.device(kind, 0)) == f"cpu:gloo,{kind}:{device_type(kind).backend}"
     assert devices.default_backend(torch.device("cuda", 1), "gloo") == "gloo"
