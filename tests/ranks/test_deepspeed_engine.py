@@ -107,7 +107,7 @@ def test_each_stage_window_and_clip_equals_one_process(world: int, clips: list[f
         assert apart(weights, plain(clip)) < 2e-6, f"stage {stage}, window {window}, clip {clip}"
 
 
-def test_a_model_is_trained_after_an_engine_without_an_optimizer_evaluated_it() -> None:
+def test_a_model_is_trained_after_an_engine_without_an_optimizer_evaluated_it(tmp_path) -> None:
     def work() -> dict:
         found = {}
         said = []
@@ -124,6 +124,9 @@ def test_a_model_is_trained_after_an_engine_without_an_optimizer_evaluated_it() 
             keys = {"train_batch_size": ROWS, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": stage}}
             if stage == 3:
                 keys["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
+            if stage == 2:
+                on_disk = {"device": "nvme", "nvme_path": str(tmp_path)}
+                keys["zero_optimization"]["offload_optimizer"] = on_disk
             engine = start(keys, optimizer=optimizer, net=net)
             found[stage] = run(engine.train())
             with torch.no_grad():

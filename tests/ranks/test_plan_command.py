@@ -82,6 +82,16 @@ def test_bytes_are_those_of_the_textbook(folder):
     assert found["flops"] == pytest.approx(6 * 4 * PARAMETERS, rel=0.1)  # four rows of a batch
 
 
+def test_states_in_8_bits_are_counted_as_they_are(folder):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    script = SCRIPT.replace("torch.optim.AdamW(model.parameters(), 1e-3)", "adamw8bit(model.parameters())")
+    (folder / "train.py").write_text("from paceline.optim import adamw8bit\n" + script)
+    found = json.loads(plan(folder, "--procs", "2", "--shard", "2", "--zero", "1", "--json", "train.py"))
+    assert found["rehearsed"]
+    # Two codes a parameter, and a scale of 4 bytes for each 256 of them.
+    assert found["largest"]["optimizer"] == pytest.approx(2 * (1 + 4 / 256) * PARAMETERS / 2, rel=0.02)
+
+
 def test_auto_takes_the_cheapest_plan_that_fits_and_says_why_not_another(folder):
     big = SCRIPT.replace("1024", "65536").replace("range(4)", "range(8)")
     (folder / "big.py").write_text(big)

@@ -1,7 +1,8 @@
 """The device `sim`: an accelerator as PyTorch sees one, in the memory of the host. `device.cpp` says how.
 
 With this folder on PYTHONPATH, `import torch` registers the device in every process by itself (the entry point
-`torch.backends`). `SIMULATED_DEVICES` says how many there are (1); build it first: `python simulated_device.py`.
+`torch.backends`). `SIMULATED_DEVICES` says how many there are (1), `SIMULATED_NAME` what torch calls them; build it first:
+`python simulated_device.py`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+NAME = os.environ.get("SIMULATED_NAME", "sim")  # "npu", "tpu": names for which torch has no devices of its own
 HERE = Path(__file__).resolve().parent.parent
 MEMORY_BYTES = 8 << 30
 
@@ -38,7 +40,7 @@ def build() -> None:
 
 
 def register() -> None:
-    """Makes `sim` the accelerator of this process."""
+    """Makes `sim`, or what `SIMULATED_NAME` says, the accelerator of this process."""
     import importlib.util
 
     import torch
@@ -54,8 +56,8 @@ def register() -> None:
     assert spec.loader is not None
     extension = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(extension)
-    torch.utils.rename_privateuse1_backend("sim")
-    torch._register_device_module("sim", _device_module(extension))
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, _device_module(extension))
     torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
     if torch.distributed.is_available():
         _register_communication(extension)
@@ -73,7 +75,7 @@ def _register_communication(extension: Any) -> None:
     def create(store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         return of_ranks(store, rank, size, timeout // timedelta(milliseconds=1))
 
-    Backend.register_backend("simccl", create, devices=["sim"])
+    Backend.register_backend("simccl", create, devices=[NAME])
 
 
 def _device_module(extension: Any) -> ModuleType:
@@ -81,7 +83,7 @@ def _device_module(extension: Any) -> ModuleType:
     import torch
 
     accelerator = torch.accelerator
-    module: Any = ModuleType("torch.sim")
+    module: Any = ModuleType(f"torch.{NAME}")
     module.Stream = torch.Stream
     module.Event = torch.Event
     module._is_in_bad_fork = lambda: False
@@ -112,10 +114,10 @@ def _device_module(extension: Any) -> ModuleType:
         index = torch.device(device).index
         return accelerator.current_device_index() if index is None else index
 
-    def get_rng_state(device: Any = "sim") -> torch.Tensor:
+    def get_rng_state(device: Any = NAME) -> torch.Tensor:
         return module.default_generators[index_of(device)].get_state()
 
-    def set_rng_state(state: torch.Tensor, device: Any = "sim") -> None:
+    def set_rng_state(state: torch.Tensor, device: Any = NAME) -> None:
         module.default_generators[index_of(device)].set_state(state)
 
     def manual_seed(seed: int) -> None:

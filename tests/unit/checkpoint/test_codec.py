@@ -73,3 +73,41 @@ def test_unknown_tag() -> None:
     with pytest.raises(CheckpointError) as error:
         decode({"$import": "os"}, {})
     assert error.value.code == "checkpoint-damaged"
+
+
+class Halves(torch.Tensor):
+    """A tensor whose values are in another one, as those of 8-bit optimizer states."""
+
+    @staticmethod
+    def __new__(cls, codes, factor):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=torch.float32)
+
+    def __init__(self, codes, factor):
+        self.codes, self.factor = codes, factor
+
+    def __tensor_flatten__(self):
+        return ["codes"], [self.factor]
+
+    @classmethod
+    def __tensor_unflatten__(cls, parts, context, size, stride):
+        return cls(parts["codes"], *context)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        raise NotImplementedError(str(func))
+
+
+def test_a_tensor_that_is_made_of_others_comes_back_if_its_class_is_known_as_safe() -> None:
+    halves = Halves(torch.tensor([1, 2], dtype=torch.uint8), 0.5)
+    refusing = Encoder()
+    refusing.encode(halves, "x")
+    assert [problem.code for problem in refusing.problems] == ["checkpoint-value"]
+    encoder = Encoder()
+    with torch.serialization.safe_globals([Halves]):
+        encoded = json.loads(json.dumps(encoder.encode({"state": halves}, "x")))
+        back = decode(encoded, encoder.tensors)["state"]
+    assert not encoder.problems and list(encoder.tensors) == list(references(encoded)) == ["x/state/codes"]
+    assert type(back) is Halves and back.factor == 0.5 and back.shape == (2,) and torch.equal(back.codes, halves.codes)
+    with pytest.raises(CheckpointError) as caught:  # as where the library was not imported
+        decode(encoded, encoder.tensors)
+    assert caught.value.code == "checkpoint-subclass"

@@ -125,7 +125,9 @@ def test_the_plugin():
         "accumulate": (2, "DeepSpeedPlugin(gradient_accumulation_steps=...)"),
     }  # fmt: skip
     with pytest.raises(ConfigError, match="nvme"):
-        DeepSpeedPlugin(offload_optimizer_device="nvme").said()
+        DeepSpeedPlugin(zero_stage=3, offload_param_device="nvme").said()
+    said = DeepSpeedPlugin(zero_stage=1, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/nvme").said()
+    assert {each.name: each.value for each in said}["offload"] == "optimizer=disk:/nvme"
 
 
 def test_the_launcher_hands_on_what_the_plugin_reads(tmp_path):

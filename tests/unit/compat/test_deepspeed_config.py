@@ -142,6 +142,12 @@ def test_stages_and_buckets():
     both = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
     assert given({"zero_optimization": both}) == {"zero": 3, "offload": "all"}
     assert given({"zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}) == {"zero": 0}
+    on_disk = {"device": "nvme", "nvme_path": "/local/nvme", "pipeline_read": True}
+    assert (
+        given({"zero_optimization": {"stage": 3, "offload_optimizer": on_disk}})["offload"]
+        == "optimizer=disk:/local/nvme"
+    )
+    assert given({"zero_optimization": {"stage": 0, "offload_optimizer": on_disk}}) == {"zero": 0}
 
 
 def test_profiles_carry_their_options():
@@ -233,6 +239,7 @@ def test_old_names():
         ({"amp": {"enabled": True}}, "deepspeed-feature", "bf16"),
         ({"sparse_gradients": True}, "deepspeed-feature", "sparse_gradients is not supported"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "deepspeed-feature", "use device cpu"),
+        ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, "deepspeed-conflict", "give nvme_path"),
     ],
 )  # fmt: skip
 def test_what_is_refused(config, code, words):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from paceline.base.devices import ACCELERATORS, device_type
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
@@ -72,6 +73,18 @@ def test_one_process_for_each_accelerator(monkeypatch: pytest.MonkeyPatch) -> No
     job, _ = told(gpu_ids="1,3")
     assert (job.procs, job.env["CUDA_VISIBLE_DEVICES"]) == (2, "1,3")
     assert told(cpu="yes")[0].procs == 1
+
+
+@pytest.mark.parametrize("name", ACCELERATORS)
+def test_devices_are_hidden_by_the_variable_of_their_row(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "accelerators", lambda: host.Accelerators(name, 4))
+    row = device_type(name)
+    if row.visible:
+        assert told(gpu_ids="1,3")[0].env[row.visible] == "1,3"
+        return
+    with pytest.raises(ConfigError) as caught:
+        told(gpu_ids="1,3")
+    assert caught.value.code == "gpu-ids"
 
 
 def test_threads_share_the_cores_unless_said_otherwise() -> None:

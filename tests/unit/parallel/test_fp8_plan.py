@@ -10,7 +10,9 @@ import torch
 from parity_models import GPT
 from torch import nn
 
-from paceline.base.errors import PlanError
+from paceline.base import parts
+from paceline.base.errors import PlanError, PrepareError
+from paceline.optim import adamw8bit
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Decision, Plan
@@ -23,7 +25,7 @@ from paceline_large.float8.precision import PRECISION
 @pytest.fixture(autouse=True)
 def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release of torchao, whether it is installed or not: planning needs no more of it."""
-    monkeypatch.setattr(fp8.metadata, "version", lambda name: "0.18.0")
+    monkeypatch.setattr(parts.metadata, "version", lambda name: "0.18.0")
 
 
 def planned(model: nn.Module, options: dict[str, Any] | None = None, **sizes: int) -> Plan:
@@ -125,16 +127,19 @@ def test_without_a_torchao_that_has_the_recipes(version: str, monkeypatch: pytes
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(fp8.metadata, "version", installed)
+    monkeypatch.setattr(parts.metadata, "version", installed)
     with pytest.raises(PlanError) as caught:
         planned(gpt())
-    assert caught.value.code == "fp8-library" and "fp8" in caught.value.problems[0].fix
+    assert caught.value.code == "torchao-missing" and "fp8" in caught.value.problems[0].fix
+    with pytest.raises(PrepareError) as refused:
+        adamw8bit([torch.zeros(1)])
+    assert refused.value.code == "torchao-missing" and "low-bit" in refused.value.problems[0].fix
 
 
 @pytest.mark.parametrize("version", ["0.18.0", "0.20.1", "1.0", "0.19.0.dev20260101"])
 def test_later_releases_of_torchao_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fp8.metadata, "version", lambda name: version)
-    assert fp8.library_problem("") is None
+    monkeypatch.setattr(parts.metadata, "version", lambda name: version)
+    assert parts.torchao_problem("", "fp8", "") is None
 
 
 def test_the_plan_says_whether_numbers_depend_on_the_number_of_processes() -> None:

@@ -19,6 +19,17 @@ def test_a_hook_comes_before_those_that_were_registered_earlier() -> None:
     assert calls == ["first", "earlier", "earlier"]
 
 
+def test_a_step_without_hooks_is_a_step() -> None:
+    calls = []
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    optimizer.register_step_post_hook(lambda *_: calls.append("hook"))
+    layer.weight.grad = torch.ones(2, 2)
+    before = layer.weight.detach().clone()
+    optimizers.step_without_hooks(optimizer)
+    assert torch.equal(layer.weight, before - 1) and not calls
+
+
 def test_a_scheduler_does_not_warn_after_an_optimizer_that_is_marked() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
     scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)

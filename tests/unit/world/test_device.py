@@ -1,9 +1,12 @@
 """Devices are found through torch.accelerator alone: a pretended one stands for every vendor's."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 
+from paceline.base.devices import DEVICES, device_type
 from paceline.base.errors import WorldError
 from paceline.testing import worlds
 from paceline.world import device as devices
@@ -23,7 +26,8 @@ def accelerator(monkeypatch):
     return pretend
 
 
-@pytest.mark.parametrize("kind", ["cuda", "xpu"])
+# Types that this build of torch knows; others are tested with the simulated device (tests/gpu/test_names_of_devices.py).
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "hpu"])
 def test_each_local_rank_takes_its_own(accelerator, kind: str) -> None:
     chosen = accelerator(kind, 4)
     found = [devices.detect(world) for world in worlds(8, local_size=4)]
@@ -70,7 +74,10 @@ def test_backends(monkeypatch) -> None:
     monkeypatch.setattr(dist, "is_backend_available", lambda name: True)
     assert devices.default_backend(torch.device("cpu")) == "gloo"
     assert devices.default_backend(torch.device("cuda", 1)) == "cpu:gloo,cuda:nccl"
-    assert devices.default_backend(torch.device("xpu", 0)) == "cpu:gloo,xpu:xccl"
+    # torch knows none for it, but tests with an imaginary group register one.
+    monkeypatch.delitem(dist.Backend.default_device_backend_map, "hpu", raising=False)
+    for kind in ("xpu", "hpu"):
+        assert devices.default_backend(torch.device(kind, 0)) == f"cpu:gloo,{kind}:{device_type(kind).backend}"
     assert devices.default_backend(torch.device("cuda", 1), "gloo") == "gloo"
     assert devices.default_backend(torch.device("cpu"), "mpi") == "cpu:mpi"
     assert devices.default_backend(torch.device("cuda", 1), "cpu:gloo,cuda:ucc") == "cpu:gloo,cuda:ucc"
@@ -80,3 +87,18 @@ def test_a_backend_that_torch_lacks() -> None:
     with pytest.raises(WorldError, match="no communication backend 'nccle'") as caught:
         devices.default_backend(torch.device("cpu"), "nccle")
     assert caught.value.code == "backend-missing"
+
+
+def test_the_page_has_a_line_for_each_row() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "concepts" / "devices.md").read_text(encoding="utf-8")
+    for key, row in DEVICES.items():
+        if key in ("cpu", "meta"):
+            continue
+        (line,) = [line for line in page.splitlines() if line.startswith(f"| {key} |")]
+        cells = [cell.strip().strip("`") for cell in line.split("|")[2:-1]]
+        ever = "yes" if row.was_run else "never"
+        assert cells == [row.name, row.visible, row.backend, row.package or "torch", ever]
+
+
+def test_a_type_without_a_row_has_its_name() -> None:
+    assert device_type("abc").title == "ABC" and device_type("abc").is_numbered and not device_type("abc").visible

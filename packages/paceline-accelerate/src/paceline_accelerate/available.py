@@ -10,6 +10,7 @@ from functools import cache
 import torch
 
 from paceline.base import env
+from paceline.base.devices import ACCELERATORS
 
 # Where the package is called otherwise.
 _PACKAGES = {
@@ -27,7 +28,7 @@ _DISTRIBUTIONS = {
 # What is never so here: devices that this library does not drive, float8 by other libraries than torchao, engines.
 _NEVER = ("transformer_engine", "transformer_engine_mxfp8", "msamp", "torch_xla", "megatron_lm",
           "sagemaker", "4bit_bnb", "8bit_bnb", "bitsandbytes_multi_backend", "habana_gaudi1")  # fmt: skip
-_DEVICES = ("cuda", "xpu", "npu", "mps", "mlu", "musa", "sdaa", "hpu", "neuron")
+_DEVICES = (*ACCELERATORS, "neuron")
 
 
 @cache

@@ -38,8 +38,6 @@ _OPTIMIZERS = r"optimizer(?:_(\d+))?(?:\.bin)?"
 _SCHEDULERS = r"scheduler(?:_(\d+))?\.bin"
 _STREAMS = r"random_states_(\d+)\.pkl"
 _OBJECTS = r"custom_checkpoint_(\d+)\.pkl"
-# Types of devices whose random streams accelerate saves.
-_ACCELERATORS = ("cuda", "xpu", "npu", "mlu", "sdaa", "musa", "hpu")
 
 
 class AccelerateReader:
@@ -276,7 +274,7 @@ def _translated_streams(raw: Mapping[str, Any], device: torch.device) -> dict[st
     }
     # It has a state for each accelerator that the process saw. Those of another type of device are not needed.
     states = raw.get(f"torch_{device.type}_manual_seed")
-    if states and device.type in _ACCELERATORS:
+    if states:
         streams["device"] = device.type
         streams["accelerator"] = states[(device.index or 0) % len(states)]
     return streams

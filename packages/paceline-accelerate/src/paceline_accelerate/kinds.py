@@ -62,14 +62,14 @@ DistributedType = _enum(
     "XLA MEGATRON_LM MULTI_HPU MULTI_NEURON",
     _StringEnum,
 )
-# Type of device -> the member for several processes on such devices.
-_TYPE_OF_DEVICE = {"cpu": "MULTI_CPU", "cuda": "MULTI_GPU", "npu": "MULTI_NPU", "mlu": "MULTI_MLU", "xpu": "MULTI_XPU",
-                  "hpu": "MULTI_HPU", "musa": "MULTI_MUSA", "sdaa": "MULTI_SDAA"}  # fmt: skip
 
 
 def type_of_processes(device_type: str, num_processes: int) -> Any:
     """Returns the `DistributedType` of processes that compute on devices of one type."""
-    return DistributedType(_TYPE_OF_DEVICE.get(device_type, "MULTI_GPU") if num_processes > 1 else "NO")
+    if num_processes == 1:
+        return DistributedType.NO
+    kind = "XLA" if device_type == "tpu" else f"MULTI_{device_type.upper()}"
+    return getattr(DistributedType, kind, DistributedType.MULTI_GPU)
 
 
 SageMakerDistributedType = _enum("SageMakerDistributedType", "NO DATA_PARALLEL MODEL_PARALLEL", _StringEnum)

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import ConfigError
 from paceline.optim.lamb import Lamb
 from paceline.optim.lion import Lion
+from paceline.optim.low_bit import adamw8bit
 from paceline_deepspeed import muon
 from paceline_deepspeed.config import DeepSpeedConfig
 from paceline_deepspeed.config.parts import CLOSURE
@@ -254,7 +255,7 @@ def _muon(params: Params, decoupled: bool = True, **options: Any) -> Optimizer:
     return muon.MuonWithAdam(muon.param_groups(groups, options), decoupled)
 
 
-# What makes the types that DeepSpeed has, whatever their capital letters; all others are torch's, by their exact names.
+# What makes DeepSpeed's types and `adamw8bit`, whatever their capital letters; all others are torch's, by their exact names.
 _OF_CONFIG: dict[str, Callable[..., Optimizer]] = {
     "adam": partial(_adam, "Adam"),
     "adamw": partial(_adam, "AdamW"),
@@ -262,6 +263,7 @@ _OF_CONFIG: dict[str, Callable[..., Optimizer]] = {
     "lion": FusedLion,
     "muon": _muon,
     "adagrad": torch.optim.Adagrad,
+    "adamw8bit": adamw8bit,
     "sgd": torch.optim.SGD,
 }
 

@@ -136,6 +136,10 @@ def _conflicts(config: ConfigValues) -> list[Problem]:
         new_key = f"{_ZERO}.{newer}.device"
         if old_key in config.places and new_key in config.places:
             add(old_key, new_key, "they say the same in two ways", f"keep {newer}, the newer one")
+    states = f"{_ZERO}.offload_optimizer"
+    has_folder = values[f"{states}.nvme_path"] not in (None, "", "none")
+    if values[f"{states}.device"] == "nvme" and values[_STAGE] != 0 and not has_folder:
+        add(f"{states}.device", f"{states}.nvme_path", "states on a disk are in a folder", "give nvme_path a folder")
     if values["gradient_allreduce_op"] == "sum" and values[_STAGE] == 3:
         fix = "leave gradient_allreduce_op out, or take a lower stage"
         add("gradient_allreduce_op", _STAGE, "stage 3 averages gradients", fix)

@@ -16,7 +16,8 @@ _UNITS = "FSDP2 gathers and reduces unit by unit, a repeated block each"
 _FLAT = "there is no flat buffer of all parameters"
 _QUANTISED = "what ranks exchange is not quantised"
 _DEFAULT_SIZE = "it is DeepSpeed's default; ours is 25 MiB"
-_NVME = "nothing is kept on NVMe"
+_NVME = "parameters are not kept on NVMe"
+_IN_PARTS = "states are read and written part by part, beside the step: options.offload.part_mb"
 _NVME_FIX = "use device cpu"
 _DEVICE = word("none", "cpu", "nvme")
 _MICS = "hybrid sharding is a plan of two axes here"
@@ -38,6 +39,7 @@ def _third(name: str, kind: Kind, default: object, doc: str, *cases: Case) -> Ke
 
 _OPTIMIZER = f"{_IN}.offload_optimizer"
 _PARAM = f"{_IN}.offload_param"
+_ON_DISK = Derived("optimizer=disk:VALUE", lambda folder: f"optimizer=disk:{folder}")
 _MOVED = f"{_OPTIMIZER}.device=cpu"
 _PARAM_MOVED = f"{_PARAM}.device=cpu"
 
@@ -97,16 +99,18 @@ ZERO = (
            Case("*", why="parameters are gathered by all-gather")),
     _third("allgather_sequential", YES_NO, False, "parameters are gathered one by one", Case("*", why=_UNITS)),
     _zero("offload_optimizer.device", _DEVICE, "none", "where optimizer states are kept",
-          Case("none", why=NOTHING), Case("nvme", why=_NVME, fix=_NVME_FIX),
+          Case("none", why=NOTHING), Staged("nvme", why="it counts from stage 1 on", stages="0"),
           Staged("cpu", {"offload": "optimizer"}, stages="123"), Case("cpu", why="it counts from stage 1 on")),
     _zero("offload_optimizer.pin_memory", YES_NO, True, "copies go through page-locked memory",
           Case("*", {"options.offload.pin_memory": VALUE}), needs=_MOVED),
-    _idle("offload_optimizer.nvme_path", TEXT, None, _NVME),
-    _idle("offload_optimizer.buffer_count", count(0), 4, _NVME),
-    _idle("offload_optimizer.pipeline_read", YES_NO, False, _NVME),
-    _idle("offload_optimizer.pipeline_write", YES_NO, False, _NVME),
-    _idle("offload_optimizer.pipeline", YES_NO, False, _NVME),
-    _idle("offload_optimizer.fast_init", YES_NO, False, _NVME),
+    _zero("offload_optimizer.nvme_path", TEXT, None, "the folder of states on a disk",
+          Staged("*", {"offload": _ON_DISK}, stages="123"), Staged("*", why="it counts from stage 1 on", stages="0"),
+          needs=f"{_OPTIMIZER}.device=nvme"),
+    _idle("offload_optimizer.buffer_count", count(0), 4, _IN_PARTS),
+    _idle("offload_optimizer.pipeline_read", YES_NO, False, _IN_PARTS),
+    _idle("offload_optimizer.pipeline_write", YES_NO, False, _IN_PARTS),
+    _idle("offload_optimizer.pipeline", YES_NO, False, _IN_PARTS),
+    _idle("offload_optimizer.fast_init", YES_NO, False, _IN_PARTS),
     _zero("offload_optimizer.ratio", number(), 1.0, "which part of the states is kept there",
           Case("*", why="all states are kept there, or none"), needs=_MOVED),
     _zero("offload_optimizer.super_offload", YES_NO, False, "a scheme of its own for Grace-Hopper",

@@ -15,12 +15,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from importlib import metadata
 
 from torch import nn
 
 from paceline.base.errors import Problem
-from paceline.base.parts import how_to_install
+from paceline.base.parts import torchao_problem
 from paceline.config.kinds import one_of
 from paceline.parallel.strategy import Strategy
 from paceline.plan.facts import Layer, ModelFacts
@@ -28,8 +27,6 @@ from paceline.plan.fqn import inside, listed, parent
 from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
-
-OLDEST = (0, 18)  # of torchao, whose prototypes change their signatures
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,7 @@ class Float8Products(Strategy):
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """Refuses a missing torchao, sizes that the recipe does not allow, and models that hold float8 layers already."""
         precision = origin(plan, "mixed_precision")
-        problem = library_problem(precision)
+        problem = torchao_problem("products in float8", "fp8", precision)
         problems = [problem] if problem else []
         converted = [name for name, kind in facts.modules if kind in ("Float8Linear", "MXFP8Linear")]
         if converted:
@@ -239,29 +236,6 @@ class Float8Products(Strategy):
             else:
                 layers.append(layer.name)
         return LayersInFloat8(tuple(layers), left, tuple(misfits), unmatched)
-
-
-def library_problem(why: str) -> Problem | None:
-    """Returns the problem with a missing or old torchao; None if it can be used.
-
-    Args:
-        why: where it was asked for.
-    """
-    try:
-        version = metadata.version("torchao")
-    except metadata.PackageNotFoundError:
-        version = ""
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    if tuple(numbers) >= OLDEST:
-        return None
-    oldest = ".".join(map(str, OLDEST))
-    what = f"torchao {version} is too old for float8." if version else "float8 needs torchao, which is not installed."
-    return Problem(
-        "fp8-library",
-        what,
-        why=f"{why}; releases from {oldest} on have the recipes",
-        fix=f"run `{how_to_install('fp8')}`, or `pip install 'torchao>={oldest}'`",
-    )
 
 
 def _linears(facts: ModelFacts) -> list[Layer]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from paceline.base.devices import ACCELERATORS
 from paceline.base.errors import Problem
 from paceline.base.host_port import host_and_port
 from paceline.config.given import Given
@@ -26,7 +27,7 @@ def _processes(value: str) -> dict[str, str]:
     """Translates torchrun's words for a number of processes (-1 means all devices) and Lightning's list of devices."""
     if "," in value:
         return {"gpu_ids": value}
-    if value in ("gpu", "xpu", "all", "-1"):
+    if value in ("gpu", "all", "-1", *ACCELERATORS):
         return {"procs": "auto"}
     if value == "cpu":
         return {"procs": str(os.cpu_count() or 1)}

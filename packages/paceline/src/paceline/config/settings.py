@@ -36,7 +36,7 @@ from paceline.world.layout import AXES, DATA_AXES, Axis, given_axes, listed_axes
 # these files and never imports them.
 PRECISIONS = Registry("paceline.precisions", "precision")
 
-Offload = Literal["no", "optimizer", "all", "activations", "optimizer+activations", "all+activations"]
+_OFFLOAD = r"no|optimizer|all|activations|optimizer\+activations|all\+activations|(activations\+)?optimizer=disk:.+"
 OnHang = Literal["report", "restart", "leave"]
 
 # Other launchers count the processes of all nodes together under this name; `procs` counts those of each node.
@@ -196,10 +196,16 @@ class RunSettings:
         "Computes activations again in the backward pass: those of each repeated block, of selected operations, or of every "
         "K-th block.", _MEMORY,
     )  # fmt: skip
-    offload: Offload = setting(
-        "no", one_of(*get_args(Offload)),
+    offload: str = setting(
+        "no",
+        matching(
+            _OFFLOAD,
+            "no, optimizer, all, activations, optimizer+activations, all+activations, optimizer=disk:FOLDER or "
+            "activations+optimizer=disk:FOLDER",
+            "no|optimizer|all|activations|optimizer=disk:FOLDER",
+        ),
         "Keeps in the host's memory what is not needed at the moment: optimizer states, or also parameters and gradients "
-        "(all); activations, alone or with these.",
+        "(all); activations, alone or with these. Or keeps optimizer states in files.",
         _MEMORY,
     )  # fmt: skip
     compile: bool = setting(False, YES_NO, "Compiles the repeated blocks, one by one.", _MEMORY)

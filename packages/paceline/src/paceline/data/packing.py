@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from paceline.base.devices import device_type
 from paceline.base.errors import DataError, Problem
 
 _NO_TARGET = -100  # the target that losses of torch leave out
@@ -159,16 +160,13 @@ class PackedDocuments:
 
         Shape: [B, heads, T, head size] each -> [B, heads, T, head size].
         """
-        if query.device.type in _FLEX_DEVICES:
+        # Other devices compute with the whole mask.
+        if device_type(query.device.type).compiles_flex:
             flex = _compiled_flex_attention()
             return flex(query, key, value, block_mask=self.block_mask, scale=scale, enable_gqa=enable_gqa)
         return functional.scaled_dot_product_attention(
             query, key, value, attn_mask=self.mask, scale=scale, enable_gqa=enable_gqa
         )
-
-
-# Devices for which torch compiles `flex_attention` with its backward pass. Others compute with the whole mask.
-_FLEX_DEVICES = ("cuda", "xpu")
 
 
 @cache

@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 
+from paceline.base.devices import device_type
 from paceline.data.feed import Mark, Steps
 from paceline.world.tree import tensors, to_device
-
-_WITHOUT_STREAMS = ("cpu", "mps", "meta")
 
 
 def on_device(steps: Steps, device: torch.device, non_blocking: bool) -> Steps:
@@ -22,7 +21,7 @@ def on_device(steps: Steps, device: torch.device, non_blocking: bool) -> Steps:
     """
     if device.type == "cpu":
         return steps
-    if device.type in _WITHOUT_STREAMS:
+    if not device_type(device.type).has_streams:
         return ((to_device(batch, device, non_blocking), mark) for batch, mark in steps)
     return _ahead(steps, device, non_blocking)
 

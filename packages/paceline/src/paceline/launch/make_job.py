@@ -6,6 +6,7 @@ import gc
 import shlex
 from collections.abc import Collection, Mapping, Sequence
 
+from paceline.base.devices import device_type
 from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.base.host_port import host_and_port
 from paceline.base.lazy import fast_imports
@@ -26,7 +27,6 @@ _MOST_CORES = 65_536
 _CROWDED = 8  # processes for each core
 # Only names that hardly any script uses itself: a notice about a flag of the script would be wrong each time.
 WIDTH_FLAGS = ("--procs", "--nproc-per-node", "--num-processes")
-_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 
 
 def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str, str]) -> tuple[Job, list[str]]:
@@ -58,7 +58,7 @@ def job_of(settings: Launch, script: str, args: Sequence[str], env: Mapping[str,
     variables = {**settings.hand_over(), **_threads(settings, procs, env, notices, cores)}
     if launch.gpu_ids != "all":
         # Each library of a vendor hides devices by a variable of its own.
-        variables[_VISIBLE.get(accelerators.kind, "CUDA_VISIBLE_DEVICES")] = launch.gpu_ids
+        variables[_hiding(accelerators, settings)] = launch.gpu_ids
     if launch.compat:
         variables["PACELINE_COMPAT"] = launch.compat
     place, numbered = _place(settings, env, notices)
@@ -230,6 +230,24 @@ def _accelerators(settings: Launch) -> host.Accelerators:
     if settings.launch.gpu_ids == "all" or not accelerators.count:
         return accelerators
     return host.Accelerators(accelerators.kind, len(settings.launch.gpu_ids.split(",")))
+
+
+def _hiding(accelerators: host.Accelerators, settings: Launch) -> str:
+    """Returns the variable that hides devices from processes.
+
+    Raises:
+        ConfigError: `gpu-ids`.
+    """
+    # The hosts may be others than this one, which may have none.
+    row = device_type(accelerators.kind or "cuda")
+    if row.visible:
+        return row.visible
+    raise ConfigError(
+        "gpu-ids",
+        f"accelerators of the type {row.name} cannot be hidden from processes.",
+        why=f"gpu_ids={settings.launch.gpu_ids} ({settings.given['gpu_ids']}), and no variable is known that names them",
+        fix="leave --gpu-ids out",
+    )
 
 
 def _cores(settings: Launch, procs: int) -> tuple[int, ...]:

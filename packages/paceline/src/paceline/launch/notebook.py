@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, Literal
 
 from paceline.base import env as environment
+from paceline.base.devices import device_type
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.exits import PREEMPTED
 from paceline.base.host_port import host_and_port
@@ -298,10 +299,9 @@ def _read_setting(name: str, argument: str, value: Any) -> Any:
 
 
 def _announce(size: int, accelerators: host.Accelerators) -> str:
-    kind = {"cuda": "GPU", "": "CPU"}.get(accelerators.kind, accelerators.kind.upper())
-    if size == 1 and kind == "CPU":
+    if size == 1 and not accelerators.count:
         return "Launching training on CPU."
+    title = device_type(accelerators.kind or "cpu").title
     if size == 1:
-        return f"Launching training on one {kind}."
-    processes = "CPU processes" if kind == "CPU" else f"{kind}s"
-    return f"Launching training on {size} {processes}."
+        return f"Launching training on one {title}."
+    return f"Launching training on {size} {title}{'es' if title.endswith('s') else 's'}."

@@ -10,9 +10,12 @@ import sys
 from collections.abc import Callable, Sequence
 from functools import partial
 
+from paceline.base.devices import ACCELERATORS
+
+_TYPES = "|".join(ACCELERATORS)
 _TOUCHES = re.compile(
-    r"\.cuda\(|\.to\(\s*['\"]?(?:cuda|xpu|npu|device)|device\s*=\s*['\"](?:cuda|xpu|npu)|\bAccelerator\(|"
-    r"torch\.(?:cuda|xpu|npu)\.(?!is_available|is_initialized|device_count|manual_seed)\w+\("
+    rf"\.(?:{_TYPES})\(|\.to\(\s*['\"]?(?:{_TYPES}|device)|device\s*=\s*['\"](?:{_TYPES})|\bAccelerator\(|"
+    rf"torch\.(?:{_TYPES})\.(?!is_available|is_initialized|device_count|manual_seed)\w+\("
 )
 _TRY_S = 60  # how long one import may take in a process of its own
 

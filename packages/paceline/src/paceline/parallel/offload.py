@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from paceline.base.errors import Problem
-from paceline.config.kinds import YES_NO
+from paceline.config.kinds import YES_NO, positive
 from paceline.parallel.recompute import fractions
 from paceline.parallel.strategy import Strategy
 from paceline.plan.cost import Bytes
@@ -29,7 +29,22 @@ class OffloadOptions:
     """Options of the offload of optimizer states and of activations."""
 
     pin_memory: bool = option(True, YES_NO, "Copies use page-locked memory, which is faster and cannot be swapped.")
+    part_mb: float = option(
+        256,
+        positive(),
+        "States on disk: MiB of parameters that are stepped together; three times their states are in memory.",
+    )
     always: bool = option(False, YES_NO, "Copies even if the device is the host, which has no use except in tests.")
+
+
+def moves_states(plan: Plan) -> bool:
+    """Returns whether this strategy keeps the states of optimizers; FSDP2 moves them with the parameters that it divides."""
+    return plan.offloads_states and (not plan.fully_sharded or bool(plan.states_folder))
+
+
+def states_bytes(plan: Plan, facts: ModelFacts) -> int:
+    """Returns the bytes of Adam's states of a model on each rank: two values of float32 for each trained parameter."""
+    return 8 * facts.trainable // (plan.layout.shard * plan.layout.parameter_parts)
 
 
 class Offload(Strategy):
@@ -42,8 +57,8 @@ class Offload(Strategy):
     Options = OffloadOptions
 
     def wanted(self, plan: Plan) -> bool:
-        """Used for activations, and for states unless FSDP2 offloads them."""
-        return plan.offloads_activations or (plan.offloads_states and not plan.fully_sharded)
+        """Used for activations, and for states unless FSDP2 offloads them, which it does with the parameters."""
+        return plan.offloads_activations or moves_states(plan)
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """Refuses activations of compiled blocks: what these save is chosen by the compiler, in one graph."""
@@ -70,6 +85,10 @@ class Offload(Strategy):
                 "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
             )
             decisions.append(Decision("offload.moves", "optimizer states", "derived", reason=reason))
+        if plan.states_folder:
+            size = f"{states_bytes(plan, facts) / 2**20:.1f} MiB"
+            reason = f"states of {facts.name} on each rank, with Adam; each step reads and writes them"
+            decisions.append(Decision("offload.disk", size, "derived", reason=reason))
         if plan.offloads_activations:
             num_blocks = max(1, len(facts.blocks))
             reason = (
@@ -82,7 +101,7 @@ class Offload(Strategy):
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Counts what stays on the device: no optimizer states, and of activations those of two blocks."""
         after = before
-        if plan.offloads_states and not plan.fully_sharded:
+        if moves_states(plan):
             after = replace(after, optimizer=0)
         if plan.offloads_activations:
             # `recompute`, which comes before, has counted what is kept and the block that is computed again.

@@ -10,13 +10,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from paceline.base.errors import PrepareError
+from paceline.base.files import expanded
 from paceline.parallel.activation_copies import ActivationCopies
-from paceline.parallel.offload import OffloadOptions
+from paceline.parallel.offload import OffloadOptions, moves_states, states_bytes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused
-from paceline.parallel.stand_ins import original, stand_in, stand_ins
+from paceline.parallel.stand_ins import is_elementwise, original, stand_in, stand_ins
+from paceline.parallel.states_on_disk import StatesOnDisk, disk_error, written_per_second
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
+from paceline.plan.rules import origin
 from paceline.torch_internals.grad_scaler import check_before_step
+from paceline.world.param_groups import inner_optimizers
 from paceline.world.sharded import local
 
 
@@ -45,17 +50,56 @@ class OffloadedStates(AppliedStrategy):
         self._context = context
         self._device = context.device
         self._options: OffloadOptions = context.options
-        # FSDP2 moves the states of parameters that it divides.
-        self._moves_states = context.plan.offloads_states and not context.plan.fully_sharded
+        self._moves_states = moves_states(context.plan)
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
-        """Makes the optimizer step on the host.
+        """Makes the optimizer step on the host, and part by part if its states are on disk.
 
         Raises:
-            TrainError: `step-closure`, for LBFGS, which steps with a closure.
+            TrainError: `step-closure`, for LBFGS, which steps with a closure; `offload-disk`, if nothing can be written there.
+            PrepareError: `offload-elementwise`.
         """
         if not self._moves_states:
             return []
+        on_host = self._step_on_host(adapter)
+        if not self._context.plan.states_folder:
+            return on_host
+        return [*on_host, *self._step_from_disk(adapter)]
+
+    def _step_from_disk(self, adapter: OptimizerAdapter) -> list[Decision]:
+        optimizer = adapter.optimizer
+        kind = type(optimizer)
+        # The step of another class may count steps, or sum over parameters, in attributes of its own.
+        is_known = kind.__module__.startswith(("torch.optim.", "paceline"))
+        if inner_optimizers(optimizer) or not is_elementwise(optimizer) or not is_known:
+            raise PrepareError(
+                "offload-elementwise",
+                f"{kind.__name__} cannot step part by part, so its states cannot be on disk.",
+                why=f"{origin(self._context.plan, 'offload')}; of an optimizer that is not torch's, or may look at a whole "
+                "parameter, a part of a step may be no part of the result",
+                fix="use an elementwise optimizer of torch, such as AdamW, or `--offload optimizer`, which uses memory",
+            )
+        if adapter.steps_in_parts:  # another model of the same optimizer
+            return []
+        folder = expanded(self._context.plan.states_folder)
+        writes_files = self._context.runtime.keeps_files
+        reason = f"they are in files without names in {folder}"
+        if writes_files:
+            try:
+                rate = written_per_second(folder)
+            except OSError as error:
+                raise disk_error(str(folder), error, f"states of {kind.__name__} cannot be kept") from None
+            seconds = 2 * states_bytes(self._context.plan, self._context.facts) / rate
+            reason += (
+                f"; {rate / 1e6:.0f} MB/s were written there just now, so Adam's step takes {seconds:.2g} s longer"
+            )
+        part_bytes = int(self._options.part_mb * 2**20)
+        states = StatesOnDisk(folder if writes_files else None, part_bytes, self._context.runtime.kept_on_host)
+        adapter.step_in_parts(states.parts)
+        adapter.after_step(states.refuse_lost_disk)
+        return [Decision(f"optimizer.{kind.__name__}.on_disk", "yes", "derived", reason=reason)]
+
+    def _step_on_host(self, adapter: OptimizerAdapter) -> list[Decision]:
         optimizer = adapter.optimizer
         field = f"optimizer.{type(optimizer).__name__}.offloaded"
         if not _moves(self._context, self._options):

@@ -1,6 +1,6 @@
 """`OptimizerAdapter`: everything that is done to one optimizer of the user's. Its `step` lists the order.
 
-    strategies declare, in `bind`      refuse, swap, choose_kernels, after_step, forget, surround
+    strategies declare, in `bind`      refuse, swap, choose_kernels, step_in_parts, after_step, forget, surround
     a preparation declares             follow_groups
     the adapter replaces               `step`, `zero_grad` and `add_param_group`, each at most once, and methods of the user's
                                        own class
@@ -10,7 +10,7 @@ No strategy replaces a method itself. What a strategy adds to a step is one line
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from types import MethodType
@@ -21,12 +21,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
-from paceline.torch_internals.optimizers import first_after_step
+from paceline.torch_internals.optimizers import first_after_step, step_without_hooks
 from paceline.torch_internals.tensors import times_written
 from paceline.world.param_groups import inner_optimizers
 
 Act = Callable[[Optimizer], None]
 Swap = Callable[[Optimizer], AbstractContextManager[Any]]
+Parts = Callable[[Optimizer], Sequence[AbstractContextManager[Any]]]
 Surroundings = Callable[[str], AbstractContextManager[Any]]
 Stepped = Callable[[Iterable[Tensor]], list[Tensor]]
 _ADAPTER = "_paceline_adapter"  # attribute of the function that takes the place of `step`
@@ -47,6 +48,7 @@ class OptimizerAdapter:
         self._refusals: list[Act] = []
         self._swaps: list[Swap] = []
         self._kernels: list[Act] = []
+        self._parts: Parts | None = None
         self._afterwards: list[Act] = []
         self._forgets: list[Callable[[bool], None]] = []
         self._surroundings: list[Surroundings] = []
@@ -69,6 +71,7 @@ class OptimizerAdapter:
             adapter._followers,
         ):
             declared.clear()
+        adapter._parts = None
         return adapter
 
     # -- what strategies declare -----------------------------------------------------------------------------------
@@ -99,6 +102,22 @@ class OptimizerAdapter:
         """Lets `choose` change the groups just before the kernels run, when the optimizer holds what it steps."""
         self._kernels.append(choose)
         self._install_step()
+
+    def step_in_parts(self, parts: Parts) -> None:
+        """Makes the kernels of each step run several times, for some of the parameters each time.
+
+        Args:
+            parts: returns a context for each part, in which the groups hold the parameters of it; at least one.
+
+        It is for optimizers of torch's that are elementwise: their `step` counts nothing but in the states of parameters.
+        """
+        self._parts = parts
+        self._install_step()
+
+    @property
+    def steps_in_parts(self) -> bool:
+        """Whether `step_in_parts` was called, as for another model of the same optimizer."""
+        return self._parts is not None
 
     def after_step(self, act: Act) -> None:
         """Calls `act` after each step, before the user's hooks."""
@@ -171,6 +190,13 @@ class OptimizerAdapter:
             # 5. Kernels that suit these tensors.
             for choose in self._kernels:
                 choose(optimizer)
+            # 6. The kernels; those of the last part are called below.
+            if self._parts is not None:
+                *first_parts, last_part = self._parts(optimizer)
+                for part in first_parts:
+                    with part:
+                        step_without_hooks(optimizer)
+                opened.enter_context(last_part)
             if computed is not None:
                 computed.watch(optimizer)
 
@@ -183,7 +209,7 @@ class OptimizerAdapter:
         with self._surroundings_of("step"):
             # 1. The loss, if it is computed here.
             computed: _ComputedLoss | None = None
-            if self._swaps:
+            if self._swaps or self._parts is not None:
                 computed, args, kwargs = self._with_loss(args, kwargs)
             # Both hooks are registered at each step, so that `begin` is the last before the kernels and `end` the first after.
             before = optimizer.register_step_pre_hook(begin)

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from paceline.config.settings import Offload
 from paceline.plan.semantics import NATIVE, Semantics
 from paceline.world.layout import Layout
 
@@ -49,7 +48,7 @@ class Plan:
             every K-th block.
         compile: whether the repeated blocks are compiled.
         offload: what waits in the host's memory while it is not needed: "no", "optimizer", "all" or "activations", or
-            "activations" behind a + with one of the others.
+            "activations" behind a + with one of the others; or "optimizer=disk:FOLDER", with "activations+" before it.
         open: settings that were asked to be chosen when the models are known; () once they are.
         strategies: names of the model passes, in the order in which they are applied.
         options: options of each strategy, by its name.
@@ -63,7 +62,7 @@ class Plan:
     zero: int = 0
     recompute: str = "no"
     compile: bool = False
-    offload: Offload = "no"
+    offload: str = "no"
     open: tuple[str, ...] = ()
     strategies: tuple[str, ...] = ()
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -78,13 +77,18 @@ class Plan:
 
     @property
     def offloads_states(self) -> bool:
-        """Whether optimizer states wait in the host's memory."""
+        """Whether optimizer states wait in the host's memory, or on its disk."""
         return self.offload not in ("no", "activations")
+
+    @property
+    def states_folder(self) -> str:
+        """The folder of the files in which optimizer states are kept; "" where they are in memory."""
+        return self.offload.partition("=disk:")[2]
 
     @property
     def offloads_activations(self) -> bool:
         """Whether activations wait in the host's memory."""
-        return self.offload.endswith("activations")
+        return "activations" in self.offload.partition("=")[0]
 
     @property
     def half(self) -> str:

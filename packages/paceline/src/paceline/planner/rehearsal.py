@@ -221,6 +221,8 @@ def _perform(work: Callable[[], object], simulated: SimulatedWorld, observer: Ru
         stack.enter_context(fake.zeros_for_values())
         stack.enter_context(fake.swappable(fakes))
         stack.enter_context(fake.observed_resizes(trace.allocations.resized))
+        # Kernels that a step compiles itself, as torchao's do, have no values here to be compiled for.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         if simulated.accelerated:
             stack.enter_context(fake.grouped_optimizer_kernels())
         register_optimizer_step_pre_hook(rehearsal.before_optimizer_step)

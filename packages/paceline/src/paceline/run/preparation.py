@@ -42,7 +42,7 @@ from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.model_problems import differing_models, float8_gathers, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.stand_ins import step_local_parts
+from paceline.parallel.stand_ins import is_elementwise, step_local_parts
 from paceline.parallel.strategy import Context, strategies_for, strategies_of
 from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
@@ -465,10 +465,11 @@ class Preparation:
         """Lets strategies adapt an optimizer that holds the prepared parameters, and chooses its kernels."""
         adapter = OptimizerAdapter.of(optimizer)
         _bind(adapter, self.run)
-        if any(base.__name__ == "Muon" for base in type(optimizer).__mro__):
-            from paceline.optim.muon import decisions_about  # most runs have no such optimizer
+        if not is_elementwise(optimizer):
+            # Imported here: few runs have one of these.
+            from paceline.optim import low_bit, muon
 
-            for decision in decisions_about(optimizer):
+            for decision in (*muon.decisions_about(optimizer), *low_bit.decisions_about(optimizer)):
                 self.run.note(decision)
         copy_assigned_data(adapter)
         step_local_parts(adapter)

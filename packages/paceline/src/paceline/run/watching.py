@@ -30,6 +30,7 @@ from paceline.run.run import Run
 from paceline.torch_internals.modules import is_compiled
 from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
 from paceline.watch.records import AnomalyFound, CheckpointSaved, Hello, PlanMade
+from paceline.world.device import device_properties
 from paceline.world.events import SavedCheckpoint
 
 _MAIN_BYTES = 32 << 20
@@ -180,7 +181,7 @@ def _hello(run: Run) -> Hello:
 
 def model_of(device: torch.device) -> str:
     """Returns the name of an accelerator's model; "" if it is not known."""
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    return str(getattr(device_properties(device), "name", ""))
 
 
 def peak_flops_of(model: str, precision: str) -> float | None:
@@ -193,11 +194,9 @@ def peak_flops_of(model: str, precision: str) -> float | None:
 
 
 def _memory_in_all(device: torch.device) -> int | None:
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
     if device.type == "cpu" and hasattr(os, "sysconf"):
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return None
+    return getattr(device_properties(device), "total_memory", None)
 
 
 def _plan(run: Run) -> PlanMade:

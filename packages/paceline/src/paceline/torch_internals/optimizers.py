@@ -27,6 +27,11 @@ def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> Removab
     return handle
 
 
+def step_without_hooks(optimizer: Optimizer) -> None:
+    """Calls the step of the optimizer's class without the hooks that torch has wrapped around it."""
+    type(optimizer).step.__wrapped__(optimizer)
+
+
 def mark_as_stepped(optimizer: Optimizer) -> None:
     """Tells schedulers that the optimizer was stepped: they warn where they are stepped before it."""
     optimizer._opt_called = True

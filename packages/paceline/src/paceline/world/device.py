@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from paceline.base.devices import device_type
 from paceline.base.errors import WorldError
 from paceline.world.world import World
 
@@ -37,8 +38,8 @@ def detect(world: World, *, cpu: bool = False, index: int | None = None) -> torc
             why=f"{world.local_size} processes run on this host ({world.source})",
             fix=f"start {count} processes a host, make more devices visible, or run on the CPU with cpu=True",
         )
-    if accelerator.type == "mps":
-        return torch.device("mps")  # Apple's device has no numbers
+    if not device_type(accelerator.type).is_numbered:
+        return torch.device(accelerator.type)
     return torch.device(accelerator.type, wanted)
 
 
@@ -59,7 +60,8 @@ def default_backend(device: torch.device, wanted: str | None = None) -> str:
     else:
         pairs = {"cpu": wanted if wanted and device.type == "cpu" else "gloo"}
         if device.type != "cpu":
-            pairs[device.type] = wanted or dist.get_default_backend_for_device(device)
+            of_torch = dist.Backend.default_device_backend_map.get(device.type)
+            pairs[device.type] = wanted or of_torch or device_type(device.type).backend
     asked_for = f", and backend={wanted!r} was asked for" if wanted else ""
     for backend in pairs.values():
         if not dist.is_available() or not dist.is_backend_available(backend):
@@ -76,10 +78,12 @@ def default_backend(device: torch.device, wanted: str | None = None) -> str:
 
 def identity(device: torch.device) -> str:
     """Returns what identifies this device among all devices of its host; "" if that cannot be known."""
+    return str(getattr(device_properties(device), "uuid", ""))
+
+
+def device_properties(device: torch.device) -> Any:
+    """Returns what torch's module of an accelerator says of it: its name, total_memory, uuid, ...; None if it says nothing."""
     if device.type == "cpu":
-        return ""
-    module: Any = torch.get_device_module(device)
-    read = getattr(module, "get_device_properties", None)
-    if not callable(read):
-        return ""
-    return str(getattr(read(device), "uuid", ""))
+        return None
+    read = getattr(torch.get_device_module(device), "get_device_properties", None)
+    return read(device) if callable(read) else None

@@ -5,6 +5,8 @@ lacks is an object with one key that begins with `$`:
 
     {"lr": 0.1, "betas": (0.9, 0.99), "exp_avg": tensor}
     {"lr": 0.1, "betas": {"$tuple": [0.9, 0.99]}, "exp_avg": {"$tensor": "optimizers/0/exp_avg"}}
+
+A tensor that is made of others, such as an 8-bit state, is an object of these: {"$subclass": {"type": ..., "parts": {...}}}.
 """
 
 from __future__ import annotations
@@ -13,13 +15,15 @@ import base64
 from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from math import prod
+from typing import Any, TypeGuard
 
 import numpy
 import torch
 from torch import Tensor
 
 from paceline.base.errors import CheckpointError, Problem
+from paceline.world.sharded import is_sharded
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -41,6 +45,8 @@ class Encoder:
         kind = type(value)
         if kind in _PLAIN:
             return value
+        if is_made_of_tensors(value):
+            return {"$subclass": self._subclass(value, path)}
         if isinstance(value, Tensor):
             return {"$tensor": self.add_tensor(path, value.detach())}
         if kind is list:
@@ -80,6 +86,16 @@ class Encoder:
             pairs.append([self.encode(key, f"{path}/key"), self.encode(item, f"{path}/{key}")])
         return pairs
 
+    def _subclass(self, value: Tensor, path: str) -> dict[str, Any]:
+        """JSON of a tensor that is made of others, which are kept each by its own path."""
+        kind = type(value)
+        if _subclass_named(_full_name(kind)) is not kind:
+            self.problems.append(_refused(value, path))
+        names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+        parts = {name: self.encode(getattr(value, name), f"{path}/{name}") for name in names}
+        encoded_context = self.encode(context, f"{path}/context")
+        return {"type": _full_name(kind), "parts": parts, "context": encoded_context, "shape": list(value.shape)}
+
     def add_tensor(self, path: str, tensor: Tensor) -> str:
         """Keeps a tensor, which stands at `path`; returns the path by which it is known."""
         if tensor.layout != torch.strided or tensor.is_quantized:
@@ -101,8 +117,31 @@ _VALUES: dict[type, tuple[str, Callable[[Any], object]]] = {
 }
 
 
+def is_made_of_tensors(value: object) -> TypeGuard[Tensor]:
+    """Returns whether a value is a tensor whose values are in other tensors, such as 8-bit codes and their scales.
+
+    DTensors are none of these: each rank holds a part of one tensor, which `format` puts together.
+    """
+    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not is_sharded(value)
+
+
+def _subclass_named(name: str) -> type | None:
+    """Returns a class of tensors by its full name, if its library has told torch that reading it is safe.
+
+    So a file names no code that the script has not imported for this use.
+    """
+    for kind in torch.serialization.get_safe_globals():
+        if isinstance(kind, type) and _full_name(kind) == name and hasattr(kind, "__tensor_unflatten__"):
+            return kind
+    return None
+
+
+def _full_name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def _refused(value: object, path: str) -> Problem:
-    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    kind = _full_name(type(value))
     return Problem(
         "checkpoint-value",
         f"{path} is a {kind}, which a checkpoint cannot hold.",
@@ -131,6 +170,8 @@ def decode(value: object, tensors: Mapping[str, Tensor]) -> Any:
         return tensors[content]
     if tag == "$ndarray":
         return tensors[content].numpy()
+    if tag == "$subclass":
+        return _put_together(content, tensors)
     reader = _READERS.get(tag)
     if reader is None:
         raise CheckpointError(
@@ -140,6 +181,23 @@ def decode(value: object, tensors: Mapping[str, Tensor]) -> Any:
             fix="load another checkpoint; this one was edited or written by a newer Paceline",
         )
     return reader(decode(content, tensors))
+
+
+def _put_together(saved: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor:
+    kind = _subclass_named(saved["type"])
+    if kind is None:
+        raise CheckpointError(
+            "checkpoint-subclass",
+            f"the checkpoint holds tensors of the class {saved['type']}, which is not known here.",
+            why="only classes that their library has registered with `torch.serialization.add_safe_globals` are read, which "
+            "it does where it is imported",
+            fix="construct the optimizer that the saved run had, before `load_state`",
+        )
+    shape = torch.Size(saved["shape"])
+    strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))  # those of a contiguous tensor
+    parts, context = decode(saved["parts"], tensors), decode(saved["context"], tensors)
+    tensor: Tensor = kind.__tensor_unflatten__(parts, context, shape, strides)  # type: ignore[attr-defined]
+    return tensor
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -68,7 +68,8 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
         output = DTYPES[options.output_dtype]
     precision = MixedPrecisionPolicy(param_dtype(plan, options), reduce_dtype(plan, options), output)
     keywords: dict[str, Any] = {"mesh": mesh, "ignored_params": set(alone) or None}
-    if plan.offloads_states and context.device.type != "cpu":
+    moves_parameters = plan.offloads_states and not plan.states_folder
+    if moves_parameters and context.device.type != "cpu":
         keywords["offload_policy"] = CPUOffloadPolicy()
 
     # A pipeline stage lacks some of the modules.
@@ -114,7 +115,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
             unit.set_modules_to_forward_prefetch(following)
             unit.set_modules_to_backward_prefetch(previous[::-1])
     applied = DividedUnits(model, context, alone, keeps=reshard is False)
-    applied.parameters_on_host = plan.offloads_states
+    applied.parameters_on_host = moves_parameters
     # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
     collectives = context.collectives if plan.layout.pp == 1 else None
     with_statements = transport_of(group, context.device).is_pairwise or context.collectives.debug

@@ -1,0 +1,59 @@
+"""The types of devices: all that is known of a type by its name is one row of `DEVICES`.
+
+What torch can be asked (how many there are, their memory, the module `torch.TYPE`) is not here. A type without a row works too,
+if torch knows it: `device_type` returns a row with its name alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class DeviceType:
+    """One type of device.
+
+    Attributes:
+        name: torch's name of it.
+        title: what users call one of them.
+        visible: the variable that hides devices from a process; "" where there is none.
+        backend: its backend of torch.distributed, where torch knows of none: that of the package which adds the type to torch.
+        package: this package; "" where torch has the type itself.
+        is_numbered: whether several of them in one host have numbers.
+        has_streams: whether copies run beside the computation.
+        compiles_flex: whether torch compiles `flex_attention` and its backward pass for it.
+        was_run: whether Paceline was ever run on such hardware.
+    """
+
+    name: str
+    title: str = ""
+    visible: str = ""
+    backend: str = ""
+    package: str = ""
+    is_numbered: bool = True
+    has_streams: bool = True
+    compiles_flex: bool = False
+    was_run: bool = False
+
+
+# "rocm" is no type of torch's: its builds for AMD call their devices cuda, and so the libraries of AMD read the same variable.
+DEVICES = {
+    "cpu": DeviceType("cpu", "CPU process", backend="gloo", is_numbered=False, has_streams=False, was_run=True),
+    "meta": DeviceType("meta", is_numbered=False, has_streams=False, was_run=True),
+    "cuda": DeviceType("cuda", "GPU", "CUDA_VISIBLE_DEVICES", "nccl", compiles_flex=True, was_run=True),
+    "rocm": DeviceType("cuda", "GPU", "CUDA_VISIBLE_DEVICES", "nccl", compiles_flex=True),
+    "xpu": DeviceType("xpu", "XPU", "ZE_AFFINITY_MASK", "xccl", compiles_flex=True),
+    "npu": DeviceType("npu", "NPU", "ASCEND_RT_VISIBLE_DEVICES", "hccl", "torch_npu"),
+    "hpu": DeviceType("hpu", "HPU", "HABANA_VISIBLE_MODULES", "hccl", "habana_frameworks.torch"),
+    "mps": DeviceType("mps", "MPS", backend="gloo", is_numbered=False, has_streams=False),
+    "tpu": DeviceType("tpu", "TPU", "TPU_VISIBLE_CHIPS", "tpu_dist", "torch_tpu"),
+    "mlu": DeviceType("mlu", "MLU", "MLU_VISIBLE_DEVICES", "cncl", "torch_mlu"),
+    "musa": DeviceType("musa", "GPU", "MUSA_VISIBLE_DEVICES", "mccl", "torch_musa"),
+    "sdaa": DeviceType("sdaa", "SDAA", "SDAA_VISIBLE_DEVICES", "tccl", "torch_sdaa"),
+}
+ACCELERATORS = tuple(dict.fromkeys(row.name for row in DEVICES.values() if row.name not in ("cpu", "meta")))
+
+
+def device_type(name: str) -> DeviceType:
+    """Returns what is known of a type, by torch's name of it."""
+    return DEVICES.get(name) or DeviceType(name, name.upper())

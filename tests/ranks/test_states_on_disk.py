@@ -1,0 +1,147 @@
+"""States on disk: the bits of states in memory, under every plan, saved and resumed as any other; a full disk loses nothing."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from paceline import Accelerator
+from paceline.base.errors import PacelineError, TrainError
+from paceline.optim import Lamb, Lion
+from paceline.testing import run_ranks
+
+DATA_PLANS: dict[str, dict[str, Any]] = {
+    "replicate": {"replicate": 2},
+    "zero1": {"shard": 2, "zero": 1},
+    "zero2": {"shard": 2, "zero": 2},
+    "shard": {"shard": 2},
+    "alone": {},
+}
+OPTIMIZERS = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, amsgrad=True),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2, fused=True),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=1e-2, momentum=0.9),
+    "plain": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2),
+    "Lion": lambda parameters: Lion(parameters, lr=1e-3),
+}
+
+
+def on_disk(folder: Path) -> dict[str, Any]:
+    # Parts so small that the model has several, and one matrix is larger than a part.
+    return {"offload": f"optimizer=disk:{folder}", "options": {"offload": {"part_mb": 0.02}}}
+
+
+class Run:
+    def __init__(self, plan: dict[str, Any], kind: str = "AdamW") -> None:
+        torch.manual_seed(0)
+        self.accelerator = Accelerator(cpu=True, plan=plan)
+        net = nn.Sequential(nn.Linear(64, 128), nn.Tanh(), nn.Linear(128, 66), nn.Tanh(), nn.Linear(66, 1))
+        halves = [list(net[:2].parameters()), list(net[2:].parameters())]
+        groups = [{"params": halves[0]}, {"params": halves[1], "weight_decay": 0.1}]
+        self.model, self.optimizer = self.accelerator.prepare(net, OPTIMIZERS[kind](groups))
+        self.hooks: list[int] = []
+        self.optimizer.register_step_pre_hook(lambda optimizer, *_: self.hooks.append(len(optimizer.param_groups)))
+
+    def train(self, *numbers: int) -> Run:
+        layout = self.accelerator.plan.layout
+        for number in numbers:
+            x = torch.randn(8, 64, generator=torch.Generator().manual_seed(number))
+            x = x.chunk(layout.width)[layout.data_index(self.accelerator.process_index)]
+            self.accelerator.backward((self.model(x) - x.sum(1, keepdim=True)).square().mean())
+            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        return self
+
+    def weights(self) -> list[Tensor]:
+        return [torch.as_tensor(value).clone() for value in self.accelerator.get_state_dict(self.model).values()]
+
+
+def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) -> None:
+    def work() -> dict[str, tuple[list[Tensor], list[Tensor]]]:
+        outcome = {}
+        for name, plan in DATA_PLANS.items():
+            if not plan:
+                continue
+            expected = Run(plan).train(*range(4)).weights()
+            run = Run({**plan, **on_disk(tmp_path / "disk")}).train(0, 1)
+            run.accelerator.save_state(str(tmp_path / name))
+            outcome[name] = expected, run.train(2, 3).weights()
+        return outcome
+
+    def resumed(disk: dict[str, Any]) -> dict[str, list[Tensor]]:
+        outcome = {}
+        for name in DATA_PLANS.keys() - {"alone"}:
+            run = Run(disk)
+            run.accelerator.load_state(str(tmp_path / name))
+            outcome[name] = run.train(2, 3).weights()
+        return outcome
+
+    for name, (expected, weights) in run_ranks(work, 2)[0].items():
+        assert all(map(torch.equal, expected, weights)), name
+    from_disk, in_memory = resumed(on_disk(tmp_path / "disk")), resumed({})
+    for name, weights in from_disk.items():
+        assert all(map(torch.equal, weights, in_memory[name])), name
+    assert not list((tmp_path / "disk").iterdir())
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_elementwise_optimizers(kind, tmp_path) -> None:
+    run = Run(on_disk(tmp_path), kind).train(*range(3))
+    assert all(map(torch.equal, run.weights(), Run({}, kind).train(*range(3)).weights()))
+    # A step in parts is one step to hooks, with all groups.
+    assert run.hooks == [2, 2, 2]
+    fields = [decision.field for decision in run.accelerator.plan.decisions]
+    assert {"offload.disk", f"optimizer.{type(run.optimizer.optimizer).__name__}.on_disk"} <= set(fields)
+
+
+def test_a_disk_that_is_full_in_mid_step_loses_nothing(tmp_path, monkeypatch) -> None:
+    run = Run(on_disk(tmp_path / "disk")).train(0)
+    run = Run(on_disk(tmp_path / "disk"))
+    reserve, calls = os.posix_fallocate, []
+
+    def reserve_until_full(*args: int) -> None:
+        calls.append(args)
+        if len(calls) > 2:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        reserve(*args)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve_until_full)
+    with pytest.raises(TrainError) as caught:
+        run.train(0)
+    assert caught.value.code == "offload-disk" and len(calls) > 3
+    # The step is whole: it can be saved, and is the one that a run in memory has taken.
+    run.optimizer.zero_grad()
+    run.accelerator.save_state(str(tmp_path / "saved"))
+    monkeypatch.undo()
+    expected = Run({}).train(0, 1, 2).weights()
+    assert all(map(torch.equal, run.train(1, 2).weights(), expected))  # room was made
+    again = Run(on_disk(tmp_path / "other"))
+    again.accelerator.load_state(str(tmp_path / "saved"))
+    assert all(map(torch.equal, again.train(1, 2).weights(), expected))
+
+
+class Counting(torch.optim.AdamW):
+    elementwise = True
+
+
+@pytest.mark.parametrize("make", [Lamb, torch.optim.Adafactor, Counting])
+def test_others_are_refused_before_the_first_step(make, tmp_path) -> None:
+    net = nn.Linear(4, 4)
+    with pytest.raises(PacelineError) as caught:
+        Accelerator(cpu=True, plan=on_disk(tmp_path)).prepare(net, make(net.parameters()))
+    assert caught.value.code == "offload-elementwise"
+
+
+def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(PacelineError) as caught:
+        Run(on_disk(tmp_path / "file"))
+    assert caught.value.code == "offload-disk"
