@@ -172,8 +172,9 @@ PROGRAMS = (
     example("gpt", "training/data_efficiency/gpt_finetuning",
             "run_clm_no_trainer.py --deepspeed_config ds_plain.json --deepspeed "
             "--dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 --model_name_or_path model "
-            "--per_device_train_batch_size 2 --num_train_epochs 1 --block_size 16 --output_dir out",
-            inputs=("gpt2", "wikitext", "plain_config"), env={"PROGRAMS_OLDER": "1"}),
+            "--per_device_train_batch_size 2 --num_train_epochs 1 --block_size 16 --output_dir out", "own fault",
+            inputs=("gpt2", "wikitext", "plain_config"),
+            env={"PROGRAMS_OLDER": "1"}),  # it saves the vocabulary as tokenizers of transformers 4 did
     example("hello", "training/HelloDeepSpeed",
             "train_bert_ds.py --checkpoint_dir out --tokenizer model --num_layers 2 --ff_dim 64 --h_dim 32 --num_heads 4 "
             "--num_iterations 8 --checkpoint_every 4 --log_every 2", inputs=("language_model", "wikitext"), tolerance=2e-2),
@@ -194,7 +195,7 @@ PROGRAMS = (
                 "--save_strategy no --learning_rate 1e-2 --lr_scheduler_type cosine --logging_steps 1 --report_to none "
                 f"--deepspeed {config}.json", expected, procs=procs, inputs=("language_model", "instructions",
                 "trainer_configs"), tolerance=1e-4)
-        for config, expected, procs in (("zero1", "equal", (1, 2)), ("zero2", "equal", (2,)), ("zero3", "equal", (1, 2)),
+        for config, expected, procs in (("zero1", "equal", (1, 2)), ("zero2", "equal", (2,)), ("zero3", "equal", (1,)),
                                         ("tp", "equal", (2,)), ("zero1tp", "equal", (2,)))
     ),
     example("moq", "training/MoQ", "run_glue.py --model_name_or_path model --task_name mrpc --do_train --output_dir out",
