@@ -661,11 +661,11 @@ def torchtune(folder: Path) -> None:
     (folder / "model").mkdir()
     trainer = sentencepiece.SentencePieceTrainer
     trainer.train(
-        sentence_iterator=iter(texts), model_prefix=str(folder / "model" / "tokenizer"), vocab_size=60, pad_id=3
+        sentence_iterator=iter(texts), model_prefix=str(folder / "model" / "tokenizer"), vocab_size=20, pad_id=3
     )
     torch.manual_seed(1)
     config = LlamaConfig(
-        vocab_size=60,
+        vocab_size=20,
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
@@ -693,7 +693,7 @@ def torchtune(folder: Path) -> None:
         "batch_size": 2,
         "model": {
             "_component_": "torchtune.models.llama2.llama2",
-            "vocab_size": 60,
+            "vocab_size": 20,
             "num_layers": 2,
             "num_heads": 4,
             "num_kv_heads": 2,
