@@ -149,8 +149,11 @@ def accelerate_cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4)) 
 def deepspeed_cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iterable[str] = ()) -> list[Case]:
     """The cases of a program that `deepspeed_door.adapted` has made. Its checkpoints go on at another width."""
     wanted = set(plans)
+    then = 1 + program.seed % 3
+    if not deepspeed_door.cases_are_meant(program.models, then):
+        then = 1
     cases = [
-        Case(program, world, f"stage{stage}", (1 + (world + program.seed) % 3, f"stage{stage}"), "deepspeed")
+        Case(program, world, f"stage{stage}", (then, f"stage{stage}"), "deepspeed")
         for world in worlds
         for stage in deepspeed_door.STAGES
         if deepspeed_door.cases_are_meant(program.models, world)

@@ -56,7 +56,8 @@ _NAME = 99  # of a loss that `forward_backward` has computed natively
 def adapted(program: Program) -> Program | None:
     """The program as it is written for DeepSpeed; None where nothing is left of it."""
     body = tuple(_flat(program.body))
-    if any(model.body_of is not None for model in program.models) or any(
+    # A trained side head beside a frozen part would be in no group of the optimizer.
+    if any(model.body_of is not None or (model.side and model.frozen) for model in program.models) or any(
         isinstance(inner, Backward) for each in body if isinstance(each, When) for inner in statements(each.body)
     ):
         return None
