@@ -6,6 +6,7 @@ import importlib
 import sys
 
 import pytest
+import torch
 
 import paceline_deepspeed as table
 from paceline import CompatError
@@ -55,3 +56,14 @@ def test_a_name_that_is_not_carried_names_the_native_way() -> None:
         assert way in str(raised.value)
     with pytest.raises(ImportError, match="Did you mean: 'initialize'"):
         from deepspeed import initialise  # noqa: F401
+
+
+def test_a_model_is_saved_as_scripts_of_random_ltd_save_it() -> None:
+    from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd, save_without_random_ltd
+
+    model = torch.nn.Linear(2, 1)
+    engine = torch.nn.DataParallel(model)  # has its model under the name that an engine has it under
+    for given in (model, engine):
+        assert save_without_random_ltd(given).keys() == {"weight", "bias"}
+    with pytest.raises(CompatError, match="is not carried by Paceline"):
+        convert_to_random_ltd(model, torch.nn.Linear)

@@ -12,8 +12,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import get_args
 
-from loops.accelerate_door import adapted
-from loops.check import PLANS, Case, accelerate_cases_of, cases_of, check, references
+from loops.check import DOORS, PLANS, Case, cases_of_door, check, references
 from loops.compare import Outcome
 from loops.draw import draw
 from loops.programs import Statement, uses
@@ -71,14 +70,10 @@ def run_chunk(
     if using:
         kind = next(kind for kind in get_args(Statement) if kind.__name__ == using)
         programs = [program for program in programs if uses(program, kind)]
-    if door:
-        programs = [program for program in map(adapted, programs) if program is not None]
+    programs = [program for program in map(DOORS[door].adapted, programs) if program is not None]
     wants = references(programs, door)
     valid = [program for program, want in zip(programs, wants, strict=True) if want is not None]
-    if door:
-        cases = [case for program in valid for case in accelerate_cases_of(program, widths)]
-    else:
-        cases = [case for program in valid for case in cases_of(program, widths, plans)]
+    cases = [case for program in valid for case in cases_of_door(door, program, widths, plans)]
     tally = Tally(programs=len(valid), unclear=len(programs) - len(valid))
     tally.add(cases, check(cases, dict(zip(programs, wants, strict=True))))
     return tally
@@ -124,7 +119,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="groups of ranks at the same time")
     parser.add_argument("--shrink", type=int, default=5, help="how many failures are made smaller")
     parser.add_argument("--using", default="", help="only programs that have this statement: Write")
-    parser.add_argument("--door", choices=["", "accelerate"], default="", help="through the names of another library")
+    parser.add_argument("--door", choices=list(DOORS), default="", help="through the names of another library")
     parser.add_argument("--minutes", type=float, help="programs that have not begun by then are left out")
     parser.add_argument("--shuffle", action="store_true", help="loaders may shuffle")
     parser.add_argument(

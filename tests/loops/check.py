@@ -1,6 +1,7 @@
 """Runs programs under plans and judges them: `check` for many at once.
 
 Case       one program, the ranks and the plan it runs on, and those on which a saved run goes on
+Door       how programs are written with the names of a library
 cases_of   the cases of a program: every width, every plan that its loop can be written for
 """
 
@@ -8,12 +9,12 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from loops import accelerate_door
+from loops import accelerate_door, deepspeed_door
 from loops.compare import LOW_PRECISION_TOLERANCE, NUMBERS, TOLERANCE, Outcome, outcome
 from loops.plain import plain
 from loops.programs import Backward, Program, Read, statements
@@ -63,14 +64,14 @@ class Case:
         world: the number of ranks.
         plan: the name of the plan among those of this width.
         then: width and plan with which a run that was saved goes on; of no use to others.
-        door: "accelerate" for a program that is written with its names, see `accelerate_door.adapted`.
+        door: the library with whose names the program is written, of `DOORS`.
     """
 
     program: Program
     world: int
     plan: str
     then: tuple[int, str] = (1, "one")
-    door: Literal["", "accelerate"] = ""
+    door: Literal["", "accelerate", "deepspeed"] = ""
 
     @property
     def name(self) -> str:
@@ -80,7 +81,36 @@ class Case:
 
     @property
     def settings(self) -> dict[str, int | str]:
-        return dict(PLANS[self.world][self.plan])
+        return settings_of(self.door, self.world, self.plan)
+
+
+@dataclass(frozen=True)
+class Door:
+    """How programs are written with the names of a library.
+
+    Attributes:
+        plain: what the library defines, on one process.
+        script: the text that runs in the ranks.
+        adapted: the program in the library's names; None if it has no meaning there.
+    """
+
+    plain: Callable[[Program], dict[str, Any]] = plain
+    script: Callable[..., str] = script
+    adapted: Callable[[Program], Program | None] = lambda program: program
+
+
+DOORS = {
+    "": Door(),
+    "accelerate": Door(accelerate_door.accelerate_plain, accelerate_door.accelerate_script, accelerate_door.adapted),
+    "deepspeed": Door(deepspeed_door.deepspeed_plain, deepspeed_door.deepspeed_script, deepspeed_door.adapted),
+}
+
+
+def settings_of(door: str, world: int, plan: str) -> dict[str, int | str]:
+    """What a plan of this name sets; under DeepSpeed's names it is a stage."""
+    if door == "deepspeed":
+        return {"stage": int(plan.removeprefix("stage"))}
+    return dict(PLANS[world][plan])
 
 
 def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iterable[str] = ()) -> list[Case]:
@@ -116,10 +146,33 @@ def accelerate_cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4)) 
     return cases
 
 
+def deepspeed_cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iterable[str] = ()) -> list[Case]:
+    """The cases of a program that `deepspeed_door.adapted` has made. Its checkpoints go on at another width."""
+    wanted = set(plans)
+    then = 1 + program.seed % 3
+    if not deepspeed_door.cases_are_meant(program.models, then):
+        then = 1
+    cases = [
+        Case(program, world, f"stage{stage}", (then, f"stage{stage}"), "deepspeed")
+        for world in worlds
+        for stage in deepspeed_door.STAGES
+        if deepspeed_door.cases_are_meant(program.models, world)
+    ]
+    return [case for case in cases if not wanted or case.plan in wanted]
+
+
+def cases_of_door(door: str, program: Program, worlds: Iterable[int], plans: Iterable[str] = ()) -> list[Case]:
+    """The cases of a program that the door has adapted."""
+    if door == "accelerate":
+        return accelerate_cases_of(program, worlds)
+    if door == "deepspeed":
+        return deepspeed_cases_of(program, worlds, plans)
+    return cases_of(program, worlds, plans)
+
+
 def references(programs: Sequence[Program], door: str = "") -> list[dict[str, Any] | None]:
     """What plain PyTorch does, as `door` defines it; None for a program that is wrong there, too."""
-    reference = accelerate_door.accelerate_plain if door else plain
-    got = run_jobs([Job(program=program, reference=reference) for program in programs], 1)
+    got = run_jobs([Job(program=program, reference=DOORS[door].plain) for program in programs], 1)
     return [each[0] if each[0] is not None and _is_valid(each[0]) else None for each in got]
 
 
@@ -160,8 +213,7 @@ def check(cases: Sequence[Case], known: Mapping[Program, Any] | None = None) -> 
 
 def _in_low_precision(programs: Sequence[Program], door: str) -> dict[Program, Any]:
     """bf16 and fp16 are compared with one process of ours: each operation rounds, and plain loops choose where."""
-    written = accelerate_door.accelerate_script if door else script
-    jobs = [Job(written(program, {})) for program in programs]
+    jobs = [Job(DOORS[door].script(program, {})) for program in programs]
     wants = {}
     for program, got in zip(programs, run_jobs(jobs, 1), strict=True):
         # One that ends with an error there is judged by its errors.
@@ -176,8 +228,7 @@ def _results(cases: Sequence[Case], wants: Mapping[Program, Any], folder: Path) 
     saved = [case for case in cases if wants[case.program].get("saved_in") is not None]
     for number, case in enumerate(cases):
         phase = "save" if case in saved else ""
-        written = accelerate_door.accelerate_script if case.door else script
-        text = written(case.program, case.settings, phase, str(folder / str(number)))
+        text = DOORS[case.door].script(case.program, case.settings, phase, str(folder / str(number)))
         jobs.setdefault(case.world, []).append((case, Job(text, states=not phase and _has_all_states(case.plan))))
     for world, own in jobs.items():
         results |= zip([case for case, _ in own], run_jobs([job for _, job in own], world), strict=True)
@@ -186,8 +237,8 @@ def _results(cases: Sequence[Case], wants: Mapping[Program, Any], folder: Path) 
         if case in saved and all(got is not None and "error" not in got for got in results[case]):
             world, plan = case.then
             epoch = wants[case.program]["saved_in"]
-            written = accelerate_door.accelerate_script if case.door else script
-            text = written(case.program, dict(PLANS[world][plan]), "resume", str(folder / str(number)), epoch)
+            settings = settings_of(case.door, world, plan)
+            text = DOORS[case.door].script(case.program, settings, "resume", str(folder / str(number)), epoch)
             later.setdefault(world, []).append((case, Job(text, states=_has_all_states(plan))))
     for world, own in later.items():
         for (case, _), got in zip(own, run_jobs([job for _, job in own], world), strict=True):

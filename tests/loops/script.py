@@ -230,7 +230,7 @@ def script(
     names = [f"{kind}{number}" for kind, number in _parts(program)]
     text = [
         definitions(program).replace("\nfrom torch.utils", "\nfrom paceline import Accelerator\nfrom torch.utils", 1),
-        "" if not _takes_next(program) else _FOLLOWING + "\n",
+        following(program),
         "" if not uses(program, Read) else _GRADIENT_SIZE + "\n",
         f"accelerator = Accelerator({', '.join(options)})\n",
         construction(program, batches),
@@ -263,16 +263,16 @@ def standalone(case: Case, result: Outcome) -> str:
         world, plan = case.then
         first += f"Saved on {case.world} processes under {case.plan}, it goes on on {world} under {plan}.\n"
     command = f"paceline launch --cpu --procs {case.world} {case.name}.py"
-    own = script(program, case.settings)
-    if case.door:
-        from loops.accelerate_door import accelerate_script
+    from loops.check import DOORS
 
-        own = accelerate_script(program, case.settings)
+    own = DOORS[case.door].script(program, case.settings)
     text = first.replace("\\", "/") + f'Run: {command}\n"""\n\n' + own
     shown = ", ".join(f"{name}={{{name}}}" for name in ("losses", "norms", "metrics", "gradients"))
-    text += f"weights = [accelerator.get_state_dict(model) for model in ({_names(program, 'model')},)]\n"
+    if case.door != "deepspeed":
+        text += f"weights = [accelerator.get_state_dict(model) for model in ({_names(program, 'model')},)]\n"
     text += "sizes = [round(float(value.abs().sum()), 8) for each in weights for value in each.values()]\n"
-    return text + f'accelerator.print(f"{shown} {{sizes=}}")\n'
+    printing = "print" if case.door == "deepspeed" else "accelerator.print"
+    return text + f'{printing}(f"{shown} {{sizes=}}")\n'
 
 
 def _names(program: Program, kind: str) -> str:
@@ -289,6 +289,16 @@ def _early_writes(program: Program) -> list[Write]:
     """Those of parameters that are taken before the loop, one for each model and part."""
     writes = [each for each in statements(program.body) if isinstance(each, Write) and each.early]
     return list({written(write): write for write in writes}.values())
+
+
+def following(program: Program) -> str:
+    """The function by which a program takes the next batch of a loader; "" if it has no need of it."""
+    return _FOLLOWING + "\n" if _takes_next(program) else ""
+
+
+def plain_statement(program: Program, statement: Statement) -> list[str]:
+    """The lines of a statement outside of `accumulate`; see `_statement`."""
+    return _statement(program, statement, inside=False)
 
 
 def _takes_next(program: Program) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import datetime
 
 import pytest
-from loops.accelerate_door import adapted
-from loops.check import PLANS, Case, accelerate_cases_of, cases_of, check, references
+from loops.check import DOORS, PLANS, Case, cases_of, cases_of_door, check, references
 from loops.draw import draw
 from loops.script import standalone
 
 # Of each day's seeds, how many are run on one process under which plans. On several processes one plan each, in turn.
 ON_ONE, ON_TWO, ON_MORE = 110, 24, 6
-UNDER_ACCELERATE = 40  # of these seeds, those that have a meaning there: about half
+UNDER_A_DOOR = 40  # of these seeds, those that have a meaning there: half for accelerate, most for DeepSpeed
 TODAY = datetime.date.today().toordinal() * 1000
 
 
@@ -28,21 +27,21 @@ def cases_of_the_day() -> list[Case]:
     return cases
 
 
-def accelerate_cases_of_the_day() -> list[Case]:
-    """The next seeds through accelerate's names, each on one, two or three processes under one plan."""
+def cases_of_the_day_through(door: str) -> list[Case]:
+    """The next seeds through the names of a library, each on one, two or three processes under one plan."""
     first = TODAY + ON_ONE + ON_TWO + ON_MORE
-    programs = [adapted(draw(seed)) for seed in range(first, first + UNDER_ACCELERATE)]
+    programs = [DOORS[door].adapted(draw(seed)) for seed in range(first, first + UNDER_A_DOOR)]
     cases = []
     for number, program in enumerate(program for program in programs if program is not None):
         # Not all of them mean something on several processes.
-        own = accelerate_cases_of(program, [(1, 1, 1, 2, 3)[number % 5]]) or accelerate_cases_of(program, [1])
+        own = cases_of_door(door, program, [(1, 1, 1, 2, 3)[number % 5]]) or cases_of_door(door, program, [1])
         cases.append(own[number % len(own)])
     return cases
 
 
 @pytest.mark.timeout(240)
 def test_the_programs_of_today() -> None:
-    cases = cases_of_the_day() + accelerate_cases_of_the_day()
+    cases = cases_of_the_day() + cases_of_the_day_through("accelerate") + cases_of_the_day_through("deepspeed")
     outcomes = check(cases)
     failed = [
         (case, result) for case, result in zip(cases, outcomes, strict=True) if result and result.kind == "failed"

@@ -30,7 +30,6 @@ from programs import inputs
 from programs.table import PROGRAMS, Program
 
 HERE = Path(__file__).parent
-LIMIT_S = 600.0
 NEVER = 1e-12  # below it a loss counts as this, so that a difference can be relative
 
 
@@ -109,7 +108,7 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         )
         code = -1
         try:
-            output, _ = process.communicate(timeout=LIMIT_S)
+            output, _ = process.communicate(timeout=args.limit_s)
             code = process.returncode
         except subprocess.TimeoutExpired:
             # The launcher ends its processes, which have sessions of their own; killed at once it would leave them behind.
@@ -257,6 +256,7 @@ def main() -> int:
     parser.add_argument("--procs", type=int, help="only this number of processes")
     parser.add_argument("--library", default="", help="only programs of this one: deepspeed, accelerate or torchrun")
     parser.add_argument("--logs", default="", help="a folder for what the programs print")
+    parser.add_argument("--limit-s", type=float, default=600.0, help="seconds of one run, after which it is ended")
     parser.add_argument("--report", default="programs.md")
     args = parser.parse_args()
     if args.accelerate:

@@ -549,3 +549,189 @@ def diffusion(folder: Path) -> None:
     rows = [{**row, "conditioning_image_file_name": f"mask{number}.png"} for number, row in enumerate(rows)]
     _save_pictures(folder / "conditions" / "train", rows, ("RGB", 3))
     _draw_images(folder / "things", 6)
+
+
+def detection(folder: Path) -> None:
+    """Makes `yolos`, a tiny detector with its image processor, and `things`, pictures with boxes of three classes."""
+    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+    torch.manual_seed(1)
+    config = YolosConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=[64, 64],
+        patch_size=16,
+        num_detection_tokens=6,
+    )
+    YolosForObjectDetection(config).save_pretrained(folder / "yolos")
+    YolosImageProcessor().save_pretrained(folder / "yolos")
+    from datasets import ClassLabel, Value
+
+    box = {
+        "id": Value("int64"),
+        "area": Value("float32"),
+        "bbox": [Value("float32")],
+        "category": ClassLabel(names=["a", "b", "c"]),
+    }
+    features = {"image_id": Value("int64"), "objects": {name: [kind] for name, kind in box.items()}}
+    _save_table(folder / "things", features, _boxes)
+
+
+def _boxes(number: int) -> dict[str, Any]:
+    draw = random.Random(number)
+    boxes = [[draw.randint(0, 20), draw.randint(0, 20), draw.randint(20, 40), draw.randint(20, 40)] for _ in range(2)]
+    areas = [width * height for _, _, width, height in boxes]
+    objects = {"id": [0, 1], "area": areas, "bbox": boxes, "category": [number % 3, (number + 1) % 3]}
+    return {"image_id": number, "objects": objects}
+
+
+def instances(folder: Path) -> None:
+    """Makes `maskformer`, a tiny model of instances with its image processor, and `things`, pictures with their masks."""
+    from datasets import Image, Value
+    from transformers import (
+        DetrConfig,
+        MaskFormerConfig,
+        MaskFormerForInstanceSegmentation,
+        MaskFormerImageProcessor,
+        SwinConfig,
+    )
+
+    torch.manual_seed(1)
+    backbone = SwinConfig(
+        image_size=64, patch_size=4, embed_dim=8, depths=[1, 1, 1, 1], num_heads=[1, 1, 2, 2], window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )  # fmt: skip
+    decoder = DetrConfig(
+        d_model=16, num_queries=6, encoder_layers=1, decoder_layers=2, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+    )  # fmt: skip
+    config = MaskFormerConfig(
+        backbone_config=backbone, decoder_config=decoder, fpn_feature_size=16, mask_feature_size=16
+    )
+    MaskFormerForInstanceSegmentation(config).save_pretrained(folder / "maskformer")
+    MaskFormerImageProcessor(size={"height": 64, "width": 64}).save_pretrained(folder / "maskformer")
+    names = {name: Value("int64") for name in ("background", "a", "b")}
+    features = {"annotation": Image(), "semantic_class_to_id": names}
+    _save_table(folder / "things", features, _instances)
+
+
+def _instances(number: int) -> dict[str, Any]:
+    """Returns a mask: its first channel has the class of each pixel, its second one the instance."""
+    return {"annotation": _mask(number, ("RGB", 3)), "semantic_class_to_id": {"background": 0, "a": 1, "b": 2}}
+
+
+def _save_table(folder: Path, features: dict[str, Any], row: Any) -> None:
+    """Writes pictures, each with a row of others, as parquet, which keeps the kinds of the columns."""
+    from datasets import Dataset, Features, Image
+
+    for split, count in (("train", 11), ("validation", 5), ("test", 5)):
+        rows = [{"image": _picture(number), **row(number)} for number in range(count)]
+        table = Dataset.from_list(rows, features=Features({"image": Image(), **features}))
+        folder.mkdir(exist_ok=True)
+        table.to_parquet(folder / f"{split}.parquet")
+
+
+def unconditional(folder: Path) -> None:
+    """Makes `unet`, the config of a tiny model of pictures, and `things`, pictures."""
+    from diffusers import UNet2DModel
+
+    model = UNet2DModel(
+        sample_size=16,
+        layers_per_block=1,
+        block_out_channels=(8, 16),
+        down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"),
+        attention_head_dim=8,
+        norm_num_groups=4,
+    )
+    model.save_config(folder / "unet")
+    _draw_images(folder / "things", 11)
+
+
+def torchtune(folder: Path) -> None:
+    """Makes `model`, a tiny Llama with a tokenizer of sentencepiece, `texts.json`, and `tiny.yaml`, the config of a recipe."""
+    import sentencepiece
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    draw = random.Random(0)
+    texts = [_text(draw, 6 + number % 5) for number in range(32)]
+    (folder / "texts.json").write_text(json.dumps([{"text": text} for text in texts]), encoding="utf-8")
+    (folder / "model").mkdir()
+    trainer = sentencepiece.SentencePieceTrainer
+    trainer.train(
+        sentence_iterator=iter(texts), model_prefix=str(folder / "model" / "tokenizer"), vocab_size=20, pad_id=3
+    )
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=20,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=128,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    recipe = {
+        "output_dir": "out",
+        "tokenizer": {
+            "_component_": "torchtune.models.llama2.llama2_tokenizer",
+            "path": "model/tokenizer.model",
+            "max_seq_len": 64,
+        },
+        "dataset": {
+            "_component_": "torchtune.datasets.text_completion_dataset",
+            "source": "json",
+            "data_files": "texts.json",
+            "column": "text",
+            "split": "train",
+        },
+        "seed": 1,
+        "shuffle": True,
+        "batch_size": 2,
+        "model": {
+            "_component_": "torchtune.models.llama2.llama2",
+            "vocab_size": 20,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+            "embed_dim": 32,
+            "intermediate_dim": 64,
+            "max_seq_len": 128,
+        },
+        "checkpointer": {
+            "_component_": "torchtune.training.FullModelHFCheckpointer",
+            "checkpoint_dir": "model",
+            "checkpoint_files": ["model.safetensors"],
+            "recipe_checkpoint": None,
+            "output_dir": "out",
+            "model_type": "LLAMA2",
+        },
+        "resume_from_checkpoint": False,
+        "optimizer": {"_component_": "torch.optim.AdamW", "lr": 0.01},
+        "loss": {"_component_": "torchtune.modules.loss.LinearCrossEntropyLoss"},
+        "epochs": 1,
+        "max_steps_per_epoch": 4,
+        "gradient_accumulation_steps": 2,
+        "clip_grad_norm": 1.0,
+        "device": "cpu",
+        "dtype": "fp32",
+        "enable_activation_checkpointing": False,
+        "compile": False,
+        "metric_logger": {"_component_": "torchtune.training.metric_logging.DiskLogger", "log_dir": "out/logs"},
+        "log_every_n_steps": 1,
+        "log_peak_memory_stats": False,
+    }
+    # JSON is YAML, too.
+    (folder / "tiny.yaml").write_text(json.dumps(recipe), encoding="utf-8")
+
+
+def questions(folder: Path) -> None:
+    """Makes `questions`, prompts that wait for an answer, and `rewards.py`, which counts the letters of one."""
+    _split(folder, "questions", lambda draw: {"prompt": [{"role": "user", "content": _text(draw, 5)}]})
+    reward = (
+        "def letters(completions, **_):\n    return [float(len(answer[0]['content']) % 7) for answer in completions]\n"
+    )
+    (folder / "rewards.py").write_text(reward, encoding="utf-8")

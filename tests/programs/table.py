@@ -152,8 +152,8 @@ PROGRAMS = (
             "autotp_custom_patterns.py --model_name model --tp_size 2 --dp_size 1 --zero_stage 1 --seq_length 32 "
             "--num_steps 6 --learning_rate 1e-2 --precision fp32", "differs", procs=(2,), inputs=("gpt_neox",)),
     example("superoffload", "training/DeepSpeed-SuperOffload",
-            _SUPEROFFLOAD.format("super"), "refused", procs=(1,), inputs=("language_model", "instructions", "superoffload"),
-            env={"PROGRAMS_IDLE": "wandb"}),
+            _SUPEROFFLOAD.format("super"), procs=(1,), tolerance=2e-2,
+            inputs=("language_model", "instructions", "superoffload"), env={"PROGRAMS_IDLE": "wandb"}),
     example("superoffload zero", "training/DeepSpeed-SuperOffload",
             _SUPEROFFLOAD.format("zero"), inputs=("language_model", "instructions", "superoffload"), tolerance=2e-2,
             env={"PROGRAMS_IDLE": "wandb"}),
@@ -172,8 +172,9 @@ PROGRAMS = (
     example("gpt", "training/data_efficiency/gpt_finetuning",
             "run_clm_no_trainer.py --deepspeed_config ds_plain.json --deepspeed "
             "--dataset_name wikitext --dataset_config_name wikitext-2-raw-v1 --model_name_or_path model "
-            "--per_device_train_batch_size 2 --num_train_epochs 1 --block_size 16 --output_dir out",
-            inputs=("gpt2", "wikitext", "plain_config"), env={"PROGRAMS_OLDER": "1"}),
+            "--per_device_train_batch_size 2 --num_train_epochs 1 --block_size 16 --output_dir out", "own fault",
+            inputs=("gpt2", "wikitext", "plain_config"),
+            env={"PROGRAMS_OLDER": "1"}),  # it saves the vocabulary as tokenizers of transformers 4 did
     example("hello", "training/HelloDeepSpeed",
             "train_bert_ds.py --checkpoint_dir out --tokenizer model --num_layers 2 --ff_dim 64 --h_dim 32 --num_heads 4 "
             "--num_iterations 8 --checkpoint_every 4 --log_every 2", inputs=("language_model", "wikitext"), tolerance=2e-2),
@@ -194,7 +195,7 @@ PROGRAMS = (
                 "--save_strategy no --learning_rate 1e-2 --lr_scheduler_type cosine --logging_steps 1 --report_to none "
                 f"--deepspeed {config}.json", expected, procs=procs, inputs=("language_model", "instructions",
                 "trainer_configs"), tolerance=1e-4)
-        for config, expected, procs in (("zero1", "equal", (1, 2)), ("zero2", "equal", (2,)), ("zero3", "equal", (1, 2)),
+        for config, expected, procs in (("zero1", "equal", (1, 2)), ("zero2", "equal", (2,)), ("zero3", "equal", (1,)),
                                         ("tp", "equal", (2,)), ("zero1tp", "equal", (2,)))
     ),
     example("moq", "training/MoQ", "run_glue.py --model_name_or_path model --task_name mrpc --do_train --output_dir out",
@@ -257,6 +258,19 @@ PROGRAMS = (
     task("semantic", "semantic-segmentation",
          "run_semantic_segmentation_no_trainer.py | --model_name_or_path segformer --dataset_name masks",
          "segformer", "masks"),
+    task("detection", "object-detection",
+         "run_object_detection_no_trainer.py | --model_name_or_path yolos --dataset_name things --image_square_size 64 "
+         "--ignore_mismatched_sizes", "detection"),
+    task("instances", "instance-segmentation",
+         "run_instance_segmentation_no_trainer.py | --model_name_or_path maskformer --dataset_name things "
+         "--image_height 64 --image_width 64", "instances"),
+    hugging("trl grpo", "huggingface/trl/trl/scripts",
+            f"grpo.py {_TRL}questions --reward_funcs rewards.letters --num_generations 2 --max_completion_length 8 "
+            "--beta 0.1 --seed 1", "language_model", "questions", env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("open-r1 sft", "huggingface/open-r1/src/open_r1", f"sft.py {_TRL}chats", "language_model", "chats",
+            expected="own fault", procs=(1,)),  # it imports a name that trl 1.16 does not have
+    plain("torchtune", "pytorch/torchtune/recipes", "full_finetune_distributed.py --config tiny.yaml", procs=(2,),
+          inputs=("torchtune",), env={"PROGRAMS_BACKWARD": "1"}),
     *(
         hugging(f"trl {name}", f"huggingface/trl/{folder}", f"{name}.py {_TRL}{data}", "language_model", data,
                 env={"PROGRAMS_BACKWARD": "1"})
@@ -275,8 +289,10 @@ PROGRAMS = (
     plain("nanochat", "karpathy/nanochat/.",
           "-m scripts.base_train --device-type cpu --depth 2 --aspect-ratio 16 --head-dim 16 --max-seq-len 64 "
           "--device-batch-size 2 --total-batch-size 512 --num-iterations 4 --eval-every 2 --eval-tokens 512 "
-          "--core-metric-every -1 --sample-every -1 --window-pattern L", procs=(1,), inputs=("nanochat",),
+          "--core-metric-every -1 --sample-every -1 --window-pattern L", inputs=("nanochat",),
           env={"NANOCHAT_BASE_DIR": "base", "TORCHDYNAMO_DISABLE": "1", "PROGRAMS_BACKWARD": "1"}),
+    plain("pipelining tutorial", f"{_TUTORIALS}/intermediate_source", "pipelining_tutorial.py", procs=(2,),
+          inputs=("tutorial",), weights=False),
     *(
         hugging(f"diffusers {name}", f"huggingface/diffusers/examples/{folder}", f"{command} {_DIFFUSION} {more}",
                 "diffusion", env={"PROGRAMS_BACKWARD": "1"})
@@ -288,6 +304,14 @@ PROGRAMS = (
              f"{_SD} --instance_data_dir things --instance_prompt w1"),
         )
     ),
+    hugging("diffusers unconditional", "huggingface/diffusers/examples/unconditional_image_generation",
+            "train_unconditional.py --train_data_dir things --model_config_name_or_path unet --resolution 16 "
+            "--train_batch_size 2 --num_epochs 2 --gradient_accumulation_steps 2 --learning_rate 1e-3 --use_ema "
+            "--checkpointing_steps 2 --dataloader_num_workers 0 --output_dir out --logger tensorboard "
+            "--save_images_epochs 10 --ddpm_num_inference_steps 2", "unconditional", env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("diffusers textual inversion", "huggingface/diffusers/examples/textual_inversion",
+            "textual_inversion.py --train_data_dir things --placeholder_token w1x --initializer_token w --learnable_property "
+            f"object --save_steps 2 {_SD} {_DIFFUSION}", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
     hugging("peft dreambooth", "huggingface/peft/examples/lora_dreambooth",
             f"train_dreambooth.py {_SD} --instance_data_dir things --instance_prompt w1 --resolution 64 --use_lora --lora_r 2 "
             "--train_batch_size 2 --max_train_steps 4 --gradient_accumulation_steps 2 --learning_rate 1e-3 "

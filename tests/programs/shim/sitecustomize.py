@@ -283,6 +283,20 @@ def shim_nltk(nltk: Any) -> None:
     nltk.sent_tokenize = lambda text, *_, **__: text.split(". ")
 
 
+def shim_nanochat(common: Any) -> None:
+    """Starts a process group, which the program does only where there is CUDA."""
+    plain = common.compute_init
+
+    @wraps(plain)
+    def compute_init(*args: Any, **kwargs: Any) -> Any:
+        found = plain(*args, **kwargs)
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            import_module("torch.distributed").init_process_group("gloo")
+        return found
+
+    common.compute_init = compute_init
+
+
 def shim_hub(hub: Any) -> None:
     """Takes a file of a data set from the folder of its name."""
     plain = hub.hf_hub_download
@@ -299,6 +313,7 @@ SHIMS = {
     "albumentations.core.composition": shim_albumentations,
     "evaluate": shim_evaluate,
     "huggingface_hub": shim_hub,
+    "nanochat.common": shim_nanochat,
     "nltk": shim_nltk,
     "deepspeed.runtime.config": shim_config,
     "torch": shim_torch,

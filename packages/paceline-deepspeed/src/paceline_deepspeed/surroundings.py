@@ -249,3 +249,14 @@ def get_model_parallel_world_size() -> int:
 
 get_tensor_model_parallel_rank = get_model_parallel_rank
 get_tensor_model_parallel_world_size = get_model_parallel_world_size
+
+
+# -- weights ---------------------------------------------------------------------------------------------------------------
+
+
+def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
+    """Returns the state of a model, or of the model of an engine; at stage 3, the parts of this rank.
+
+    Scripts of random-LTD call it in each save, also where no layer drops tokens. None does here.
+    """
+    return dict(getattr(model, "module", model).state_dict())
