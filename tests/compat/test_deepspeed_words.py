@@ -38,7 +38,7 @@ ELSEWHERE = (
         "watch",
     ),
     *("observe", "config"),
-    *("paceline_large/context", "paceline_large/inference", "paceline_large/tensor"),
+    *("paceline_large/context", "paceline_large/experts", "paceline_large/inference", "paceline_large/tensor"),
 )
 # Codes that its calls do not lead to.
 NOT_MET = {

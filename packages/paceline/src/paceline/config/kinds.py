@@ -138,9 +138,9 @@ class _Registered(Kind):
     def __init__(self, registry: Registry, kind: Callable[[], Kind]) -> None:
         # The base class is a frozen dataclass, so its fields become properties, and attributes are set past its `__setattr__`.
         object.__setattr__(self, "_words", kind)
-        object.__setattr__(self, "_hints", lambda: absent_names(registry.group))
+        object.__setattr__(self, "hints", lambda: absent_names(registry.group))
 
-    expected = property(lambda self: "; ".join([self._words().expected, *self._hints()]))
+    expected = property(lambda self: "; ".join([self._words().expected, *self.hints()]))
     parse = property(lambda self: self._words().parse)
     metavar = property(lambda self: self._words().metavar)
 

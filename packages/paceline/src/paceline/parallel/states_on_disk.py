@@ -226,7 +226,7 @@ def disk_error(folder: str, error: OSError, what: str) -> TrainError:
         "offload-disk",
         f"{what} in {folder}: {os.strerror(error.errno or 0).lower()}.",
         why=f"offload says optimizer=disk:{folder}; states that are in no file are in memory, and none is lost",
-        fix="save_state to another disk, and start again with room for the states, or with a folder on another disk",
+        fix="save a checkpoint to another disk, and start again with room for the states, or with a folder on another disk",
     )
 
 
