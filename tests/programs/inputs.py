@@ -608,7 +608,7 @@ def instances(folder: Path) -> None:
         decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
     )  # fmt: skip
     config = MaskFormerConfig(
-        backbone_config=backbone, decoder_config=decoder, fpn_feature_size=16, mask_feature_size=16
+        backbone_config=backbone, decoder_config=decoder, fpn_feature_size=32, mask_feature_size=32
     )
     MaskFormerForInstanceSegmentation(config).save_pretrained(folder / "maskformer")
     MaskFormerImageProcessor(size={"height": 64, "width": 64}).save_pretrained(folder / "maskformer")

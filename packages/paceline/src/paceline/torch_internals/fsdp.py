@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import torch
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.utils.weak import TensorWeakRef
 
 from paceline.torch_internals.tensors import hook_gradient
@@ -420,7 +421,7 @@ def follow_shards() -> None:
     def grad(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
         inputs = given["inputs"]
-        inputs = [inputs] if isinstance(inputs, torch.Tensor) else list(inputs)
+        inputs = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
         wholes = [_whole_of(each) for each in inputs]
         found = [whole for whole in wholes if whole is not None]
         if not found:
@@ -443,7 +444,9 @@ def follow_shards() -> None:
     torch.autograd.grad = grad
 
 
-def _whole_of(tensor: Any) -> torch.Tensor | None:
+def _whole_of(tensor: torch.Tensor | GradientEdge) -> torch.Tensor | None:
+    if isinstance(tensor, GradientEdge):
+        return None  # a place in the graph, as schedules of pipelines give
     for hook in (tensor._backward_hooks or {}).values():
         parameter = getattr(hook, "group_parameter", lambda: None)()
         if parameter is not None:
