@@ -57,6 +57,15 @@ class Splitting(Stream):
         return iter(range(info.id, self.length, info.num_workers))
 
 
+class Unequal(Stream):
+    """Gives the first process two thirds of its samples."""
+
+    def __iter__(self):
+        info = get_worker_info()
+        first = 2 * self.length // 3
+        return iter(range(first) if info.id == 0 else range(first, self.length))
+
+
 class Sharded(Stream):
     """Cuts itself, as `datasets.IterableDataset` does; the parts are very unequal."""
 
@@ -99,6 +108,16 @@ def test_workers_and_drop_last_and_resume():
     dropped, whole, rest = zip(*run_ranks(run, 2), strict=True)
     assert joined(dropped) == joined(whole)[:2] and dropped[0][-1][4]
     assert joined(rest) == joined(whole)[1:]
+
+
+def test_drop_last_drops_what_is_no_whole_global_batch_of_a_dataset_that_splits_itself():
+    def run():
+        equal = steps_of(prepared(Splitting(30), 6, {"drop_last": True}))
+        return equal, steps_of(prepared(Unequal(30), 4, {"drop_last": True}))
+
+    equal, unequal = zip(*run_ranks(run, 2), strict=True)
+    assert [step[1] for step in equal[0]] == [(6, 6)] * 2 and [step[4] for step in equal[0]] == [False, True]
+    assert [step[1] for step in unequal[0]] == [(4, 4)] * 2 and unequal[0][-1][4]
 
 
 def test_a_rank_that_never_had_a_sample_gets_one_by_broadcast():

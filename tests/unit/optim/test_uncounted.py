@@ -10,6 +10,7 @@ from paceline.optim import uncounted
 
 logits = torch.randn(4, 3, requires_grad=True)
 whole, some = torch.tensor([0, 1, 2, 2]), torch.tensor([0, -100, 2, 2])
+each, mask = (2 * logits).relu(), torch.tensor([[1.0], [0.0], [1.0], [1.0]])
 weight = torch.tensor([1.0, 2.0, 1.0])
 
 
@@ -32,6 +33,19 @@ weight = torch.tensor([1.0, 2.0, 1.0])
         (F.cross_entropy(logits[None].transpose(1, 2), some[None]), True),
         (F.cross_entropy(logits, some, reduction="none").mean(), False),
         (logits.square().mean(), False),
+        (each.sum() * (1 / 4), False),
+        (torch.tensor(0.25) * each.sum(), False),
+        (each.sum() / each.numel(), False),
+        (each.sum() / (4 * 784), False),
+        (each.view(-1).sum() / 12, False),
+        (torch.stack([each.mean(), each.square().mean()]).sum() / 2, False),
+        (0.1 * each.sum(), True),
+        (each.sum() / 5, True),
+        ((each * mask).sum() / mask.sum(), True),
+        (0.5 * (each.view(-1)[:8] * mask.repeat(2, 2).view(-1)[:8]).sum() / 5 + each.mean(), True),
+        ((each * torch.ones(4, 1)).sum() / torch.ones(4, 1).sum(), False),
+        (each[mask[:, 0] > 0].mean(), True),
+        (each.sum(0).square().sum() / 3, False),
     ],
 )
 def test_a_mean_over_some_targets_is_told(loss, is_told, monkeypatch) -> None:

@@ -140,3 +140,17 @@ def test_what_a_mean_over_targets_was_divided_by() -> None:
     assert tensors.targets_of_mean(loss(logits, targets, weight=torch.tensor([1.0, 1.0, 2.5])).grad_fn) == (6.0, 4)
     assert tensors.targets_of_mean(logits.sum().grad_fn) is None
     assert tensors.targets_of_mean(loss(logits, targets, reduction="sum").grad_fn) is None
+
+
+def test_what_a_sum_adds_up_and_is_divided_by() -> None:
+    values, some = torch.randn(4, 3, requires_grad=True), torch.tensor([True, False, True, True])
+    assert tensors.sizes_of_sum(values.sum().grad_fn) == (4, 3)
+    summed = torch.nn.functional.mse_loss(values, torch.zeros(4, 3), reduction="sum").grad_fn
+    assert tensors.is_loss_function(summed) and tensors.sizes_of_sum(summed) == (4, 3)
+    assert tensors.sizes_of_sum(values.mean().grad_fn) is None
+    assert tensors.rows_of_selected_mean(values[some].mean().grad_fn) == 3
+    assert tensors.rows_of_selected_mean(values.mean().grad_fn) is None
+    assert tensors.divisor_of((values.sum() / 4).grad_fn, 0) == 4
+    assert tensors.divisor_of((values.sum() * 0.25).grad_fn, 0) == 4
+    assert tensors.divisor_of((torch.tensor(0.25) * values.sum()).grad_fn, 1) == 4
+    assert tensors.divisor_of((values.sum() + 4).grad_fn, 0) is None

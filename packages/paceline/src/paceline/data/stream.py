@@ -324,15 +324,25 @@ class StreamFeed:
         own_rows = [0] * width
         own_rows[self.plan.index] = num_rows
         has_more = ahead is not None
-        splits_itself = here is not None and "splits_itself" in here[1]
-        *rows, num_more, num_split = self._collectives.sum_ints([*own_rows, has_more, splits_itself])
-        if self.plan.tail == "drop" and not num_split:
-            # All ranks read parts of one stream, so a step that some rank cannot fill is the last one.
+        *rows, num_more = self._collectives.sum_ints([*own_rows, has_more])
+        if self.plan.tail == "drop":
+            # A step that some rank cannot fill is no whole global batch.
             all_have_more = num_more == width
             if not all(rows):
                 return (0,) * width, all_have_more
+            if here is not None and "splits_itself" in here[1] and 0 < num_more < width:
+                self._tell_of_uneven_parts(num_more)
             return tuple(rows), all_have_more
         return tuple(rows), num_more > 0
+
+    def _tell_of_uneven_parts(self, num_more: int) -> None:
+        """Says once that ranks have whole batches which are left out."""
+        warn_once(
+            "data",
+            f"{type(self._dataset).__name__} splits itself, and gave {num_more} of {self.plan.width} processes more batches than "
+            "the others. With drop_last=True an epoch ends where some process has no whole batch left. With drop_last=False "
+            "every sample is used.",
+        )
 
     def _spare(self, here: Part | None, rows: tuple[int, ...]) -> Part:
         """Returns the batch that this rank repeats once it has no more. A copy, because scripts may change their batches."""

@@ -1,23 +1,32 @@
 """Notices a loss that is no mean over the samples of its micro-batch, where it can be seen.
 
 `cross_entropy` leaves out targets with `ignore_index`, and weighs targets by the `weight` of their class. It divides by what
-is left, which each micro-batch of each rank has another number of. A sum over samples that nothing divides would be averaged
-over ranks, as each loss is.
+is left, which each micro-batch of each rank has another number of. So does a mean that a script takes over a mask. A sum over
+samples that nothing divides would be averaged over ranks, as each loss is.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor
 
 from paceline.base.log import warn_once
-from paceline.torch_internals.tensors import rows_of_sum, targets_of_mean
+from paceline.torch_internals.tensors import (
+    divisor_of,
+    is_loss_function,
+    rows_of_selected_mean,
+    sizes_of_sum,
+    targets_of_mean,
+)
+from paceline.world.places import user_frame
 
 _PASSES = 3  # the first backward passes of a run are looked at: on an accelerator, to look waits for the device
 _NODES = 32  # of the graph behind a loss; losses are a few sums and factors away from their mean
 _ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Sum", "Mean", "Stack", "Unsqueeze", "Squeeze", "View")
-_DIVIDING = ("Div", "Mean")
 # What penalties on weights do to them before they add up.
 _ELEMENTWISE = ("Pow", "Abs", "Sub", "Add", "Mul", "Neg", "ToCopy", "Clone", "LogBackward", "ExpBackward")
 _SUM_TEXT = (
@@ -33,6 +42,13 @@ _TEXT = (
 )
 
 
+_PART_TEXT = (
+    "a loss is a mean over only a part of its micro-batch, or a sum that is divided by another number than that of its "
+    "samples. Each process and micro-batch divides by its own number, so the result depends on how the samples are divided. "
+    "With n for that number, such as `mask.sum()`, this is exact: `accelerator.backward(loss * n, num_items=n)`"
+)
+
+
 def look(loss: Tensor, passes: int, rows: int) -> None:
     """Warns once if such a mean or sum is a part of a loss.
 
@@ -41,25 +57,77 @@ def look(loss: Tensor, passes: int, rows: int) -> None:
         passes: number of backward passes of the run.
         rows: number of samples that this rank has in the micro-batch.
     """
-    if passes > _PASSES:
+    if passes > _PASSES or not rows:
         return
-    waiting: list[tuple[Any, bool]] = [(loss.grad_fn, False)]  # a node, and whether something divides its result
+    text = _told(loss, rows)
+    if text is None:
+        return
+    frame = user_frame()
+    place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
+    warn_once("train", text + place)
+
+
+def _told(loss: Tensor, rows: int) -> str | None:
+    """Returns what is to be said of a loss."""
+    waiting: list[tuple[Any, tuple[float, ...], bool]] = [(loss.grad_fn, (), False)]
     for _ in range(_NODES):
         if not waiting:
-            return
-        node, is_divided = waiting.pop()
+            return None
+        # A node, what its result is multiplied and divided by, and whether it is divided.
+        node, divisors, is_divided = waiting.pop()
         if node is None:
             continue
         targets = targets_of_mean(node)
         if targets is not None and targets[0] != targets[1]:
-            warn_once("train", _TEXT)
-            return
-        if not is_divided and rows_of_sum(node) in (0, rows) and not _is_of_weights(node):
-            warn_once("train", _SUM_TEXT)
-            return
-        if node.name().startswith(_ARITHMETIC):
-            is_divided = is_divided or node.name().startswith(_DIVIDING)
-            waiting += [(below, is_divided) for below, _ in node.next_functions]
+            return _TEXT
+        selected = rows_of_selected_mean(node)
+        if selected is not None and selected % rows:
+            return _PART_TEXT
+        sizes = sizes_of_sum(node)
+        if sizes is not None and not _is_counted(node, sizes, divisors, rows):
+            return _PART_TEXT if is_divided else _SUM_TEXT
+        # The mean of several losses, or of a loss for each sample, divides by nothing that differs.
+        if not node.name().startswith(_ARITHMETIC) or node.name().startswith("Mean"):
+            continue
+        for operand, (below, _) in enumerate(node.next_functions):
+            divisor = divisor_of(node, operand)
+            factors = divisors if divisor is None else (*divisors, divisor)
+            waiting.append((below, factors, is_divided or node.name().startswith("Div")))
+    return None
+
+
+def _is_counted(node: Any, sizes: tuple[int, ...], divisors: Sequence[float], rows: int) -> bool:
+    """Returns whether a node that adds up is divided by the number of its samples, or does not add up over samples."""
+    if _is_of_weights(node) or _counts(sizes, divisors, rows):
+        return True
+    if is_loss_function(node):
+        return False
+    # Divided by a number that is known to be none of its samples, tokens of all samples may have become one dimension.
+    if not sizes:
+        return True
+    return sizes[0] % rows != 0 if divisors else sizes[0] != rows
+
+
+def _counts(sizes: Sequence[int], divisors: Sequence[float], rows: int) -> bool:
+    """Returns whether a sum is divided by the number of its samples, and maybe by weights.
+
+    Weights are constant: the result is that of a mean, also where the sum of a penalty is divided by the pixels of an image.
+    """
+    # Any whole number is a multiple of one sample. So it must be one of all that is added up, or a product of some sizes.
+    number = rows if rows > 1 else math.prod(sizes)
+    products = [*divisors, math.prod(divisors)] if divisors else []
+    for product in products:
+        quotient = product / number
+        if quotient > 0.5 and math.isclose(quotient, round(quotient), rel_tol=1e-6):
+            return True
+        if any(math.isclose(product, count, rel_tol=1e-6) for count in _parts(sizes) if count % rows == 0):
+            return True
+    return False
+
+
+def _parts(sizes: Sequence[int]) -> set[int]:
+    """Returns the products of some of the sizes, which a sum over several dimensions may be divided by."""
+    return {math.prod(some) for length in range(len(sizes) + 1) for some in combinations(sizes, length)}
 
 
 def _is_of_weights(node: Any) -> bool:

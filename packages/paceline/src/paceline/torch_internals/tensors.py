@@ -89,8 +89,11 @@ def has_users_gradient_hooks(tensor: Tensor) -> bool:
 
     Ours, of any run of this process, are told apart by the module that defines them.
     """
-    hooks = (tensor._backward_hooks or {}).values()
-    return any(not str(getattr(hook, "__module__", "")).startswith("paceline.") for hook in hooks)
+    # A model has thousands of parameters, which are looked at in each step, and hardly one with a hook.
+    hooks = tensor._backward_hooks
+    if not hooks:
+        return False
+    return any(not str(getattr(hook, "__module__", "")).startswith("paceline.") for hook in hooks.values())
 
 
 def take_over_gradient_hooks(
@@ -189,18 +192,54 @@ def targets_of_mean(node: Any) -> tuple[float, int] | None:
     return float(node._saved_total_weight), node._saved_target.numel()
 
 
-def rows_of_sum(node: Any) -> int | None:
-    """The first dimension of what a node adds up to one number; None for another node, 0 for a loss function of torch's.
+def sizes_of_sum(node: Any) -> tuple[int, ...] | None:
+    """The shape of what a node adds up to one number; None for another node.
 
     Args:
         node: a `grad_fn`, whose backward pass has not run yet.
     """
     if getattr(node, "_saved_reduction", None) == _SUM:
-        return 0
+        return tuple(node._saved_target.shape)
     if not node.name().startswith("SumBackward0"):
+        return None
+    return tuple(node._saved_self_sym_sizes)
+
+
+def is_loss_function(node: Any) -> bool:
+    """Whether a node is a loss function of torch's, which reduces its results."""
+    return hasattr(node, "_saved_reduction")
+
+
+def rows_of_selected_mean(node: Any) -> int | None:
+    """The first dimension of what a node takes the mean of, if a mask or indices have selected it; None for another node."""
+    if not node.name().startswith("MeanBackward0"):
+        return None
+    below = node.next_functions[0][0]
+    if below is None or not below.name().startswith(("IndexBackward", "MaskedSelectBackward")):
         return None
     sizes = node._saved_self_sym_sizes
     return int(sizes[0]) if sizes else None
+
+
+def divisor_of(node: Any, operand: int) -> float | None:
+    """The number by which a node divides one of its operands, or by whose inverse it multiplies it; None for another node.
+
+    Args:
+        node: a `grad_fn`, whose backward pass has not run yet.
+        operand: 0 for the first one, 1 for the second one.
+    """
+    name = node.name()
+    if not name.startswith("MulBackward") and not (name.startswith("DivBackward") and operand == 0):
+        return None
+    other = node._saved_self if operand else node._saved_other
+    if isinstance(other, Tensor):
+        other = other.item() if other.numel() == 1 else None
+    if other is None:
+        return None
+    value = float(other)
+    if name.startswith("DivBackward"):
+        return value
+    return 1 / value if value else None
 
 
 # torch's numbers for `reduction`
