@@ -147,9 +147,15 @@ def _without_other_stages(
 def _check(optimizer: Optimizer, names: Mapping[Tensor, str], replaced: int, foreign: int) -> None:
     kind = type(optimizer).__name__
     if foreign:
-        fix = "pass the model of these parameters to `prepare`, in the same call or before"
+        fix = (
+            "pass the model of these parameters to `prepare`, in the same call or before; parameters that are in no model "
+            "are passed themselves: `prepare(optimizer, log_alpha)`"
+        )
         if names:  # a part of the model was replaced, or one of several models is missing
-            fix = "pass all its models to `prepare`; if a layer was replaced after it was constructed, construct it after that"
+            fix = (
+                "pass all its models to `prepare`, and parameters that are in no model: `prepare(model, optimizer, log_alpha)`; "
+                "if a layer was replaced after it was constructed, construct it after that"
+            )
         raise PrepareError(
             "optimizer-parameters",
             f"of the {foreign + len(names)} parameters of {kind}, {foreign} belong to no prepared model.",

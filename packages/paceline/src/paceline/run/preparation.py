@@ -49,6 +49,7 @@ from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft_beside, resolve
 from paceline.planner.exhausted import watch
+from paceline.run.loose_parameters import LooseParameters, are_followed, is_loose, loose_in
 from paceline.run.preparable import may_be_loader, not_preparable, wrapped_already
 from paceline.run.prepared import EntryOfModel, PreparedModel
 from paceline.run.run import Run, steps_prepared_model
@@ -62,7 +63,7 @@ if TYPE_CHECKING:
     from paceline.observe.profiles import Profiles
     from paceline.parallel.materialise import Recipe
 
-Kind = Literal["model", "optimizer", "loader", "scheduler", "done"]
+Kind = Literal["model", "optimizer", "loader", "scheduler", "parameter", "done"]
 Names = dict[int, tuple[int, str]]  # id of a parameter before the chain -> number of its model, name
 
 
@@ -129,6 +130,7 @@ class Preparation:
         places = _checked_placement(placement, len(objects))
         models: list[tuple[nn.Module, bool]] = []
         optimizers: list[Optimizer] = []
+        loose = [value for value, kind in zip(objects, kinds, strict=True) if kind == "parameter"]
         loaders = [value for value, kind in zip(objects, kinds, strict=True) if kind == "loader"]
         for value, kind, place in zip(objects, kinds, places, strict=True):
             if kind == "model":
@@ -140,6 +142,7 @@ class Preparation:
             other_plan = draft_beside(self.run.plan, plan, self.run.world.size)
         with nullcontext() if trains else _frozen([model for model, _ in models]):
             names = self._prepare_models(models, optimizers, loaders, other_plan, trains)
+            self._prepare_loose(loose, optimizers, names)
 
         # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
         # loaders' and needs its prepared optimizer. The results go back in the user's order.
@@ -185,6 +188,8 @@ class Preparation:
             return "scheduler"
         if may_be_loader(value):
             return "loader"
+        if is_loose(value) and are_followed(self.run.plan):
+            return "parameter"
         if self._semantics.unknown_objects == "returned":
             return "done"
         raise not_preparable(value)
@@ -270,6 +275,27 @@ class Preparation:
         surroundings.prepared(run)
         run.events.prepared()
         return names
+
+    def _prepare_loose(self, given: Sequence[Tensor], optimizers: Sequence[Optimizer], names: Names) -> None:
+        """Prepares parameters that are in no model: those that were given, and those of optimizers that can be in none.
+
+        Args:
+            given: what the script has passed to `prepare`.
+            optimizers: those of the same call.
+            names: the names of all parameters; those of the new ones are added.
+        """
+        if not are_followed(self.run.plan):
+            return
+        tensors = {id(tensor): tensor for tensor in (*given, *loose_in(optimizers, names)) if id(tensor) not in names}
+        if not tensors:
+            return
+        width = self.run.plan.layout.width
+        whole = draft_beside(self.run.plan, {"zero": 0, "shard": 1, "replicate": width}, self.run.world.size)
+        number = len(self.run.prepared.models)
+        module = LooseParameters(tensors.values())
+        self._prepare_models([(module, True)], [], [], whole, trains=True)
+        for name, parameter in module.named_parameters():
+            names[id(parameter)] = (number, name)
 
     def _take_up_again(self, module: nn.Module) -> bool:
         """Records a model again that this plan has prepared and `free_memory` has forgotten. Returns False for any other."""

@@ -103,3 +103,11 @@ def is_compiled_in_place(module: nn.Module) -> bool:
 def is_compiled(module: nn.Module) -> bool:
     """Whether a module or one inside of it runs through `torch.compile`, or was compiled in place by `module.compile()`."""
     return any(compiled_original(part) is not None or is_compiled_in_place(part) for part in module.modules())
+
+
+def as_parameter(tensor: Tensor) -> nn.Parameter:
+    """Returns the same leaf tensor, which modules take for a parameter from here on. Others may hold it."""
+    if not isinstance(tensor, nn.Parameter):
+        tensor._is_param = True  # type: ignore[attr-defined]
+    assert isinstance(tensor, nn.Parameter)
+    return tensor
