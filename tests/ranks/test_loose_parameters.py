@@ -43,7 +43,9 @@ def train(plan: dict[str, int], is_parameter: bool, has_own_optimizer: bool, fol
     objects: list[Any] = []
     for epoch in range(2):
         if epoch == 0 or folder is not None:
-            accelerator = Accelerator(plan=plan if torch.distributed.is_initialized() else {}, gradient_accumulation_steps=2)
+            accelerator = Accelerator(
+                plan=plan if torch.distributed.is_initialized() else {}, gradient_accumulation_steps=2
+            )
             torch.manual_seed(1)
             model = nn.Linear(4, 2, dtype=torch.float64)
             weights = torch.zeros(2, requires_grad=True, dtype=torch.float64)

@@ -153,8 +153,8 @@ def _check(optimizer: Optimizer, names: Mapping[Tensor, str], replaced: int, for
         )
         if names:  # a part of the model was replaced, or one of several models is missing
             fix = (
-                "pass all its models to `prepare`, and parameters that are in no model: `prepare(model, optimizer, log_alpha)`; "
-                "if a layer was replaced after it was constructed, construct it after that"
+                "pass all its models to `prepare`, and parameters that are in no model: `prepare(model, optimizer, log_alpha)`"
+                "; if a layer was replaced after it was constructed, construct it after that"
             )
         raise PrepareError(
             "optimizer-parameters",

@@ -108,6 +108,6 @@ def is_compiled(module: nn.Module) -> bool:
 def as_parameter(tensor: Tensor) -> nn.Parameter:
     """Returns the same leaf tensor, which modules take for a parameter from here on. Others may hold it."""
     if not isinstance(tensor, nn.Parameter):
-        tensor._is_param = True  # type: ignore[attr-defined]
+        tensor._is_param = True
     assert isinstance(tensor, nn.Parameter)
     return tensor
