@@ -340,8 +340,8 @@ class StreamFeed:
         warn_once(
             "data",
             f"{type(self._dataset).__name__} splits itself, and gave {num_more} of {self.plan.width} processes more batches "
-            "than the others. With drop_last=True an epoch ends where some process has no whole batch left. With drop_last=False "
-            "every sample is used.",
+            "than the others. With drop_last=True an epoch ends where some process has no whole batch left. With "
+            "drop_last=False every sample is used.",
         )
 
     def _spare(self, here: Part | None, rows: tuple[int, ...]) -> Part:

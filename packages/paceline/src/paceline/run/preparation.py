@@ -49,7 +49,6 @@ from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft_beside, resolve
 from paceline.planner.exhausted import watch
-from paceline.run.loose_parameters import LooseParameters, are_followed, is_loose, loose_in
 from paceline.run.preparable import may_be_loader, not_preparable, wrapped_already
 from paceline.run.prepared import EntryOfModel, PreparedModel
 from paceline.run.run import Run, steps_prepared_model
@@ -57,7 +56,7 @@ from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
 from paceline.world.layout import model_axes
 from paceline.world.mesh import Mesh
-from paceline.world.param_groups import inner_optimizers
+from paceline.world.param_groups import inner_optimizers, parameters_of
 
 if TYPE_CHECKING:
     from paceline.observe.profiles import Profiles
@@ -188,7 +187,7 @@ class Preparation:
             return "scheduler"
         if may_be_loader(value):
             return "loader"
-        if is_loose(value) and are_followed(self.run.plan):
+        if isinstance(value, Tensor) and self._follows_loose() and value.is_leaf and value.requires_grad:
             return "parameter"
         if self._semantics.unknown_objects == "returned":
             return "done"
@@ -284,18 +283,24 @@ class Preparation:
             optimizers: those of the same call.
             names: the names of all parameters; those of the new ones are added.
         """
-        if not are_followed(self.run.plan):
+        stepped = [tensor for optimizer in optimizers for tensor in parameters_of(optimizer)]
+        in_no_module = [tensor for tensor in stepped if not isinstance(tensor, nn.Parameter) and tensor.is_leaf]
+        tensors = {id(tensor): tensor for tensor in (*given, *in_no_module) if id(tensor) not in names}
+        if not tensors or not self._follows_loose():
             return
-        tensors = {id(tensor): tensor for tensor in (*given, *loose_in(optimizers, names)) if id(tensor) not in names}
-        if not tensors:
-            return
+        from paceline.run.loose_parameters import LooseParameters  # few loops have any
+
         width = self.run.plan.layout.width
-        whole = draft_beside(self.run.plan, {"zero": 0, "shard": 1, "replicate": width}, self.run.world.size)
+        whole = draft_beside(self.run.plan, {"zero": 0, "shard": 1, "ep": 1, "replicate": width}, self.run.world.size)
         number = len(self.run.prepared.models)
         module = LooseParameters(tensors.values())
         self._prepare_models([(module, True)], [], [], whole, trains=True)
         for name, parameter in module.named_parameters():
             names[id(parameter)] = (number, name)
+
+    def _follows_loose(self) -> bool:
+        """Returns whether the plan can average parameters of no module: ranks divide samples, not layers or sequences."""
+        return self.run.plan.layout.size() == self.run.plan.layout.width
 
     def _take_up_again(self, module: nn.Module) -> bool:
         """Records a model again that this plan has prepared and `free_memory` has forgotten. Returns False for any other."""
