@@ -2,6 +2,8 @@
 
 What torch can be asked (how many there are, their memory, the module `torch.TYPE`) is not here. A type without a row works too,
 if torch knows it: `device_type` returns a row with its name alone.
+
+Of these types only the CPU has ever run Paceline; the others are simulated in tests (docs/concepts/devices.md).
 """
 
 from __future__ import annotations
@@ -22,7 +24,6 @@ class DeviceType:
         is_numbered: whether several of them in one host have numbers.
         has_streams: whether copies run beside the computation.
         compiles_flex: whether torch compiles `flex_attention` and its backward pass for it.
-        was_run: whether Paceline was ever run on such hardware.
     """
 
     name: str
@@ -33,14 +34,13 @@ class DeviceType:
     is_numbered: bool = True
     has_streams: bool = True
     compiles_flex: bool = False
-    was_run: bool = False
 
 
 # "rocm" is no type of torch's: its builds for AMD call their devices cuda, and so the libraries of AMD read the same variable.
 DEVICES = {
-    "cpu": DeviceType("cpu", "CPU process", backend="gloo", is_numbered=False, has_streams=False, was_run=True),
-    "meta": DeviceType("meta", is_numbered=False, has_streams=False, was_run=True),
-    "cuda": DeviceType("cuda", "GPU", "CUDA_VISIBLE_DEVICES", "nccl", compiles_flex=True, was_run=True),
+    "cpu": DeviceType("cpu", "CPU process", backend="gloo", is_numbered=False, has_streams=False),
+    "meta": DeviceType("meta", is_numbered=False, has_streams=False),
+    "cuda": DeviceType("cuda", "GPU", "CUDA_VISIBLE_DEVICES", "nccl", compiles_flex=True),
     "rocm": DeviceType("cuda", "GPU", "CUDA_VISIBLE_DEVICES", "nccl", compiles_flex=True),
     "xpu": DeviceType("xpu", "XPU", "ZE_AFFINITY_MASK", "xccl", compiles_flex=True),
     "npu": DeviceType("npu", "NPU", "ASCEND_RT_VISIBLE_DEVICES", "hccl", "torch_npu"),
