@@ -64,17 +64,6 @@ def test_hooks_before_accumulation_are_taken_over_and_given_back() -> None:
     assert called == ["before"]
 
 
-def test_what_a_sum_adds_up() -> None:
-    x = torch.ones(6, 4, requires_grad=True)
-    assert tensors.rows_of_sum(x.square().sum().grad_fn) == 6
-    assert tensors.rows_of_sum(x.mean().grad_fn) is None and tensors.rows_of_sum(x.sum(dim=1).grad_fn) is None
-    assert tensors.rows_of_sum(x[0, 0].clone().sum().grad_fn) is None
-    targets = torch.zeros(6, dtype=torch.long)
-    assert tensors.rows_of_sum(nn.functional.cross_entropy(x, targets, reduction="sum").grad_fn) == 0
-    assert tensors.rows_of_sum(nn.functional.mse_loss(x, torch.zeros(6, 4), reduction="sum").grad_fn) == 0
-    assert tensors.rows_of_sum(nn.functional.mse_loss(x, torch.zeros(6, 4)).grad_fn) is None
-
-
 def test_hooks_of_both_kinds_are_listed() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert tensors.gradient_hooks(parameter) == []
@@ -147,6 +136,11 @@ def test_what_a_sum_adds_up_and_is_divided_by() -> None:
     assert tensors.sizes_of_sum(values.sum().grad_fn) == (4, 3)
     summed = torch.nn.functional.mse_loss(values, torch.zeros(4, 3), reduction="sum").grad_fn
     assert tensors.is_loss_function(summed) and tensors.sizes_of_sum(summed) == (4, 3)
+    targets = torch.zeros(4, dtype=torch.long)
+    assert tensors.sizes_of_sum(torch.nn.functional.cross_entropy(values, targets, reduction="sum").grad_fn) == (4,)
+    assert tensors.sizes_of_sum(torch.nn.functional.mse_loss(values, torch.zeros(4, 3)).grad_fn) is None
+    assert tensors.sizes_of_sum(values[0, 0].clone().sum().grad_fn) == ()
+    assert tensors.sizes_of_sum(values.sum(dim=1).grad_fn) is None
     assert tensors.sizes_of_sum(values.mean().grad_fn) is None
     assert tensors.rows_of_selected_mean(values[some].mean().grad_fn) == 3
     assert tensors.rows_of_selected_mean(values.mean().grad_fn) is None
