@@ -32,15 +32,20 @@ API: dict[str, list[str]] = {
     "Batches by tokens": ["TokenBatchSampler", "pack_documents", "PackedDocuments"],
     "World and plan": ["World", "Plan"],
     "Models larger than the device": [
-        "inference.load",
-        "inference.plan",
-        "inference.place",
-        "inference.Placement",
-        "inference.Workload",
-        "inference.Rates",
-        "inference.measure_rates",
+        "paceline_large.inference.load",
+        "paceline_large.inference.plan",
+        "paceline_large.inference.place",
+        "paceline_large.inference.Placement",
+        "paceline_large.inference.Workload",
+        "paceline_large.inference.Rates",
+        "paceline_large.inference.measure_rates",
     ],
-    "Testing your loop": ["testing.run_ranks", "testing.Fault", "testing.arm", "testing.damage"],
+    "Testing your loop": [
+        "paceline.testing.run_ranks",
+        "paceline.testing.Fault",
+        "paceline.testing.arm",
+        "paceline.testing.damage",
+    ],
 }
 
 
@@ -165,14 +170,14 @@ def api() -> str:
     lines = [
         "# Python API",
         "",
-        "Everything here is imported from `paceline`. *Ranks* says which processes must call a function, and what each gets.",
+        "Everything here is imported from `paceline`, if its name has no other package. *Ranks* says which processes must call a function, and what each gets.",
         "",
     ]
     for heading, names in API.items():
         lines += [f"## {heading}", ""]
         for name in names:
             package, _, last = name.rpartition(".")
-            found = getattr(import_module(f"paceline.{package}" if package else "paceline"), last)
+            found = getattr(import_module(package or "paceline"), last)
             if isinstance(found, type):
                 lines += class_page(name, found)
             else:
