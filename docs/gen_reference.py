@@ -170,7 +170,7 @@ def api() -> str:
     lines = [
         "# Python API",
         "",
-        "Everything here is imported from `paceline`, if its name has no other package. *Ranks* says which processes must call a function, and what each gets.",
+        "A name without a package is imported from `paceline`. *Ranks* says which processes must call it, and what each gets.",
         "",
     ]
     for heading, names in API.items():

@@ -55,3 +55,25 @@ def test_a_mean_over_some_targets_is_told(loss, is_told, monkeypatch) -> None:
     assert bool(told) is is_told
     uncounted.look(loss, 100, 4)
     assert len(told) <= 1
+
+
+@pytest.mark.parametrize(
+    ("loss", "width", "is_told"),
+    [
+        (each.sum() / 8, 2, True),
+        (F.cross_entropy(logits, whole, reduction="sum") / 12, 3, True),
+        (each.sum() * (1 / 8) + logits.square().mean(), 2, True),
+        (each.sum() / 8, 1, False),
+        (0.5 * each.sum() / 4, 2, False),
+        (each.sum() / 12, 3, False),  # of all elements
+        (each.sum() / (4 * 784), 2, False),
+        (logits.abs().sum() / 8, 2, False),  # a penalty
+    ],
+)
+def test_a_sum_that_is_divided_by_the_samples_of_all_ranks_is_told(loss, width, is_told, monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr(uncounted, "warn_once", lambda kind, text: told.append(text))
+    uncounted.look(loss, 1, 4, width)
+    assert bool(told) is is_told
+    if told:
+        assert f"divided by {4 * width}, the number of samples of all processes" in told[0]

@@ -346,7 +346,7 @@ class Accumulation:
             mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
         elif loader is not None and batch is not None:
             if self.width > 1 or self.steps > 1:
-                uncounted.look(loss, self.passes, batch.real[batch.index])
+                uncounted.look(loss, self.passes, batch.real[batch.index], self.width)
             mean, part = self._samples(window, loader, batch)
         else:
             mean, part = self._micro_batches(window)

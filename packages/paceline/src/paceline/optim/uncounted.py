@@ -48,18 +48,25 @@ _PART_TEXT = (
     "With n for that number, such as `mask.sum()`, this is exact: `accelerator.backward(loss * n, num_items=n)`"
 )
 
+_GLOBAL_TEXT = (
+    "a sum over the samples of a micro-batch is divided by {all}, the number of samples of all processes together. Losses of "
+    "processes are averaged, so its gradients are {width} times as small as on one process. Divide by the samples of this "
+    "process, such as `len(x)`, here {rows}; where you mean the factor {width}, nothing is wrong"
+)
 
-def look(loss: Tensor, passes: int, rows: int) -> None:
+
+def look(loss: Tensor, passes: int, rows: int, width: int = 1) -> None:
     """Warns once if such a mean or sum is a part of a loss.
 
     Args:
         loss: its backward pass has not run yet.
         passes: number of backward passes of the run.
         rows: number of samples that this rank has in the micro-batch.
+        width: number of ranks whose losses are averaged.
     """
     if passes > _PASSES or not rows:
         return
-    text = _told(loss, rows)
+    text = _told(loss, rows, width)
     if text is None:
         return
     frame = user_frame()
@@ -67,7 +74,7 @@ def look(loss: Tensor, passes: int, rows: int) -> None:
     warn_once("train", text + place)
 
 
-def _told(loss: Tensor, rows: int) -> str | None:
+def _told(loss: Tensor, rows: int, width: int) -> str | None:
     """Returns what is to be said of a loss."""
     waiting: list[tuple[Any, tuple[float, ...], bool]] = [(loss.grad_fn, (), False)]
     for _ in range(_NODES):
@@ -86,6 +93,8 @@ def _told(loss: Tensor, rows: int) -> str | None:
         sizes = sizes_of_sum(node)
         if sizes is not None and not _is_counted(node, sizes, divisors, rows):
             return _PART_TEXT if is_divided else _SUM_TEXT
+        if sizes is not None and _counts_all_ranks(node, sizes, divisors, rows, width):
+            return _GLOBAL_TEXT.format(all=rows * width, width=width, rows=rows)
         # The mean of several losses, or of a loss for each sample, divides by nothing that differs.
         if not node.name().startswith(_ARITHMETIC) or node.name().startswith("Mean"):
             continue
@@ -123,6 +132,16 @@ def _counts(sizes: Sequence[int], divisors: Sequence[float], rows: int) -> bool:
         if any(math.isclose(product, count, rel_tol=1e-6) for count in _parts(sizes) if count % rows == 0):
             return True
     return False
+
+
+def _counts_all_ranks(node: Any, sizes: Sequence[int], divisors: Sequence[float], rows: int, width: int) -> bool:
+    """Returns whether a sum is divided by the samples of all ranks, and by nothing that is right on this rank."""
+    if width == 1 or _is_of_weights(node):
+        return False
+    right = {rows} | {count for count in _parts(sizes) if count % rows == 0}
+    if any(math.isclose(divisor, count, rel_tol=1e-6) for divisor in divisors for count in right):
+        return False
+    return any(math.isclose(divisor, rows * width, rel_tol=1e-6) for divisor in divisors)
 
 
 def _parts(sizes: Sequence[int]) -> set[int]:
