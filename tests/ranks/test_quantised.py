@@ -94,6 +94,10 @@ def step(model, optimizer, number: int, part: slice, backward) -> tuple[float, f
 
 def plain(kind: str) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     model = network(kind)
+    for module in model.modules():
+        # On a CPU with avx512_bf16 bitsandbytes packs weights in evaluation, and cannot train with them afterwards.
+        if isinstance(module, bnb.nn.Linear4bit):
+            module.support_avx512bf16_for_cpu = False
     optimizer = optimizer_of(model)
     losses = [step(model, optimizer, number, slice(None), torch.Tensor.backward) for number in range(STEPS)]
     return losses, model.state_dict()
