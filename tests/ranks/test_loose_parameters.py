@@ -33,7 +33,7 @@ def train(plan: dict[str, int], is_parameter: bool, has_own_optimizer: bool, fol
 
     Args:
         plan: of the run.
-        is_parameter: whether the loose parameter is an `nn.Parameter`, which the script passes to `prepare`.
+        is_parameter: whether the loose parameter is an `nn.Parameter`, and not a plain tensor.
         has_own_optimizer: whether it has an optimizer of its own.
         folder: where the run is saved after the first epoch, and resumed from by another one; None trains on.
     """
@@ -58,8 +58,7 @@ def train(plan: dict[str, int], is_parameter: bool, has_own_optimizer: bool, fol
             else:
                 optimizers[0].add_param_group({"params": [weights]})
             loader = DataLoader(data, ROWS // 2 // accelerator.num_processes)
-            loose = [weights] if is_parameter else []
-            objects = list(accelerator.prepare(model, loader, *optimizers, *loose))
+            objects = list(accelerator.prepare(model, loader, *optimizers, weights))
             if epoch == 1:
                 accelerator.load_state(folder)
         wrapped, batches, *steppers = objects[: 2 + len(optimizers)]

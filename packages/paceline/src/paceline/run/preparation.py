@@ -56,7 +56,7 @@ from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
 from paceline.world.layout import model_axes
 from paceline.world.mesh import Mesh
-from paceline.world.param_groups import inner_optimizers, parameters_of
+from paceline.world.param_groups import inner_optimizers
 
 if TYPE_CHECKING:
     from paceline.observe.profiles import Profiles
@@ -141,7 +141,7 @@ class Preparation:
             other_plan = draft_beside(self.run.plan, plan, self.run.world.size)
         with nullcontext() if trains else _frozen([model for model, _ in models]):
             names = self._prepare_models(models, optimizers, loaders, other_plan, trains)
-            self._prepare_loose(loose, optimizers, names)
+            self._prepare_loose(loose, names)
 
         # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
         # loaders' and needs its prepared optimizer. The results go back in the user's order.
@@ -275,18 +275,15 @@ class Preparation:
         run.events.prepared()
         return names
 
-    def _prepare_loose(self, given: Sequence[Tensor], optimizers: Sequence[Optimizer], names: Names) -> None:
-        """Prepares parameters that are in no model: those that were given, and those of optimizers that can be in none.
+    def _prepare_loose(self, given: Sequence[Tensor], names: Names) -> None:
+        """Prepares parameters that are in no model, which the script has passed to `prepare`.
 
         Args:
-            given: what the script has passed to `prepare`.
-            optimizers: those of the same call.
+            given: these parameters.
             names: the names of all parameters; those of the new ones are added.
         """
-        stepped = [tensor for optimizer in optimizers for tensor in parameters_of(optimizer)]
-        in_no_module = [tensor for tensor in stepped if not isinstance(tensor, nn.Parameter) and tensor.is_leaf]
-        tensors = {id(tensor): tensor for tensor in (*given, *in_no_module) if id(tensor) not in names}
-        if not tensors or not self._follows_loose():
+        tensors = {id(tensor): tensor for tensor in given if id(tensor) not in names}
+        if not tensors:
             return
         from paceline.run.loose_parameters import LooseParameters  # few loops have any
 
