@@ -10,7 +10,6 @@ import torch
 from parity_models import GPT
 from torch import nn
 
-from paceline.base import parts
 from paceline.base.errors import PlanError, PrepareError
 from paceline.optim import adamw8bit
 from paceline.parallel.strategy import STRATEGIES
@@ -25,7 +24,7 @@ from paceline_large.float8.precision import PRECISION
 @pytest.fixture(autouse=True)
 def torchao(monkeypatch: pytest.MonkeyPatch) -> None:
     """A release of torchao, whether it is installed or not: planning needs no more of it."""
-    monkeypatch.setattr(parts.metadata, "version", lambda name: "0.18.0")
+    monkeypatch.setattr(metadata, "version", lambda name: "0.18.0")
 
 
 def planned(model: nn.Module, options: dict[str, Any] | None = None, **sizes: int) -> Plan:
@@ -127,7 +126,7 @@ def test_without_a_torchao_that_has_the_recipes(version: str, monkeypatch: pytes
             raise metadata.PackageNotFoundError(name)
         return version
 
-    monkeypatch.setattr(parts.metadata, "version", installed)
+    monkeypatch.setattr(metadata, "version", installed)
     with pytest.raises(PlanError) as caught:
         planned(gpt())
     assert caught.value.code == "torchao-missing" and "fp8" in caught.value.problems[0].fix
@@ -138,7 +137,7 @@ def test_without_a_torchao_that_has_the_recipes(version: str, monkeypatch: pytes
 
 @pytest.mark.parametrize("version", ["0.18.0", "0.20.1", "1.0", "0.19.0.dev20260101"])
 def test_later_releases_of_torchao_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts.metadata, "version", lambda name: version)
+    monkeypatch.setattr(metadata, "version", lambda name: version)
     assert parts.torchao_problem("", "fp8", "") is None
 
 

@@ -5,7 +5,6 @@ It is the only place of the core that knows of other parts. `tests/shape/test_pa
 
 from __future__ import annotations
 
-from importlib import metadata
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -82,6 +81,8 @@ def torchao_problem(what: str, extra: str, why: str) -> Problem | None:
         extra: the extra that installs it.
         why: where it was asked for.
     """
+    from importlib import metadata  # its import takes as long as `paceline --help`
+
     try:
         version = metadata.version("torchao")
     except metadata.PackageNotFoundError:
