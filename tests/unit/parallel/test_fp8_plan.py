@@ -11,6 +11,7 @@ from parity_models import GPT
 from torch import nn
 
 from paceline.base.errors import PlanError, PrepareError
+from paceline.base.parts import torchao_problem
 from paceline.optim import adamw8bit
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
@@ -138,7 +139,7 @@ def test_without_a_torchao_that_has_the_recipes(version: str, monkeypatch: pytes
 @pytest.mark.parametrize("version", ["0.18.0", "0.20.1", "1.0", "0.19.0.dev20260101"])
 def test_later_releases_of_torchao_are_taken(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: version)
-    assert parts.torchao_problem("", "fp8", "") is None
+    assert torchao_problem("", "fp8", "") is None
 
 
 def test_the_plan_says_whether_numbers_depend_on_the_number_of_processes() -> None:
