@@ -219,11 +219,10 @@ def test_what_an_absent_part_has_is_an_error_that_names_its_extra(
 @pytest.mark.parametrize(
     ("flags", "adds"),
     [
-        (["--procs", "2", "--tp", "2"], "tensor"),
-        (["--option", "pipeline.schedule=gpipe"], "pipeline"),
+        (["--procs", "2", "--tp", "2", "--option", "pipeline.schedule=gpipe"], "tensor"),
         (["--mixed-precision", "fp8"], "fp8"),
     ],
-    ids=["an axis", "an option", "a precision"],
+    ids=["an axis and an option", "a precision"],
 )
 def test_what_the_part_for_large_models_adds(core: Environment, tmp_path: Path, flags: list[str], adds: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
