@@ -14,7 +14,7 @@ Source: Lepikhin et al., "GShard: Scaling Giant Models with Conditional Computat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
@@ -95,19 +95,7 @@ class ExpertParallel(Strategy):
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Counts the experts of one rank. What is sent depends on the tokens of a batch, and is not counted."""
-        elements = facts.elements_of(self.chosen(plan, facts))
-        parts = plan.layout.ep
-        everything = max(1, facts.parameters)
-
-        def left(size: int) -> int:
-            return size - size * elements * (parts - 1) // (everything * parts)
-
-        return replace(
-            before,
-            parameters=left(before.parameters),
-            gradients=left(before.gradients),
-            optimizer=left(before.optimizer),
-        )
+        return before.with_divided(facts.elements_of(self.chosen(plan, facts)), facts, plan.layout.ep)
 
 
 STRATEGY = ExpertParallel()

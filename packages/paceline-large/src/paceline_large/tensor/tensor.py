@@ -12,7 +12,6 @@ parameters of one kind. Gradients of replicated parameters are equal on all rank
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import Problem
@@ -117,20 +116,7 @@ class Tensor(Strategy):
         """Counts one part of each divided parameter. What is sent depends on the tokens of a batch, and is not counted."""
         from paceline_large.tensor.plan import divided_elements
 
-        divided = divided_elements(self._division(plan, facts), facts)
-        elements = max(1, facts.parameters)
-        parts = plan.layout.tp
-
-        # `divided` of all elements are divided into `parts`. The same share of gradients and states is.
-        def left(size: int) -> int:
-            return size - size * divided * (parts - 1) // (elements * parts)
-
-        return replace(
-            before,
-            parameters=left(before.parameters),
-            gradients=left(before.gradients),
-            optimizer=left(before.optimizer),
-        )
+        return before.with_divided(divided_elements(self._division(plan, facts), facts), facts, plan.layout.tp)
 
 
 STRATEGY = Tensor()

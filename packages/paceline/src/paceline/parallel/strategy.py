@@ -1,7 +1,9 @@
 """`Strategy`, one axis of parallelism or one transformation of models, and `AppliedStrategy`, what it did to one of them.
 
     stage   strategy     axis       what it does
+    5       quantised               keeps frozen weights of few bits whole
     10      pipeline     pp         keeps this rank's blocks
+    15      fp8                     lets linear layers multiply in float8
     20      tensor       tp         divides the matrices of layers
     25      experts      ep         divides the experts of a Mixture of Experts
     30      context      cp         divides sequences
@@ -11,7 +13,7 @@
     40      recompute               computes activations again in the backward pass
     50      compile                 compiles the repeated blocks
     60      zero, shard  shard      divides optimizer states, gradients, parameters
-    70      offload                 keeps optimizer states in host memory
+    70      offload                 keeps optimizer states in host memory or on disk
     90      replicate    replicate  averages gradients
 
 A `Strategy` has no state: one object serves every plan and every model. All state belongs to the `AppliedStrategy` that its
