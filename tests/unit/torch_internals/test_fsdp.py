@@ -80,6 +80,9 @@ def test_grad_follows_shards_to_whole_parameters(model: nn.Module) -> None:
     with pytest.raises(RuntimeError, match="not have been used"):
         torch.autograd.grad(x.sum(), shards)
     assert torch.autograd.grad(x.sum(), [x, shards[0]], allow_unused=True)[1] is None
+    # Schedules of pipelines ask for places in the graph, which are named tuples.
+    place = torch.autograd.graph.get_gradient_edge(x)
+    assert torch.equal(torch.autograd.grad((3 * x).sum(), place)[0], torch.full_like(x, 3))
     output.backward()
     torch.testing.assert_close(gradients(model), list(found))
 

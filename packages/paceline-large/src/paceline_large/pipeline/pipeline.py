@@ -154,8 +154,9 @@ class Pipeline(Strategy):
         facts = max(models, key=lambda model: model.parameters)
         blocks, begins = divide(options, facts, stages)
         weights: Sequence[float] = options.weights if options.split == "time" else _computing(facts, blocks)
-        ends = (*begins[1:], len(blocks))
-        stage_weights = [sum(weights[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+        stage_weights: list[float] = []
+        for begin, end in zip(begins, (*begins[1:], len(blocks)), strict=True):
+            stage_weights.append(sum(weights[begin:end]))
         actions = order(options.schedule, ranks, per_rank(options), microbatches(options, ranks))
         stages_of_rank_0 = {stage for _, stage, _ in actions[0]}
         mean_weight = mean(stage_weights[stage] for stage in stages_of_rank_0)

@@ -422,19 +422,23 @@ def follow_shards() -> None:
         given = signature.bind(*args, **kwargs).arguments
         inputs = given["inputs"]
         inputs = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
-        wholes = [_whole_of(each) for each in inputs]
-        found = [whole for whole in wholes if whole is not None]
-        if not found:
+        # The number of an input -> the whole parameter that forward passes computed with in its place.
+        wholes: dict[int, torch.Tensor] = {}
+        for number, given_input in enumerate(inputs):
+            whole = _whole_of(given_input)
+            if whole is not None:
+                wholes[number] = whole
+        if not wholes:
             return plain(*args, **kwargs)
-        allow_unused = given.get("allow_unused")
-        gradients = list(plain(**{**given, "inputs": [*inputs, *found], "allow_unused": True}))
-        of_wholes = iter(gradients[len(inputs) :])
-        results: list[torch.Tensor | None] = []
-        for whole, gradient in zip(wholes, gradients, strict=False):
-            # Of what was computed with the shard itself, and with the whole parameter.
-            parts = [part for part in (gradient, None if whole is None else next(of_wholes)) if part is not None]
-            results.append(sum(parts[1:], parts[0]) if parts else None)
-        if not allow_unused and any(result is None for result in results):
+        gradients = plain(**{**given, "inputs": [*inputs, *wholes.values()], "allow_unused": True})
+        results = list(gradients[: len(inputs)])
+        for number, gradient in zip(wholes, gradients[len(inputs) :], strict=True):
+            # The script may have computed with the shard itself, too.
+            if results[number] is None:
+                results[number] = gradient
+            elif gradient is not None:
+                results[number] = results[number] + gradient
+        if not given.get("allow_unused") and any(result is None for result in results):
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
                 "is the desired behavior."
