@@ -129,13 +129,15 @@ class Preparation:
         places = _checked_placement(placement, len(objects))
         models: list[tuple[nn.Module, bool]] = []
         optimizers: list[Optimizer] = []
-        loose = [value for value, kind in zip(objects, kinds, strict=True) if kind == "parameter"]
+        loose: list[Tensor] = []
         loaders = [value for value, kind in zip(objects, kinds, strict=True) if kind == "loader"]
         for value, kind, place in zip(objects, kinds, places, strict=True):
             if kind == "model":
                 models.append((value, place))
             elif kind == "optimizer":
                 optimizers.append(value)
+            elif kind == "parameter":
+                loose.append(value)
         other_plan: Plan | None = None
         if plan is not None:
             other_plan = draft_beside(self.run.plan, plan, self.run.world.size)
@@ -187,10 +189,10 @@ class Preparation:
             return "scheduler"
         if may_be_loader(value):
             return "loader"
-        if isinstance(value, Tensor) and self._follows_loose() and value.is_leaf and value.requires_grad:
-            return "parameter"
         if self._semantics.unknown_objects == "returned":
             return "done"
+        if isinstance(value, Tensor) and self._follows_loose() and value.is_leaf and value.requires_grad:
+            return "parameter"
         raise not_preparable(value)
 
     # -- models --------------------------------------------------------------------------------------------------
