@@ -31,7 +31,9 @@ class Mlp(nn.Module):
 class BatchNorm(nn.Module):
     def __init__(self, tied=False):
         super().__init__()
-        self.first, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+        # A bias would be taken away with the mean: its gradient is rounding alone, which Adam divides by its own size.
+        self.first = nn.Linear(4, 4, bias=False)
+        self.norm = nn.BatchNorm1d(4)
 
     def forward(self, x):
         return torch.tanh(self.norm(self.first(x)))
