@@ -32,12 +32,12 @@ from timing import seconds
 
 from paceline.parallel.strategy import timetable_of
 from paceline.plan.timetable import simulate
-from paceline.planner.calibration import Calibration, Machine
-from paceline.planner.measure import Probes
-from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, rehearse
-from paceline.planner.step_time import StepTime, beside_computing, step_time
 from paceline.testing import run_ranks
 from paceline_large.pipeline.timing import Meter, measure
+from paceline_lens.forecast.calibration import Calibration, Machine
+from paceline_lens.forecast.measure import Probes
+from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld, rehearse
+from paceline_lens.forecast.step_time import StepTime, beside_computing, step_time
 
 RANKS = 2
 

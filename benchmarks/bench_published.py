@@ -21,8 +21,8 @@ from typing import Any
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.planner.device import GIB, device_of
-from paceline.planner.rehearsal import SimulatedWorld, rehearse
-from paceline.planner.report import PlanReport
+from paceline_lens.forecast.rehearsal import SimulatedWorld, rehearse
+from paceline_lens.forecast.report import PlanReport
 
 PROGRAM = Path(__file__).parent / "published" / "llama.py"
 DEVICE = replace(device_of("h100-96GB"), half=912e12, bandwidth=2.4e12)

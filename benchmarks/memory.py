@@ -91,7 +91,7 @@ def rank(way: Way, task: Task, precision: str) -> tuple[float, float]:
 
 def predicted(way: Way, task: Task, n: int) -> float:
     """The peak that the planner says beforehand, in bytes a parameter, as rank 0 of `n`."""
-    from paceline.planner.rehearsal import SimulatedWorld, rehearse
+    from paceline_lens.forecast.rehearsal import SimulatedWorld, rehearse
 
     def train() -> None:
         step = way(task)

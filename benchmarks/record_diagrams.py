@@ -71,7 +71,7 @@ def pipeline_way(task: Task) -> Any:
 
 def plans() -> dict[str, Any]:
     """What one rank holds under each plan, in bytes, as the planner predicts it."""
-    from paceline.planner.rehearsal import SimulatedWorld, rehearse
+    from paceline_lens.forecast.rehearsal import SimulatedWorld, rehearse
 
     parameters = sum(parameter.numel() for parameter in TASK.model().parameters())
     predicted: dict[str, Any] = {}

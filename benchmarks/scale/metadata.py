@@ -28,8 +28,8 @@ from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.shards import read_index
 from paceline.checkpoint.state.train_state import TrainState
 from paceline.checkpoint.store import store_for
-from paceline.planner.rehearsal import SimulatedWorld, in_child
 from paceline.torch_internals import imaginary
+from paceline_lens.forecast.rehearsal import SimulatedWorld, in_child
 from scale import growth
 
 SIZES = (8, 64, 512, 4096)
@@ -169,8 +169,8 @@ def prepared(size: int, axis: str) -> float:
 
     def timed() -> float:
         rehearsed = SimulatedWorld(size, min(size, RANKS_PER_HOST))
-        from paceline.planner.rehearsal import _perform  # the child is here already
         from paceline.world.runtime import Runtime
+        from paceline_lens.forecast.rehearsal import _perform  # the child is here already
 
         _perform(work, rehearsed, Runtime())
         return taken[0]

@@ -12,11 +12,11 @@ from paceline import Accelerator
 from paceline.base.errors import PlanError
 from paceline.cli import main as command_line
 from paceline.config.sources import resolve_launch
-from paceline.planner import calibrate as calibrating
-from paceline.planner import calibration as files
-from paceline.planner import measure
-from paceline.planner.rehearsal import SimulatedWorld, rehearse
 from paceline.testing import run_ranks
+from paceline_lens.forecast import calibrate as calibrating
+from paceline_lens.forecast import calibration as files
+from paceline_lens.forecast import measure
+from paceline_lens.forecast.rehearsal import SimulatedWorld, rehearse
 
 SCRIPT = """
 import torch

@@ -9,7 +9,7 @@ import pytest
 from paceline import ConfigError
 from paceline.base import env
 from paceline.base.temporary import temporary_folder
-from paceline.planner.rehearsal import in_child
+from paceline_lens.forecast.rehearsal import in_child
 
 
 @pytest.fixture(params=["none", "gone"])

@@ -2,7 +2,7 @@
 
 import torch
 
-from paceline.planner.allocation_trace import AllocationTrace, parts
+from paceline_lens.forecast.allocation_trace import AllocationTrace, parts
 
 
 def entered(allocations: AllocationTrace, elements: int) -> torch.Tensor:

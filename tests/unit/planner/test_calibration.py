@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from paceline.base.errors import PlanError
-from paceline.planner.calibration import Calibration, Link, Machine, find, rate_at, save
-from paceline.planner.measure import WorkProbe, calibration_of
-from paceline.planner.work import Computation
+from paceline_lens.forecast.calibration import Calibration, Link, Machine, find, rate_at, save
+from paceline_lens.forecast.measure import WorkProbe, calibration_of
+from paceline_lens.forecast.work import Computation
 
 MACHINE = Machine("host1", "cpu", "2.13.0", 2, 1)
 CALIBRATION = Calibration(

@@ -10,15 +10,15 @@ from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.allocation_trace import KINDS, Peak
-from paceline.planner.calibration import Calibration, Link, Lookup, Machine
 from paceline.planner.device import device_of
 from paceline.planner.estimate import Chosen
-from paceline.planner.operation_trace import Traffic
-from paceline.planner.predict import _fastest
-from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.report import PlanReport
-from paceline.planner.work import Computation, Work
+from paceline_lens.forecast.allocation_trace import KINDS, Peak
+from paceline_lens.forecast.calibration import Calibration, Link, Lookup, Machine
+from paceline_lens.forecast.operation_trace import Traffic
+from paceline_lens.forecast.predict import _fastest
+from paceline_lens.forecast.rehearsal import Rehearsal
+from paceline_lens.forecast.report import PlanReport
+from paceline_lens.forecast.work import Computation, Work
 from paceline_lens.tune.forecast import Forecaster
 from paceline_lens.tune.search import Candidate
 

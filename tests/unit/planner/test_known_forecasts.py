@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.planner.known_forecasts import KnownForecast, recall, remember
+from paceline_lens.forecast.known_forecasts import KnownForecast, recall, remember
 
 
 def test_a_forecast_is_found_again_also_one_of_an_earlier_version(

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from paceline.planner.allocation_trace import AllocationTrace
-from paceline.planner.operation_trace import OperationTrace
+from paceline_lens.forecast.allocation_trace import AllocationTrace
+from paceline_lens.forecast.operation_trace import OperationTrace
 
 
 @pytest.fixture

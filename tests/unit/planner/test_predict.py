@@ -12,12 +12,12 @@ from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft, resolve
-from paceline.planner import predict as module
-from paceline.planner.allocation_trace import KINDS, Peak
 from paceline.planner.device import device_of
 from paceline.planner.estimate import shown
-from paceline.planner.operation_trace import Traffic
-from paceline.planner.rehearsal import Rehearsal, SimulatedWorld
+from paceline_lens.forecast import predict as module
+from paceline_lens.forecast.allocation_trace import KINDS, Peak
+from paceline_lens.forecast.operation_trace import Traffic
+from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld
 
 GIB = 2**30
 WORLD = SimulatedWorld(world_size=8, local_size=8)

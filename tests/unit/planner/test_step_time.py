@@ -12,13 +12,13 @@ from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft
 from paceline.plan.timetable import Timetable
-from paceline.planner.calibration import Calibration, Link, Machine
-from paceline.planner.datasheet import FAST, calibration_of
 from paceline.planner.device import device_of
-from paceline.planner.report import term_lines
-from paceline.planner.step_time import Beside, StepTime, beside_computing, step_time
-from paceline.planner.work import Computation, Message, Work
 from paceline_large.pipeline.schedules import order
+from paceline_lens.forecast.calibration import Calibration, Link, Machine
+from paceline_lens.forecast.datasheet import FAST, calibration_of
+from paceline_lens.forecast.report import term_lines
+from paceline_lens.forecast.step_time import Beside, StepTime, beside_computing, step_time
+from paceline_lens.forecast.work import Computation, Message, Work
 
 CALIBRATION = Calibration(
     Machine("host1", "cpu", "2.13.0", 2, 1),

@@ -116,11 +116,11 @@ def tune(
     Returns:
         The finished tuning, and its best candidate.
     """
-    from paceline.planner.calibrate import machine_of
-    from paceline.planner.calibration import find
     from paceline.planner.device import device_of
     from paceline.planner.fit import of_this_host
-    from paceline.planner.rehearsal import in_child
+    from paceline_lens.forecast.calibrate import machine_of
+    from paceline_lens.forecast.calibration import find
+    from paceline_lens.forecast.rehearsal import in_child
     from paceline_lens.tune import results as tune_results
     from paceline_lens.tune.search import Tuning
     from paceline_lens.tune.tuner import Task, Tuner
@@ -170,7 +170,7 @@ def _job_to_tune(resolved: Launch, script: str, script_args: Sequence[str]) -> J
     """
     from paceline.launch.host import check_target
     from paceline.launch.make_job import job_of, target_of
-    from paceline.planner.rehearsal import in_child
+    from paceline_lens.forecast.rehearsal import in_child
 
     check_target(target_of(resolved.launch, script, script_args))
     # A child process examines the accelerators, because a process that has used them cannot be forked any more.

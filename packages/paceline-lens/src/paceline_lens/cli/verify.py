@@ -125,7 +125,7 @@ def _verify(
 
     from paceline.launch.host import check_target
     from paceline.launch.make_job import job_of, target_of
-    from paceline.planner.rehearsal import in_child
+    from paceline_lens.forecast.rehearsal import in_child
 
     check_target(target_of(resolved.launch, script, words))
     if plain is not None:

@@ -16,12 +16,12 @@ from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.calibration import Calibration
 from paceline.planner.device import Device
 from paceline.planner.estimate import Need, estimate, settings_of
-from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.step_time import beside_computing, step_time
-from paceline.planner.work import Work
+from paceline_lens.forecast.calibration import Calibration
+from paceline_lens.forecast.rehearsal import Rehearsal
+from paceline_lens.forecast.step_time import beside_computing, step_time
+from paceline_lens.forecast.work import Work
 from paceline_lens.tune.search import Candidate, Forecast
 
 # A backward pass computes about twice as much as a forward pass. A step that repeats its forward pass thus computes 4

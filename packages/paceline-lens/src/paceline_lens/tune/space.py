@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.config.given import Choice
-from paceline.planner.rehearsal import Rehearsal
+from paceline_lens.forecast.rehearsal import Rehearsal
 from paceline_lens.tune.script_config import ScriptConfig, script_configs
 from paceline_lens.tune.search import Candidate, Space, Tuning, batches
 

@@ -34,10 +34,10 @@ from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
 from paceline.launch.launcher import LAUNCHERS, Outcome
-from paceline.planner.calibration import Calibration
 from paceline.planner.device import Device
 from paceline.planner.estimate import gib
-from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, in_child, rehearse
+from paceline_lens.forecast.calibration import Calibration
+from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld, in_child, rehearse
 from paceline_lens.tune.forecast import Forecaster
 from paceline_lens.tune.script_config import script_configs
 from paceline_lens.tune.search import Candidate, Forecast, Measured, SearchProgress, Space, Tuning, sort_out

@@ -25,13 +25,13 @@ from paceline.observe.step_flops import StepFlops
 from paceline.observe.telemetry import StepProgress, Telemetry
 from paceline.planner.device import TABLE
 from paceline.planner.estimate import Need, estimate
-from paceline.planner.known_forecasts import key_of, recall
 from paceline.run.run import Run
 from paceline.torch_internals.modules import is_compiled
 from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
 from paceline.watch.records import AnomalyFound, CheckpointSaved, Hello, PlanMade
 from paceline.world.device import device_properties
 from paceline.world.events import SavedCheckpoint
+from paceline_lens.forecast.known_forecasts import key_of, recall
 
 _MAIN_BYTES = 32 << 20
 _OTHER_BYTES = 4 << 20  # there may be hundreds of these files

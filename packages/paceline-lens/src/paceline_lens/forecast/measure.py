@@ -29,9 +29,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.planner.calibration import Calibration, Curve, Link, Machine
 from paceline.torch_internals import dispatch
 from paceline.world.transport import Transport, all_gather_single, reduce_scatter_single, transport_of
+from paceline_lens.forecast.calibration import Calibration, Curve, Link, Machine
 
 _MATRIX_ROWS = (4, 16, 64, 256, 1024)
 _WIDTH = 512  # inputs of the linear layer; it has four times as many outputs

@@ -29,7 +29,7 @@ from paceline.base import env as environment
 from paceline.base.errors import PlanError
 from paceline.base.files import replace_text
 from paceline.config.places import user_folder
-from paceline.planner.work import Computation, Message
+from paceline_lens.forecast.work import Computation, Message
 
 VERSION = 3
 WITHIN_NODE, BETWEEN_NODES = "within a node", "between nodes"

@@ -11,12 +11,12 @@ from paceline.base.errors import PlanError
 from paceline.config.given import Choice
 from paceline.config.settings import RunSettings, searched_settings
 from paceline.config.sources import HANDED, hand_over
-from paceline.planner.calibration import Lookup
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Need, Rejected, choose, estimate, gib, settings_of, shown
-from paceline.planner.rehearsal import Rehearsal, SimulatedWorld, rehearse
-from paceline.planner.report import PlanReport
 from paceline.world.layout import given_axes
+from paceline_lens.forecast.calibration import Lookup
+from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld, rehearse
+from paceline_lens.forecast.report import PlanReport
 
 _TRIES = 4  # rehearsals of one search
 

@@ -22,12 +22,12 @@ import torch
 from torch import nn
 
 from paceline.observe.flops import formulas
-from paceline.planner.allocation_trace import AllocationTrace
-from paceline.planner.work import Computation, Message, Work
 from paceline.torch_internals import dispatch
 from paceline.torch_internals.dispatch import Operation
 from paceline.torch_internals.fake import FakeTensor, FakeTensorMode, fake_view, make_fake
 from paceline.world.tree import tensors as tensors_in
+from paceline_lens.forecast.allocation_trace import AllocationTrace
+from paceline_lens.forecast.work import Computation, Message, Work
 
 LARGE = 1024  # elements; smaller tensors cost nothing, and their values are often looked at
 _aten = torch.ops.aten

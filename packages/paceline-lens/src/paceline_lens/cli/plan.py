@@ -34,8 +34,8 @@ from paceline.planner.device import Device, device_of
 from paceline.world.layout import AXES
 
 if TYPE_CHECKING:
-    from paceline.planner.calibration import Lookup
-    from paceline.planner.report import PlanReport
+    from paceline_lens.forecast.calibration import Lookup
+    from paceline_lens.forecast.report import PlanReport
 
 _OWN = ("--device", "--auto", "--measure", "--draw", "--json")
 _USED = ("procs", "nodes", "module", "compat", "config")  # of the launcher's own settings
@@ -136,8 +136,8 @@ def _measure(launch: Launch) -> tuple[Device, Lookup, str]:
     Raises:
         ConfigError: `plan-measure`, for several nodes; PlanError: `calibration-failed`, `calibration-write`.
     """
-    from paceline.planner.calibrate import calibrate, this_machine
-    from paceline.planner.calibration import Lookup, save
+    from paceline_lens.forecast.calibrate import calibrate, this_machine
+    from paceline_lens.forecast.calibration import Lookup, save
 
     if least_and_most(launch.launch.nodes)[1] > 1:
         raise ConfigError(
@@ -158,8 +158,8 @@ def _look_up(launch: Launch) -> tuple[Device | None, Lookup | None]:
 
     Both are None if the plan is for several nodes.
     """
-    from paceline.planner.calibrate import this_machine
-    from paceline.planner.calibration import Lookup, find
+    from paceline_lens.forecast.calibrate import this_machine
+    from paceline_lens.forecast.calibration import Lookup, find
 
     settings = launch.launch
     if least_and_most(settings.nodes)[1] > 1 or settings.hostfile is not None:
@@ -185,7 +185,7 @@ def _with_procs(launch: Launch) -> Launch:
 
 def _remember(target: Target, report: PlanReport) -> None:
     """Saves the forecast, so that a watched run of the same script can show it in its journal."""
-    from paceline.planner.known_forecasts import KnownForecast, key_of, remember
+    from paceline_lens.forecast.known_forecasts import KnownForecast, key_of, remember
 
     time = report.time
     if time is None or target.kind != "script":
@@ -221,8 +221,8 @@ def _predict(
     from functools import partial
 
     from paceline.launch.worker.worker import become
-    from paceline.planner.predict import predict
-    from paceline.planner.rehearsal import SimulatedWorld
+    from paceline_lens.forecast.predict import predict
+    from paceline_lens.forecast.rehearsal import SimulatedWorld
 
     settings = _with_procs(launch).launch
     local = int(settings.procs)

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 
 from paceline.plan.plan import Plan
 from paceline.plan.timetable import Timetable
-from paceline.planner.calibration import Calibration
-from paceline.planner.work import Message, Work
+from paceline_lens.forecast.calibration import Calibration
+from paceline_lens.forecast.work import Message, Work
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
 from paceline.launch.launcher import LAUNCHERS
 from paceline.launch.make_job import job_of
-from paceline.planner.calibration import Calibration, Machine
 from paceline.planner.device import Device
 from paceline.planner.fit import of_this_host
-from paceline.planner.rehearsal import in_child
+from paceline_lens.forecast.calibration import Calibration, Machine
+from paceline_lens.forecast.rehearsal import in_child
 
 _ROUNDS = 7
 
@@ -124,9 +124,9 @@ def _measure(machine: Machine, cpu: bool, rounds: int) -> Calibration:
     import torch
     import torch.distributed as dist
 
-    from paceline.planner.measure import Probes
     from paceline.world import rendezvous
     from paceline.world.world import World
+    from paceline_lens.forecast.measure import Probes
 
     world = rendezvous.join(World.detect(), cpu=cpu)
     group: Any = dist.group.WORLD if world.size > 1 else None

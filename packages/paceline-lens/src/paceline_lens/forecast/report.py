@@ -9,14 +9,14 @@ from typing import Any
 from paceline.parallel.strategy import timetable_of
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Plan
-from paceline.planner.allocation_trace import KINDS
-from paceline.planner.calibration import Calibration, Lookup
-from paceline.planner.datasheet import FAST, SLOW, calibration_of
 from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Rejected, gib, shown
-from paceline.planner.rehearsal import Rehearsal
-from paceline.planner.step_time import StepTime, beside_computing, step_time
 from paceline.world.layout import model_axes
+from paceline_lens.forecast.allocation_trace import KINDS
+from paceline_lens.forecast.calibration import Calibration, Lookup
+from paceline_lens.forecast.datasheet import FAST, SLOW, calibration_of
+from paceline_lens.forecast.rehearsal import Rehearsal
+from paceline_lens.forecast.step_time import StepTime, beside_computing, step_time
 
 _WORDS = {
     "communication": "communication (and gathered parts)",

@@ -1,0 +1,1 @@
+"""Memory and time of a run predicted, by a rehearsal of its script."""
