@@ -19,8 +19,8 @@ from bench_profile import GPT
 from torch.nn import functional
 
 from paceline import Accelerator
-from paceline.run import system_values
 from paceline.testing import run_ranks
+from paceline_lens.observe import system_values
 
 ANOMALIES = {"nan": "skip", "loss_spike": "skip", "gradient_norm": "skip"}
 MODES: dict[str, dict[str, Any]] = {"anomalies": {"anomalies": ANOMALIES}, "log_system": {"log_system": True}}

@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Accelerator
 from paceline.base.env import patched
 from paceline.testing import run_ranks
-from paceline.watch.journal import JournalReader, rank_file
+from paceline_lens.watch.journal import JournalReader, rank_file
 
 # Blocks, width, vocabulary and length of a GPT, and rows of a batch: steps of about 1, 5 and 30 ms on one thread.
 SHAPES: dict[str, tuple[tuple[int, int, int, int], int] | None] = {

@@ -26,8 +26,8 @@ from parallel.ways import Task, Way, paceline
 
 from paceline import Accelerator
 from paceline.testing import run_ranks
-from paceline.watch.journal import JournalLine, JournalReader
-from paceline.watch.records import CheckpointSaved, Hello, Tick
+from paceline_lens.watch.journal import JournalLine, JournalReader
+from paceline_lens.watch.records import CheckpointSaved, Hello, Tick
 
 ROOT = Path(__file__).parents[1]
 FILE = ROOT / "docs" / "diagrams" / "recorded.json"

@@ -14,7 +14,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from paceline.watch.journal import launcher_file, rank_file
+from paceline_lens.watch.journal import launcher_file, rank_file
 
 FOLDER = Path(__file__).parent / "diagrams"
 WIDTH, LEFT, SIZE = 420, 10, 13

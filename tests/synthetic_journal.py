@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from paceline.watch.journal import JournalWriter, RunHeader, launcher_file, rank_file, write_header
-from paceline.watch.records import (
+from paceline_lens.watch.journal import JournalWriter, RunHeader, launcher_file, rank_file, write_header
+from paceline_lens.watch.records import (
     AnomalyFound,
     CheckpointSaved,
     ErrorShown,

@@ -61,7 +61,7 @@ MODULES = (
     "paceline_accelerate.engines",
     "paceline.launch.job",
     "paceline.launch.make_job",
-    "paceline.watch.registry",
+    "paceline_lens.watch.registry",
 )
 _HERE = Path(__file__).resolve()
 _NAMESPACES = ("net", "uts", "pid", "mnt")

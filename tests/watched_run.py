@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from paceline.watch.journal import JournalLine, RunHeader
-from paceline.watch.records import Hello, JournalRecord, Tick
+from paceline_lens.watch.journal import JournalLine, RunHeader
+from paceline_lens.watch.records import Hello, JournalRecord, Tick
 from paceline_lens.watch.view import RunView
 
 STARTED = 1_800_000_000.0

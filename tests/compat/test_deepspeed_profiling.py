@@ -7,12 +7,12 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.observe.operations import ModulePart, Profile
 from paceline.testing import run_ranks
 from paceline_deepspeed import flops_profiler, profiling
 from paceline_deepspeed.initialize import initialize
 from paceline_deepspeed.pipe import PipelineModule
 from paceline_deepspeed.timers import SynchronizedWallClockTimer, timed
+from paceline_lens.observe.operations import ModulePart, Profile
 
 
 def simple():

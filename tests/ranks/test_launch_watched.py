@@ -19,8 +19,8 @@ from warm_python import executable
 
 from paceline import Accelerator
 from paceline.testing import run_ranks
-from paceline.watch.journal import JournalReader
-from paceline.watch.records import (
+from paceline_lens.watch.journal import JournalReader
+from paceline_lens.watch.records import (
     CheckpointSaved,
     ErrorShown,
     Hello,

@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, ConfigError
-from paceline.observe import tap
 from paceline.observe.phases import PhaseListener
 from paceline.parallel.strategy import STRATEGIES
 from paceline.testing import run_ranks
+from paceline_lens.observe import tap
 
 list(STRATEGIES)  # imported here, not by each rank of each test
 

@@ -8,8 +8,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
-from paceline.run import system_values
 from paceline.testing import run_ranks
+from paceline_lens.observe import system_values
 
 ROWS, BATCH, WIDTH = 48, 8, 16
 

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from warm_python import executable
 
-from paceline.watch.journal import rank_file
 from paceline_lens.watch.following import FollowedRun
+from paceline_lens.watch.journal import rank_file
 
 SCRIPT = """
 import sys, time

@@ -7,18 +7,18 @@ from collections.abc import Iterator
 
 FACADE = {
     "paceline.accelerator",
-    "paceline.run.anomaly_actions",
+    "paceline_lens.observe.anomaly_actions",
     "paceline.data.active",
     "paceline.run.evaluation_stop",
     "paceline.run.preemption",
     "paceline.run.preparation",
     "paceline.run.prepared",
-    "paceline.run.profiling",
+    "paceline_lens.observe.profiling",
     "paceline.run.run",
     "paceline.run.starting",
     "paceline.run.states",
     "paceline.run.steps",
-    "paceline.run.system_values",
+    "paceline_lens.observe.system_values",
     "paceline.world.events",
     "paceline.world.participant",
 }

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 from free_ports import free_port
 
-from paceline.watch import records
-from paceline.watch.journal import JournalWriter, RunHeader, rank_file, write_header
+from paceline_lens.watch import records
+from paceline_lens.watch.journal import JournalWriter, RunHeader, rank_file, write_header
 
 pytestmark = [
     pytest.mark.long,

@@ -95,7 +95,7 @@ def test_a_window_that_was_saved_half_way_counts_in_neither_run(tmp_path):
                 loop.optimizer.zero_grad()
             if save and number == 5:
                 loop.accelerator.save_state(tmp_path / "half")
-        return loop.accelerator._anomalies.state_dict()["detectors"]["0"]["losses"]
+        return loop.accelerator._observers["anomalies"].state_dict()["detectors"]["0"]["losses"]
 
     whole = losses(Loop(1.0, **settings), save=True)
     resumed = Loop(1.0, **settings)

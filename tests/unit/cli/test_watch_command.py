@@ -15,7 +15,7 @@ from synthetic_journal import write_synthetic
 
 from paceline.base.process_name import process_name
 from paceline.cli.main import main
-from paceline.watch.registry import RegisteredRun, mark_ended, register
+from paceline_lens.watch.registry import RegisteredRun, mark_ended, register
 from paceline_lens.watch.remote import arguments
 
 

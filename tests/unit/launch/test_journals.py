@@ -9,14 +9,14 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.launch.rounds import Member
-from paceline.watch.journal import JournalWriter, RunHeader, rank_file, write_header
-from paceline.watch.records import Tick
 from paceline_hosts import journals
 from paceline_hosts.forwarding import PART_BYTES
 from paceline_hosts.journals import JournalExchange
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import JournalAnswer, JournalParts, Message, decode, encode
 from paceline_hosts.membership.rules import Rules
+from paceline_lens.watch.journal import JournalWriter, RunHeader, rank_file, write_header
+from paceline_lens.watch.records import Tick
 
 
 class Launcher:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,13 +10,13 @@ import pytest
 from paceline import LaunchError
 from paceline.cli.launch import wait_recorded
 from paceline.launch.failure_report import problem_of
-from paceline.launch.job import Job, Target
+from paceline.launch.job import NEW_FOLDER, Job, Target
 from paceline.launch.launcher import Failure, Outcome
-from paceline.launch.recording import NEW_FOLDER, VIEWS, LaunchRecording
 from paceline.launch.rounds import Member, Round
-from paceline.watch import records
-from paceline.watch.journal import JournalReader
-from paceline.watch.registry import registered_runs
+from paceline_lens.watch import records
+from paceline_lens.watch.journal import JournalReader
+from paceline_lens.watch.recording import LaunchRecording
+from paceline_lens.watch.registry import registered_runs
 
 JOB = Job(Target("script", "folder/train.py"), procs=2, watch=NEW_FOLDER)
 
@@ -37,12 +36,11 @@ class Page:
 
 
 @pytest.fixture(autouse=True)
-def page(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Page]]:
-    VIEWS.add("page", Page)
+def page(monkeypatch: pytest.MonkeyPatch) -> type[Page]:
+    monkeypatch.setattr("paceline_lens.watch.recording.PageProcess", Page)
     monkeypatch.setattr(Page, "served", [])
     monkeypatch.setattr(Page, "ended", [])
-    yield Page
-    VIEWS.remove("page")
+    return Page
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from paceline.observe.anomalies import AnomalyOptions, Detector, StepFacts, flattened, strongest
+from paceline_lens.observe.anomalies import AnomalyOptions, Detector, StepFacts, flattened, strongest
 
 ALL = AnomalyOptions(nan="skip", loss_spike="rollback", gradient_norm="log", warmup=4, window=8)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from paceline.observe import tap
-from paceline.observe.clock import HostClock
-from paceline.observe.comms import Comms, bandwidth, trimmed_mean
+from paceline_lens.observe import tap
+from paceline_lens.observe.clock import HostClock
+from paceline_lens.observe.comms import Comms, bandwidth, trimmed_mean
 
 
 class Ticks(HostClock):

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from paceline.observe.memory import Memory, Resident
+from paceline_lens.observe.memory import Memory, Resident
 
 
 def test_the_phase_that_held_most_is_the_one_that_shows_it():

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 from paceline.data.active import ActiveLoaders
-from paceline.observe.clock import HostClock
 from paceline.observe.phases import NAMES, Phases
-from paceline.observe.wall_clock import WallClock
 from paceline.world.events import Events
+from paceline_lens.observe.clock import HostClock
+from paceline_lens.observe.wall_clock import WallClock
 
 
 class Hand(HostClock):

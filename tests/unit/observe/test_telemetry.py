@@ -18,13 +18,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
 from paceline.observe import phases as phases_module
-from paceline.observe import telemetry as module
 from paceline.observe.phases import Phases
-from paceline.observe.telemetry import StepProgress, Telemetry
-from paceline.run import watching
-from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
-from paceline.watch.records import CheckpointSaved, Hello, JournalRecord, PlanMade, Tick, ValuesLogged
 from paceline_accelerate.accelerator import Accelerator as ServedAccelerator
+from paceline_lens.observe import telemetry as module
+from paceline_lens.observe import watching
+from paceline_lens.observe.telemetry import StepProgress, Telemetry
+from paceline_lens.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
+from paceline_lens.watch.records import CheckpointSaved, Hello, JournalRecord, PlanMade, Tick, ValuesLogged
 
 
 @pytest.fixture

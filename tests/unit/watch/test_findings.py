@@ -8,7 +8,7 @@ import random
 import pytest
 from watched_run import EVEN, WatchedRun, moved
 
-from paceline.watch.records import CheckpointSaved, Hello, PlanMade, RoundStarted, Tick, ValuesLogged
+from paceline_lens.watch.records import CheckpointSaved, Hello, PlanMade, RoundStarted, Tick, ValuesLogged
 
 ALL_STAND = {0: "reduce", 1: "reduce", 2: "reduce", 3: "reduce"}
 

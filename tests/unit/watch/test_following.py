@@ -14,10 +14,10 @@ import pytest
 from synthetic_journal import write_synthetic
 
 from paceline.base.errors import ConfigError
-from paceline.watch.journal import JournalWriter, RunHeader, rank_file, write_header
-from paceline.watch.records import Hello, Tick
 from paceline_lens.watch import following
 from paceline_lens.watch.following import FollowedRun
+from paceline_lens.watch.journal import JournalWriter, RunHeader, rank_file, write_header
+from paceline_lens.watch.records import Hello, Tick
 from paceline_lens.watch.tail import latest
 
 

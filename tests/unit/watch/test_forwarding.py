@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
-from paceline.watch.records import Tick
 from paceline_hosts.forwarding import FilePart, JournalCopies, JournalSender, mark, unmark
+from paceline_lens.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
+from paceline_lens.watch.records import Tick
 
 SENDER = "4711-9f86d081884c"
 COPY = f"rank-00001.{SENDER}.jsonl"

@@ -12,8 +12,8 @@ import pytest
 from synthetic_journal import STARTED, write_synthetic
 
 from paceline import ConfigError
-from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, read_header, write_header
-from paceline.watch.records import (
+from paceline_lens.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, read_header, write_header
+from paceline_lens.watch.records import (
     KINDS,
     AnomalyFound,
     Hello,

@@ -15,11 +15,11 @@ import pytest
 
 from paceline.base.errors import LaunchError
 from paceline.cli.main import main
-from paceline.launch.recording import check_metrics_port
-from paceline.watch import records
-from paceline.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
+from paceline_lens.watch import records
+from paceline_lens.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
 from paceline_lens.watch.metrics import METRICS, MOST_NAMES, MetricsServer, text_of
 from paceline_lens.watch.metrics_process import MetricsProcess
+from paceline_lens.watch.recording import check_metrics_port
 
 
 def journal(folder: Path, lines: dict[str, list[records.JournalRecord]], **header) -> Path:

@@ -9,8 +9,15 @@ from pathlib import Path
 import pytest
 
 from paceline.base.process_name import process_name
-from paceline.watch import registry
-from paceline.watch.registry import RegisteredRun, mark_ended, mark_watched, register, registered_runs, registry_folder
+from paceline_lens.watch import registry
+from paceline_lens.watch.registry import (
+    RegisteredRun,
+    mark_ended,
+    mark_watched,
+    register,
+    registered_runs,
+    registry_folder,
+)
 
 
 def own_run(started: float = 1.0) -> RegisteredRun:

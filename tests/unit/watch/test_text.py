@@ -11,8 +11,9 @@ from rich.console import Console
 from synthetic_journal import STARTED, write_synthetic
 from watched_run import EVEN, WatchedRun, moved
 
-from paceline.watch.journal import JournalReader
-from paceline.watch.records import (
+from paceline_lens.watch.journal import JournalReader
+from paceline_lens.watch.plain import PlainLog, number, status
+from paceline_lens.watch.records import (
     CheckpointSaved,
     ErrorShown,
     LauncherEnded,
@@ -21,7 +22,6 @@ from paceline.watch.records import (
     Stuck,
     ValuesLogged,
 )
-from paceline_lens.watch.plain import PlainLog, number, status
 from paceline_lens.watch.text import frame, sparkline
 from paceline_lens.watch.view import RunView
 

@@ -10,8 +10,9 @@ import pytest
 from synthetic_journal import STARTED, write_synthetic
 from watched_run import WatchedRun
 
-from paceline.watch.journal import JournalReader
-from paceline.watch.records import (
+from paceline_lens.watch import view as view_module
+from paceline_lens.watch.journal import JournalReader
+from paceline_lens.watch.records import (
     AnomalyFound,
     ErrorShown,
     Hello,
@@ -22,7 +23,6 @@ from paceline.watch.records import (
     Tick,
     ValuesLogged,
 )
-from paceline_lens.watch import view as view_module
 from paceline_lens.watch.series import AllSeries, Series
 from paceline_lens.watch.view import RunView
 

@@ -160,7 +160,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
     def _prepares(self, run: Run) -> AcceleratePreparation:
         """Makes what prepares the objects of the run, as objects of accelerate's classes."""
         self.gradient_state = GradientState.of(self, self._window)
-        return AcceleratePreparation(run, self.profiles, self.gradient_state, self.dataloader_config, self.rng_types)
+        return AcceleratePreparation(run, self.gradient_state, self.dataloader_config, self.rng_types)
 
     # -- what this run is --------------------------------------------------------------------------------------
 
@@ -528,7 +528,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
 
     def log(self, values: Mapping[str, Any], step: int | None = None, log_kwargs: Any = None) -> None:
         """Logs values to every tracker on the main process, and to the journal of a run that is watched."""
-        self.trackers.log(self._logged_values.record(values, step), step, log_kwargs)
+        self.trackers.log(self._with_system_values(values, step), step, log_kwargs)
 
     def end_training(self) -> None:
         """Finishes trackers. The group stays: scripts of transformers call `wait_for_everyone` after it. Ranks: all."""

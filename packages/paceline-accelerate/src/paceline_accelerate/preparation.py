@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import nn
@@ -37,9 +37,6 @@ from paceline_accelerate.samplers import BatchSamplerShard
 from paceline_accelerate.scheduler import AcceleratedScheduler
 from paceline_accelerate.wrapping import get_model_tp_size
 
-if TYPE_CHECKING:
-    from paceline.observe.profiles import Profiles
-
 
 class AcceleratePreparation(Preparation):
     """Prepares the objects of one `Accelerator` of the compat layer.
@@ -60,12 +57,11 @@ class AcceleratePreparation(Preparation):
     def __init__(
         self,
         run: Run,
-        profiles: Profiles | None,
         gradient_state: GradientState,
         loading: DataLoaderConfiguration,
         rng_types: Sequence[Any],
     ) -> None:
-        super().__init__(run, profiles)
+        super().__init__(run)
         self.tail = run.plan.semantics.tail
         self.device_problem = problem_of_wanted_device()
         self._gradient_state = gradient_state

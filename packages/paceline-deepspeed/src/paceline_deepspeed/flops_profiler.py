@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from paceline.observe.clock import clock_of
-from paceline.observe.flops import Counter, Tree, count_parameters, counted
-from paceline.observe.flops_text import by_depth, number, share
-from paceline.observe.operations import ModulePart, Profile
+from paceline_lens.observe.clock import clock_of
+from paceline_lens.observe.flops import Counter, Tree, count_parameters, counted
+from paceline_lens.observe.flops_text import by_depth, number, share
+from paceline_lens.observe.operations import ModulePart, Profile
 
 if TYPE_CHECKING:
     from paceline_deepspeed.engine_parts import Engine

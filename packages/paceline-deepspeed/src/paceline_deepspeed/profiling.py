@@ -11,10 +11,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from paceline.config.given import Given
-from paceline.observe.comms import Comms, size
-from paceline.observe.operations import Profile
-from paceline.observe.profiles import Profiles
 from paceline_deepspeed.flops_profiler import profile_text
+from paceline_lens.observe.comms import Comms, size
+from paceline_lens.observe.operations import Profile
+from paceline_lens.observe.profiles import Profiles
 
 if TYPE_CHECKING:
     from paceline_deepspeed.config import DeepSpeedConfig

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Literal
 
 from paceline.base.files import is_there
-from paceline.watch.journal import OWN_FILE
+from paceline.launch.recordings import OWN_FILE
 
 # The most bytes of a message. A heartbeat waits until the message is sent: 50 ms at 10 Mbit/s.
 PART_BYTES = 1 << 16

@@ -29,7 +29,7 @@ from paceline.config.keywords import checked_keywords, refuse_unknown
 from paceline.data.metrics import gather_for_metrics
 from paceline.optim.schedule import Scheduler
 from paceline.plan.plan import Plan
-from paceline.run.logged_values import LoggedValues
+from paceline.run.observers import join_observers
 from paceline.run.preparation import Preparation
 from paceline.run.run import Run
 from paceline.run.starting import RunArguments, start_run
@@ -42,10 +42,8 @@ from paceline.world.places import user_frame
 
 if TYPE_CHECKING:
     from paceline.checkpoint.state.run_state import Stateful
-    from paceline.observe.profiles import Profiles
     from paceline.observe.trackers.group import Trackers
     from paceline.observe.trackers.group import Wanted as TrackerChoice
-    from paceline.run.anomaly_actions import Anomalies
 
 Prepared = TypeVar("Prepared")
 Several = TypeVarTuple("Several")
@@ -169,29 +167,14 @@ class Accelerator(Participant):
         self._log_with = log_with
         if log_with is not None:
             _ = self.trackers  # what is wrong with the names is an error here
-        # What only some runs ask for is loaded by those: it is half of the library.
-        self.profiles: Profiles | None = None
-        if run.settings.profile != "no":
-            from paceline.run.profiling import profiles_of
-
-            self.profiles = profiles_of(run)
-        self._logged_values = LoggedValues(run, self.profiles)
         self.preparation = self._prepares(run)
         self.steps = Steps(run)
         self.states = States.of(run, keep or Keep())
-        self._anomalies: Anomalies | None = None
-        if "anomalies" in run.settings.options:
-            from paceline.run.anomaly_actions import anomalies_of
-
-            self._anomalies = anomalies_of(run, self.states)
-        if run.settings.watch_dir is not None:
-            from paceline.run.watching import telemetry_of
-
-            telemetry_of(run)
+        self._observers = join_observers(run, self.states)
 
     def _prepares(self, run: Run) -> Preparation:
         """Makes what prepares the objects of the run; a door gives them classes of its own."""
-        return Preparation(run, self.profiles)
+        return Preparation(run)
 
     @cached_property
     def trackers(self) -> Trackers:
@@ -241,7 +224,13 @@ class Accelerator(Participant):
     def anomaly_counts(self) -> dict[str, int]:
         """The number of steps with an anomaly of each kind ("nan", "loss_spike", "gradient_norm"), of steps that were
         "skipped", and of "rollbacks". Empty if the argument `anomalies` was not given."""
-        return {} if self._anomalies is None else dict(self._anomalies.counts)
+        anomalies = self._observers.get("anomalies")
+        return {} if anomalies is None else dict(anomalies.counts)
+
+    @property
+    def profiles(self) -> Any:
+        """The profiles that the setting `profile` asks for, with `summary` and `text`; None where it asks for none."""
+        return self._observers.get("profile")
 
     @property
     def logging_dir(self) -> str:
@@ -613,9 +602,19 @@ class Accelerator(Participant):
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Logs values to every tracker, on the main process, and to the journal of a watched run.
 
-        With `log_system` it adds throughput since the last call, utilisation and memory: see `paceline.run.system_values`.
+        With `log_system` it adds throughput since the last call, utilisation and memory: see `system_values` of
+        `paceline-lens`.
         """
-        self.trackers.log(self._logged_values.record(values, step), step)
+        self.trackers.log(self._with_system_values(values, step), step)
+
+    def _with_system_values(self, values: Mapping[str, Any], step: int | None) -> Mapping[str, Any]:
+        """Passes logged values to those that look at the run, and returns what the trackers get."""
+        self.run.runtime.logged(values, step)
+        system_values = self._observers.get("system_values")
+        if system_values is not None:
+            values = {**values, **system_values.read()}
+        self.run.events.logged(values, step)
+        return values
 
     def end_training(self) -> None:
         """Waits for a save in the background, finishes trackers and destroys the process group. Ranks: all.

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         ConfigError: `watch-folder`, `watch-version`.
         LaunchError: `metrics-port`.
     """
-    from paceline.watch.journal import JournalReader
+    from paceline_lens.watch.journal import JournalReader
     from paceline_lens.watch.metrics import MetricsServer, text_of
 
     reader = JournalReader(args.run_folder)

@@ -11,7 +11,7 @@ from typing import Any
 
 from paceline.base.files import expanded
 from paceline.base.text_table import text_table
-from paceline.watch.registry import RegisteredRun, registered_runs
+from paceline_lens.watch.registry import RegisteredRun, registered_runs
 
 _RECENT_S = 24 * 3600.0
 _MOST_ENDED = 10

@@ -24,12 +24,12 @@ from paceline.base import env as environment
 from paceline.base.ours import is_our_module
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
-from paceline.observe.memory import of_process
 from paceline.optim.batch_size import is_out_of_memory
 from paceline.world import runtime
 from paceline.world.runtime import MicroBatches, Runtime
 from paceline.world.tree import first_rows
 from paceline.world.world import World
+from paceline_lens.observe.memory import of_process
 from paceline_lens.tune.script_config import script_configs
 
 Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]

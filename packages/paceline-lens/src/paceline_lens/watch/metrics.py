@@ -16,8 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Literal
 
 from paceline.base.errors import LaunchError
-from paceline.watch import records
-from paceline.watch.journal import JournalLine, JournalReader, RunHeader
+from paceline_lens.watch import records
+from paceline_lens.watch.journal import JournalLine, JournalReader, RunHeader
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 # A scrape of 10,000 names takes Prometheus a tenth of a second; a script that makes up names without end must not grow this.

@@ -6,7 +6,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.watch.records import Tick
+from paceline_lens.watch.records import Tick
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from paceline.watch.records import Hello, Tick
+from paceline_lens.watch.records import Hello, Tick
 
 PHASES = ("data", "forward", "backward", "reduce", "pipeline", "clip", "step", "checkpoint", "rest")
 _COLUMN = {name: index for index, name in enumerate(PHASES)}

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from paceline.base.errors import ConfigError
 from paceline.base.files import expanded
-from paceline.watch.journal import HEADER, watch_folder
-from paceline.watch.registry import RegisteredRun, registered_runs
+from paceline_lens.watch.journal import HEADER, watch_folder
+from paceline_lens.watch.registry import RegisteredRun, registered_runs
 
 _MOST_NAMED = 5
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
-from paceline.watch.journal import rank_file
+from paceline_lens.watch.journal import rank_file
 from paceline_lens.watch.plain import status
 from paceline_lens.watch.tail import latest
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import ConfigError
-from paceline.watch.journal import JournalLine, rank_file, read_header
-from paceline.watch.records import record_of
+from paceline_lens.watch.journal import JournalLine, rank_file, read_header
+from paceline_lens.watch.records import record_of
 from paceline_lens.watch.view import RunView
 
 _TAIL_BYTES = 32 << 10

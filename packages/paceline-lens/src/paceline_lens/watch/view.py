@@ -63,9 +63,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from paceline.watch import records
-from paceline.watch.journal import JournalLine, RunHeader
+from paceline_lens.watch import records
 from paceline_lens.watch.findings import findings
+from paceline_lens.watch.journal import JournalLine, RunHeader
 from paceline_lens.watch.progress import RunProgress
 from paceline_lens.watch.ranks import PHASES, RankState
 from paceline_lens.watch.series import AllSeries, json_number

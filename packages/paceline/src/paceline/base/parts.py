@@ -25,8 +25,9 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
         "paceline.strategies": ("context", "experts", "fp8", "pipeline", "tensor"),
     },
     "lens": {
-        "paceline.commands": ("metrics", "ps", "tune", "verify", "watch"),
-        "paceline.run_views": ("metrics", "page", "status_line"),
+        "paceline.commands": ("metrics", "plan", "ps", "tune", "verify", "watch"),
+        "paceline.observers": ("anomalies", "journal", "profile", "system_values"),
+        "paceline.recordings": ("journal",),
         "paceline.trackers": (
             "aim", "clearml", "comet_ml", "dvclive", "mlflow", "opentelemetry", "swanlab", "trackio", "wandb",
         ),

@@ -51,21 +51,20 @@ def _check_options(resolved: Launch) -> None:
         PlanError: `plan-option`, `strategy-option`, `strategy-value`; all at once.
     """
     # The strategies parse their options and need torch. Without options, this command need not wait for its import.
-    from paceline.observe import anomalies
-    from paceline.observe.profiles import NAME, ProfileOptions
     from paceline.parallel.strategy import STRATEGIES
     from paceline.plan.options import read
     from paceline.plan.plan import Decision
-    from paceline.plan.resolve import option_problems
+    from paceline.plan.resolve import OTHER_OPTIONS, option_problems
+    from paceline.run.observers import OBSERVERS
 
     options = dict(resolved.run.options)
-    of_profiles = options.pop(NAME, {})
-    of_anomalies = anomalies.flattened(options.pop(anomalies.NAME, {}))
+    of_observers = {name: options.pop(name) for name in OTHER_OPTIONS if name in options}
     decisions = [Decision(**vars(row)) for row in resolved.decisions]
     places = {row.field: row.where or row.source for row in resolved.decisions}
     problems = option_problems(options, decisions, STRATEGIES)
-    problems += read(ProfileOptions, of_profiles, NAME, places)[1]
-    problems += read(anomalies.AnomalyOptions, of_anomalies, anomalies.NAME, places)[1]
+    for name, block in of_observers.items():
+        observer = OBSERVERS.get(name)
+        problems += read(observer.Options, observer.flattened(block), name, places)[1]
     if problems:
         raise PlanError.of(problems)
 

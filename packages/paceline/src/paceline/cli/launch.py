@@ -147,9 +147,9 @@ def carry_out(job: Job, resolved: Launch) -> int:
 
 def wait_recorded(handle: Handle, job: Job) -> Outcome:
     """Waits for a job on other hosts, and records it on this host, so that `paceline ps` shows it."""
-    from paceline.launch.recording import LaunchRecording
+    from paceline.launch.recordings import recording_of
 
-    recording = LaunchRecording(replace(job, watch=""))
+    recording = recording_of(replace(job, watch="", metrics_port=None))
     recording.begin()
     # This code is recorded if the wait raises an error.
     exit_code = 1

@@ -11,6 +11,9 @@ if TYPE_CHECKING:
     from paceline.config.settings import OnHang
 
 
+NEW_FOLDER = "new"  # the value of `Job.watch` for a run that gets a new folder in `runs/`
+
+
 @dataclass(frozen=True)
 class Target:
     """What each process runs: a script, a module, a program, or a function.
@@ -113,7 +116,7 @@ class Job:
         store: the URL of a store outside the nodes (`network/store_link.py` of the extra hosts); "" for none.
         tls: whether launchers use TLS: "no", "yes", or files joined by commas (`network/tls.py`).
         secret: by which the launchers of several nodes recognise each other; "" for that of the user (`network/secret.py`).
-        watch: the folder for the journal of a watched run; `recording.NEW_FOLDER` for a new one, "" for no journal.
+        watch: the folder for the journal of a watched run; `NEW_FOLDER` for a new one, "" for no journal.
         metrics_port: the port where the first host serves metrics to Prometheus; None for no metrics.
         allocation: what a scheduler has given to this process, an object of its launcher; None for nothing.
     """

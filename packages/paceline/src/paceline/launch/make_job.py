@@ -15,9 +15,8 @@ from paceline.config.kinds import least_and_most
 from paceline.config.settings import LaunchSettings
 from paceline.config.sources import Launch
 from paceline.launch import host
-from paceline.launch.job import Job, Target
+from paceline.launch.job import NEW_FOLDER, Job, Target
 from paceline.launch.launcher import JOBS_ELSEWHERE, LAUNCHERS, Hosts
-from paceline.launch.recording import NEW_FOLDER
 from paceline.world.detect.kubernetes import counts_pods
 from paceline.world.world import World
 

@@ -9,8 +9,5 @@ steps           the backward pass, clipping, and steps that the run does itself
 states          saving, resuming and loading
 preemption      a notice that the machine goes away: the run saves and ends
 evaluation_stop the same during an evaluation, where ranks take different numbers of steps
-anomalies       losses and gradients that are not finite or far from the usual: what the run does about them
-profiling       profiles of the steps that were asked for
-watching        the journal of a run, which `paceline watch` reads
-system_values   throughput, utilisation and memory beside the values that a script logs
+observers       what looks at the run where a setting asks for it; it belongs to other parts
 """

@@ -59,7 +59,6 @@ from paceline.world.mesh import Mesh
 from paceline.world.param_groups import inner_optimizers
 
 if TYPE_CHECKING:
-    from paceline.observe.profiles import Profiles
     from paceline.parallel.materialise import Recipe
 
 Kind = Literal["model", "optimizer", "loader", "scheduler", "parameter", "done"]
@@ -90,12 +89,10 @@ class Preparation:
 
     Args:
         run: the run that records them; it adopts the plan that is resolved for the models.
-        profiles: the profiles that measure the run, or None.
     """
 
-    def __init__(self, run: Run, profiles: Profiles | None = None) -> None:
+    def __init__(self, run: Run) -> None:
         self.run = run
-        self._profiles = profiles
         self._seed: int | None = None
         self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
         run.events.loops_overlap.subscribe(self._trace_origins)
@@ -407,8 +404,6 @@ class Preparation:
                 chain.runner.follow(run.events.phase)
             for applied in chain:
                 applied.call_before_waiting(run.phases.reduce)
-        if self._profiles is not None:
-            self._profiles.follow(entry.module, facts.parameters)
 
     def _trace_origins(self) -> None:
         """From now on, models show from which loader's batch a loss was computed: more than one loop runs."""

@@ -25,7 +25,6 @@ from paceline.config import RunSettings
 from paceline.config.settings import PRECISIONS
 from paceline.data.active import ActiveLoaders
 from paceline.data.seed import follow
-from paceline.observe.phases import NAMES, Phases
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.parallel.strategy import strategies_of
@@ -41,6 +40,7 @@ from paceline.world.mesh import Mesh
 from paceline.world.world import World
 
 if TYPE_CHECKING:
+    from paceline.observe.phases import Phases
     from paceline.precision.scaler import LossScaler
 
 
@@ -161,6 +161,8 @@ class Run:
     def follow_phases(self) -> Phases:
         """Returns the phases of a step; from the first call on they are recorded."""
         if self.phases is None:
+            from paceline.observe.phases import NAMES, Phases  # few runs are measured
+
             self.phases = Phases()
             self.events.phase.subscribe({name: self.phases.during(name) for name in NAMES})
         return self.phases

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from paceline.config.settings import PRECISIONS
 from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft
 from paceline.plan.semantics import NATIVE, Semantics
+from paceline.run.observers import said
 from paceline.run.run import Run
 from paceline.world import runtime, torch_version
 from paceline.world.joining import join
@@ -56,15 +57,7 @@ def start_run(arguments: RunArguments) -> Run:
     # Settings and a draft of the plan come first: what is wrong with them is reported before any rank joins the process
     # group, where one that failed alone would leave the others waiting.
     overrides = arguments.overrides
-    if arguments.profile is not None:
-        from paceline.observe.profiles import chosen as chosen_profiles  # most runs measure nothing
-
-        profile, options = chosen_profiles(arguments.profile, overrides.options)
-        overrides = replace(overrides, profile=profile, options=options)
-    if arguments.anomalies is not None:
-        from paceline.run.anomaly_actions import chosen as chosen_anomalies  # most runs look for none
-
-        overrides = replace(overrides, options=chosen_anomalies(arguments.anomalies, overrides.options))
+    overrides = said(overrides, {"profile": arguments.profile, "anomalies": arguments.anomalies})
     resolved = resolve_run(overrides)
     surroundings = runtime.current()
     settings = surroundings.settings(resolved.settings)

@@ -51,7 +51,7 @@ from paceline.launch.processes.spawn import (
     stop,
 )
 from paceline.launch.processes.stuck import StuckWatch
-from paceline.launch.recording import LaunchRecording
+from paceline.launch.recordings import recording_of
 from paceline.launch.rounds import End, Report, Round
 from paceline.launch.script_libraries import script_libraries
 from paceline.launch.worker import pickling, worker
@@ -162,7 +162,7 @@ class LocalHandle:
                 where they were told different things; `launch-cut-off`, where too few are left to go on.
         """
         place = temporary_folder()
-        self.recording = LaunchRecording(self.job)
+        self.recording = recording_of(self.job)
         self.nodes = nodes_of(self.job)
         if self.job.core_files:
             obstacle = core_files.allow()

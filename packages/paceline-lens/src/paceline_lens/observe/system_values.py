@@ -11,20 +11,28 @@ Nothing waits for another rank. Each of the others leaves its memory's peak in t
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
+from typing import Any
 
 from torch.optim import Optimizer
 
 from paceline.base.log import warn_once
-from paceline.observe.flops import Flops
-from paceline.observe.profiles import Profiles
-from paceline.observe.telemetry import StepProgress
-from paceline.run.prepared import PreparedModel
 from paceline.run.run import Run
-from paceline.run.watching import memory_of, model_of, peak_flops_of, progress_of
+from paceline.run.states import States
 from paceline.world import rendezvous
+from paceline_lens.observe.flops import Flops
+from paceline_lens.observe.profiles import Profiles
+from paceline_lens.observe.profiling import follow_models
+from paceline_lens.observe.telemetry import StepProgress
+from paceline_lens.observe.watching import memory_of, model_of, peak_flops_of, progress_of
 
 _PERIOD_S = 10.0
 _COUNTED_STEP = 2  # the first one builds and connects
+
+
+def join(run: Run, states: States, joined: Mapping[str, Any]) -> SystemValues | None:
+    """See `paceline.run.observers`. A rehearsal writes nothing, and measures nothing."""
+    return SystemValues(run, joined.get("profile")) if run.runtime.keeps_files else None
 
 
 class SystemValues:
@@ -46,12 +54,11 @@ class SystemValues:
         self._begin: tuple[float, StepProgress] | None = None  # of what is measured next
         self._left_at = -_PERIOD_S  # when this rank left its peak in the store last, or the main process looked
         self._most_elsewhere: int | None = None
-        self._followed: list[PreparedModel] = []
         self._flops = profiles.flops if profiles is not None else None
         if self._flops is None and self._peak_flops is not None:
             self._flops = Flops(_COUNTED_STEP, totals=self._totals)
             run.follow_phases().listeners.append(self._flops)
-            run.events.prepared.subscribe(self._follow_models)
+            follow_models(run, self._flops.follow_model)
         run.events.before_first_step.subscribe(self._restart)
         if self._store is not None and not run.world.is_main:
             run.events.before_step.subscribe(self._leave_peak)
@@ -59,13 +66,6 @@ class SystemValues:
     def _totals(self, own: int) -> tuple[int, int]:
         (total,) = self._run.collectives.sum_ints([own])
         return total // self._run.plan.layout.width, total
-
-    def _follow_models(self) -> None:
-        assert self._flops is not None
-        for entry in self._run.prepared.models:
-            if not any(entry is followed for followed in self._followed):
-                self._followed.append(entry)
-                self._flops.follow_model(entry.module, entry.facts.parameters)
 
     def _restart(self) -> None:
         self._begin = time.perf_counter(), progress_of(self._run)

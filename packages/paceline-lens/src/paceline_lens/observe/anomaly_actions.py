@@ -24,16 +24,7 @@ from paceline.base.errors import CheckpointError, ConfigError, Problem
 from paceline.base.exits import STOPPED
 from paceline.base.log import logger
 from paceline.checkpoint.state.train_state import KINDS as STATE_KINDS
-from paceline.observe.anomalies import (
-    KINDS,
-    NAME,
-    Anomaly,
-    AnomalyOptions,
-    Detector,
-    StepFacts,
-    flattened,
-    strongest,
-)
+from paceline.config import Overrides
 from paceline.optim.accumulate import Pass
 from paceline.optim.clip import clip_grad_norm
 from paceline.optim.optimizer import PreparedOptimizer
@@ -43,6 +34,16 @@ from paceline.run.run import Run
 from paceline.run.states import States
 from paceline.world.events import StepAnomaly
 from paceline.world.param_groups import parameters_of
+from paceline_lens.observe.anomalies import (
+    KINDS,
+    NAME,
+    Anomaly,
+    AnomalyOptions,
+    Detector,
+    StepFacts,
+    flattened,
+    strongest,
+)
 
 _MOST_LOSSES = 4096  # of a script that calls backward and never steps, the last ones are enough
 _JOURNAL_NAMES = {"nan": "nan", "loss_spike": "loss-spike", "gradient_norm": "gradient-norm"}
@@ -68,6 +69,23 @@ def chosen(
     others = dict(options or {})
     others[NAME] = {**others.get(NAME, {}), **flattened(anomalies)}
     return others
+
+
+Options = AnomalyOptions
+
+
+def overrides(argument: Any, overrides: Overrides) -> Overrides:
+    """See `paceline.run.observers`.
+
+    Raises:
+        ConfigError: `anomaly-options`.
+    """
+    return replace(overrides, options=chosen(argument, overrides.options))
+
+
+def join(run: Run, states: States, joined: Mapping[str, Any]) -> Anomalies | None:
+    """See `paceline.run.observers`."""
+    return anomalies_of(run, states)
 
 
 def anomalies_of(run: Run, states: States) -> Anomalies | None:

@@ -11,30 +11,37 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from paceline.base import env
 from paceline.base.files import expanded, is_there
 from paceline.base.log import logger
-from paceline.observe.memory import resident
-from paceline.observe.step_flops import StepFlops
-from paceline.observe.telemetry import StepProgress, Telemetry
 from paceline.planner.device import TABLE
 from paceline.planner.estimate import Need, estimate
 from paceline.run.run import Run
+from paceline.run.states import States
 from paceline.torch_internals.modules import is_compiled
-from paceline.watch.journal import JournalWriter, RunHeader, add_header, rank_file
-from paceline.watch.records import AnomalyFound, CheckpointSaved, Hello, PlanMade
 from paceline.world.device import device_properties
 from paceline.world.events import SavedCheckpoint
 from paceline_lens.forecast.known_forecasts import key_of, recall
+from paceline_lens.observe.memory import resident
+from paceline_lens.observe.step_flops import StepFlops
+from paceline_lens.observe.telemetry import StepProgress, Telemetry
+from paceline_lens.watch.journal import JournalWriter, RunHeader, add_header, rank_file
+from paceline_lens.watch.records import AnomalyFound, CheckpointSaved, Hello, PlanMade
 
 _MAIN_BYTES = 32 << 20
 _OTHER_BYTES = 4 << 20  # there may be hundreds of these files
+
+
+def join(run: Run, states: States, joined: Mapping[str, Any]) -> Telemetry | None:
+    """See `paceline.run.observers`."""
+    return telemetry_of(run)
 
 
 def telemetry_of(run: Run) -> Telemetry | None:

@@ -2,9 +2,36 @@
 
 from __future__ import annotations
 
-from paceline.observe.profiles import NAME, Profiles
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from paceline.config import Overrides
 from paceline.planner.estimate import Need, estimate
+from paceline.run.prepared import PreparedModel
 from paceline.run.run import Run
+from paceline.run.states import States
+from paceline_lens.observe.profiles import NAME, ProfileOptions, Profiles, chosen
+
+Options = ProfileOptions
+
+
+def overrides(argument: Any, overrides: Overrides) -> Overrides:
+    """See `paceline.run.observers`."""
+    profile, options = chosen(argument, overrides.options)
+    return replace(overrides, profile=profile, options=options)
+
+
+def flattened(block: Mapping[str, Any]) -> dict[str, Any]:
+    """See `paceline.run.observers`."""
+    return dict(block)
+
+
+def join(run: Run, states: States, joined: Mapping[str, Any]) -> Profiles | None:
+    """See `paceline.run.observers`."""
+    return profiles_of(run)
 
 
 def profiles_of(run: Run) -> Profiles | None:
@@ -40,4 +67,18 @@ def profiles_of(run: Run) -> Profiles | None:
         run.follow_phases(),
     )
     run.events.leaving.subscribe(profiles.finish)
+    follow_models(run, profiles.follow)
     return profiles
+
+
+def follow_models(run: Run, follow: Callable[[nn.Module, int], None]) -> None:
+    """Calls a function with each model that is prepared from now on, and its number of parameters before any was divided."""
+    followed: list[PreparedModel] = []
+
+    def prepared() -> None:
+        for entry in run.prepared.models:
+            if not any(entry is known for known in followed):
+                followed.append(entry)
+                follow(entry.module, entry.facts.parameters)
+
+    run.events.prepared.subscribe(prepared)

@@ -26,9 +26,9 @@ import torch
 from paceline.base.log import warn_once
 from paceline.base.ours import our_folders
 from paceline.observe.phases import NAMES, Phases
-from paceline.watch.journal import JournalWriter
-from paceline.watch.records import JournalRecord, Tick, ValuesLogged
 from paceline.world.places import frame_of_thread, line_of, waits_for_ranks
+from paceline_lens.watch.journal import JournalWriter
+from paceline_lens.watch.records import JournalRecord, Tick, ValuesLogged
 
 _log = logging.getLogger("paceline.observe")
 _PERIOD_S = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from paceline.base.text_table import text_table
-from paceline.observe.operations import ModulePart, Profile
+from paceline_lens.observe.operations import ModulePart, Profile
 
 
 def text(profile: Profile, depth: int = -1, top: int = 1, detailed: bool = True) -> str:

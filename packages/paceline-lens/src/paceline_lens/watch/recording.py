@@ -6,7 +6,7 @@ Every launcher writes one file to the registry of runs on this machine (`watch/r
 watched run also has a folder with a journal (`watch/journal.py`). All hosts give that folder the same name, from the time at
 which the run began (in UTC) and the name of the script, so hosts with a shared working directory share the folder. The
 leader's launcher, which has the journals of all hosts (`journals.py`), also starts the processes that serve the live page
-(`VIEWS`) and the metrics.
+(`page_process.py`) and the metrics.
 """
 
 from __future__ import annotations
@@ -20,21 +20,20 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.files import expanded
-from paceline.base.parts import missing
 from paceline.base.process_name import process_name
-from paceline.base.registry import Registry
 from paceline.base.terminal import say
 from paceline.launch import host
 from paceline.launch.failure_report import describe, problem_of
-from paceline.launch.job import Job, Target
+from paceline.launch.job import NEW_FOLDER, Job, Target
 from paceline.launch.launcher import Outcome
+from paceline.launch.recordings import Recording
 from paceline.launch.rounds import Round
-from paceline.watch import records
-from paceline.watch.journal import (
+from paceline_lens.watch import records
+from paceline_lens.watch.journal import (
     JournalWriter,
     RunHeader,
     add_header,
@@ -42,31 +41,17 @@ from paceline.watch.journal import (
     read_header,
     write_header,
 )
-from paceline.watch.registry import RegisteredRun, mark_ended, mark_watched, register
+from paceline_lens.watch.metrics_process import MetricsProcess
+from paceline_lens.watch.page_process import PageProcess
+from paceline_lens.watch.registry import RegisteredRun, mark_ended, mark_watched, register
 
-# What shows a run while it lasts: "page" and "metrics" on the host that leads, "status_line" on each.
-VIEWS = Registry("paceline.run_views", "view of runs")
-NEW_FOLDER = "new"  # the value of `Job.watch` for a run that gets a new folder in `runs/`
+if TYPE_CHECKING:
+    from paceline_lens.watch.status_line import StatusLine
+
 _RUNS = "runs"
 
 
-class ShowingProcess(Protocol):
-    """A process that shows a run."""
-
-    def end(self) -> None:
-        """Ends it after the run."""
-        ...
-
-
-class ProgressLine(Protocol):
-    """Lines about the progress of a run."""
-
-    def poll(self) -> None:
-        """Writes a line if one is due. It is cheap: the launcher may call it ten times a second."""
-        ...
-
-
-class LaunchRecording:
+class LaunchRecording(Recording):
     """Records one run of this launcher. In a forked process its methods do nothing.
 
     Args:
@@ -76,7 +61,6 @@ class LaunchRecording:
         folder: of the journal; None before the first round, and of a run that is not watched.
 
     Raises:
-        ConfigError: `part-missing`, where nothing is installed that shows a watched run.
         LaunchError: `watch-write`, where the folder cannot be written to; `metrics-port`, where the port is taken.
     """
 
@@ -85,17 +69,15 @@ class LaunchRecording:
         self._pid = os.getpid()
         self._writer: JournalWriter | None = None
         self._entry: Path | None = None
-        self._page: ShowingProcess | None = None
+        self._page: PageProcess | None = None
         self._members: dict[str, str] | None = None  # the host of each member of the last round, by member id
         self._failing = False
-        self._status: ProgressLine | None = None
+        self._status: StatusLine | None = None
         self.folder: Path | None = None
-        self._metrics: ShowingProcess | None = None
+        self._metrics: MetricsProcess | None = None
         if job.metrics_port is not None:
             check_metrics_port(job.metrics_port)
         if job.watch:
-            if "page" not in VIEWS.names():
-                raise missing("lens", "the page of a watched run is", "--watch")
             folder = Path(_RUNS if job.watch == NEW_FOLDER else job.watch)
             try:
                 host.try_to_write(folder)
@@ -150,7 +132,9 @@ class LaunchRecording:
         if self.folder is None:
             return
         if self._status is None:
-            self._status = VIEWS.get("status_line")(self.folder, sys.stderr)
+            from paceline_lens.watch.status_line import StatusLine  # few runs are watched
+
+            self._status = StatusLine(self.folder, sys.stderr)
         self._status.poll()
 
     def failed(self, outcome: Outcome) -> None:
@@ -197,9 +181,9 @@ class LaunchRecording:
 
     def _serve_page(self, folder: Path) -> None:
         if self._page is None:
-            self._page = VIEWS.get("page")(folder)
+            self._page = PageProcess(folder)
             if self._job.metrics_port is not None:
-                self._metrics = VIEWS.get("metrics")(folder, self._job.metrics_port)
+                self._metrics = MetricsProcess(folder, self._job.metrics_port)
 
     def _end_page(self) -> None:
         if self._metrics is not None:

@@ -26,9 +26,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from paceline.base.text_table import text_table
-from paceline.observe import tap
-from paceline.observe.clock import Clock, HostClock, Moment, clock_of
 from paceline.world.collectives import Collectives
+from paceline_lens.observe import tap
+from paceline_lens.observe.clock import Clock, HostClock, Moment, clock_of
 
 _TRIMMED = 0.1
 _MOST_PENDING = 256  # calls on a device whose times have not been read yet

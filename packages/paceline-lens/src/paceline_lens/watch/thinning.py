@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from paceline.watch.records import (
+from paceline_lens.watch.records import (
     AnomalyFound,
     Hello,
     JournalRecord,

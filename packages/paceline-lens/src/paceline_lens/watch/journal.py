@@ -26,11 +26,10 @@ from pathlib import Path
 
 from paceline.base.errors import ConfigError
 from paceline.base.files import expanded, replace_text
-from paceline.watch.records import VERSION, JournalRecord, line_of, record_of
-from paceline.watch.thinning import thinned
+from paceline_lens.watch.records import VERSION, JournalRecord, line_of, record_of
+from paceline_lens.watch.thinning import thinned
 
 HEADER = "run.json"
-OWN_FILE = re.compile(r"(rank|launcher)-(\d+)\.jsonl")
 # It also matches the copies of files of hosts that do not share the folder (`forwarding.py`).
 _ANY_FILE = re.compile(r"(rank|launcher)-(\d+)(?:\.[\w+-]+)?\.jsonl")
 _LIMIT_BYTES = 8 << 20  # the size of a file: about 8 hours with all ticks; older ticks are then thinned
