@@ -24,7 +24,7 @@ from torch.distributed import checkpoint as dcp
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from paceline.checkpoint import Checkpointer, TrainState
-from paceline.checkpoint.store.objects import filesystem
+from paceline_hosts.stores.objects import filesystem
 
 WIDTH = 2048  # a layer has 16.8 MB
 

@@ -83,7 +83,7 @@ def forget() -> None:
 
 def filesystem() -> Any:
     """The bucket as others see it."""
-    from paceline.checkpoint.store import objects
+    from paceline_hosts.stores import objects
 
     return objects.filesystem("s3://")
 

@@ -74,7 +74,7 @@ def test_every_package_that_is_named_can_be_installed(root) -> None:
     wrong = {place: sorted(set(names) - ON_PYPI) for place, names in found.items() if set(names) - ON_PYPI}
     assert not wrong, f"not on PYPI in this form, or missing in this test's list: {wrong}"
     assert (
-        "packages/paceline/src/paceline/checkpoint/store/objects.py" in found
+        "packages/paceline-hosts/src/paceline_hosts/stores/objects.py" in found
         and "docs/how-to/checkpoint-to-s3.md" in found
     )
 

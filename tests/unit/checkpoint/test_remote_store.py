@@ -20,8 +20,10 @@ from warm_python import executable
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState, checkpointer, verify
 from paceline.checkpoint.format import manifest
-from paceline.checkpoint.store import claim, objects, remote_files, store_for
-from paceline.checkpoint.store.remote import RemoteStore
+from paceline_hosts.stores import remote_files
+from paceline_hosts.stores import objects
+from paceline.checkpoint.store import claim, store_for
+from paceline_hosts.stores.remote import RemoteStore
 
 
 def state(value: float, size: int = 2) -> TrainState:
@@ -245,7 +247,7 @@ CLIENT = """
 import os, signal, sys
 from torch import nn
 from paceline.checkpoint import Checkpointer, TrainState, checkpointer
-from paceline.checkpoint.store import remote_files
+from paceline_hosts.stores import remote_files
 remote_files.PART = 5 << 20
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)

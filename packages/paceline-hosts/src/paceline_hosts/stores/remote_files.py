@@ -14,8 +14,8 @@ from collections import deque
 from concurrent.futures import Future
 from typing import Any, BinaryIO, cast
 
-from paceline.checkpoint.store import objects
-from paceline.checkpoint.store.remote_errors import coded_errors
+from paceline_hosts.stores import objects
+from paceline_hosts.stores.remote_errors import coded_errors
 
 _log = logging.getLogger("paceline.checkpoint")
 PART = 1 << 24

@@ -28,8 +28,9 @@ from typing import Any, BinaryIO, cast
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.format.manifest import NAME, encoded
-from paceline.checkpoint.store import claim, objects
-from paceline.checkpoint.store.remote_files import Upload, open_reader
+from paceline_hosts.stores import objects
+from paceline.checkpoint.store import claim
+from paceline_hosts.stores.remote_files import Upload, open_reader
 
 _log = logging.getLogger("paceline.checkpoint")
 _MARKS = ".saving"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.store.remote_errors import causes_of, code_of, coded_errors, no_bucket
+from paceline_hosts.stores.remote_errors import causes_of, code_of, coded_errors, no_bucket
 
 ANSWER_S = 30.0
 _LISTING_S = 120.0

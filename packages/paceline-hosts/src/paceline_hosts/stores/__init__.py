@@ -1,0 +1,1 @@
+"""Stores for checkpoints that many hosts reach: whatever fsspec opens, such as S3."""
