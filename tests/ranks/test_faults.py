@@ -18,7 +18,7 @@ import torch
 from warm_python import executable
 
 from paceline.checkpoint.format.manifest import verify
-from paceline.checkpoint.listing import entries
+from paceline_lens.checkpoint.listing import entries
 from paceline.checkpoint.store.local import LocalStore
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -18,7 +18,7 @@ TEXTS = {
     "packages/paceline/src/paceline/cli/env.py": {
         '"ACCELERATE_"': "a prefix of variables that a report shows, since they change a run",
     },
-    "packages/paceline/src/paceline/cli/checkpoint/export.py": {
+    "packages/paceline-lens/src/paceline_lens/cli/checkpoint/export.py": {
         "that accelerate's FSDP divided": "help of the command: users have to know what it reads",
         "a checkpoint of Paceline, accelerate": "the same",
     },

@@ -119,7 +119,7 @@ def test_diff(tmp_path, capsys):
 
 
 def test_values_that_are_not_numbers(tmp_path):
-    from paceline.checkpoint.difference import _compare
+    from paceline_lens.checkpoint.difference import _compare
 
     a = torch.tensor([1.0, float("nan"), float("inf")])
     assert _compare("x", a, a.clone(), 0.0) is None
@@ -289,7 +289,7 @@ def test_checkpoints_of_other_libraries_are_listed_and_left_alone(tmp_path, caps
 
 
 def test_integers_that_double_precision_cannot_tell_apart_differ() -> None:
-    from paceline.checkpoint.difference import _compare
+    from paceline_lens.checkpoint.difference import _compare
 
     first, other = torch.tensor([2**60, 5]), torch.tensor([2**60 + 1, 5])
     assert _compare("step", first, other, 0.0) is not None

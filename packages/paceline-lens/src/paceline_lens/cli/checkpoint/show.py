@@ -7,7 +7,7 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.checkpoint import _text
+from paceline_lens.cli.checkpoint import _text
 
 if TYPE_CHECKING:
     from paceline.checkpoint.format.manifest import Manifest
@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from paceline.checkpoint.format.manifest import Manifest
-    from paceline.checkpoint.listing import the_checkpoint
+    from paceline_lens.checkpoint.listing import the_checkpoint
 
     store, home, checkpoint_format = the_checkpoint(args.checkpoint)
     if checkpoint_format.has_manifest:
@@ -51,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _tensors(home: str) -> dict[str, tuple[list[int], str]]:
     """Returns path of a tensor -> its shape and dtype; for another format, only the tensors of the first model."""
-    from paceline.checkpoint.difference import side
+    from paceline_lens.checkpoint.difference import side
 
     tensors = {}
     for name, (shape, dtype) in sorted(side(home).facts.items()):
@@ -60,7 +60,7 @@ def _tensors(home: str) -> dict[str, tuple[list[int], str]]:
 
 
 def _facts(manifest: Manifest) -> list[str]:
-    from paceline.checkpoint.listing import plan_in_short
+    from paceline_lens.checkpoint.listing import plan_in_short
 
     rows = [
         ("step", str(manifest.step)),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING
 
-from paceline.cli.checkpoint import _text
+from paceline_lens.cli.checkpoint import _text
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.listing import CheckpointEntry
+    from paceline_lens.checkpoint.listing import CheckpointEntry
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -18,7 +18,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from paceline.checkpoint.format.manifest import verify
-    from paceline.checkpoint.listing import in_words, listed
+    from paceline_lens.checkpoint.listing import in_words, listed
 
     store, _, checkpoints = listed(args.path)
     progress = _text.CopyProgress(sum(checkpoint.bytes for checkpoint in checkpoints if checkpoint.manifest))

@@ -11,10 +11,10 @@ import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from paceline.cli.checkpoint import _text
+from paceline_lens.cli.checkpoint import _text
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.difference import Difference, Unlike
+    from paceline_lens.checkpoint.difference import Difference, Unlike
 
 _WIDEST = 60
 
@@ -30,7 +30,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from paceline.checkpoint.difference import difference, side
+    from paceline_lens.checkpoint.difference import difference, side
 
     first = side(args.first)
     other = side(args.other)

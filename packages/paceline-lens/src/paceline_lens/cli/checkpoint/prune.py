@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 
 from paceline.base.errors import ConfigError
-from paceline.cli.checkpoint import _text
+from paceline_lens.cli.checkpoint import _text
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints each checkpoint that is removed, with its size; returns 1 if one could not be removed."""
     from paceline.checkpoint import retention
     from paceline.checkpoint.keep import Keep
-    from paceline.checkpoint.listing import the_folder
+    from paceline_lens.checkpoint.listing import the_folder
 
     if args.keep_last is None and args.keep_every is None and args.best is None:
         raise ConfigError(

@@ -9,10 +9,10 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
-from paceline.cli.checkpoint import _text
+from paceline_lens.cli.checkpoint import _text
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.listing import CheckpointEntry
+    from paceline_lens.checkpoint.listing import CheckpointEntry
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +22,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from paceline.checkpoint.listing import listed
+    from paceline_lens.checkpoint.listing import listed
 
     _, folder, checkpoints = listed(args.folder)
     if args.json:
