@@ -47,7 +47,7 @@ PAGE_TESTS = "tests/docs/"
 PAGE_CASES = "tests/docs/test_code_blocks.py"
 # A command of ours: called, started by its name, or by a helper that is told the words after it.
 _COMMAND = re.compile(r"\bmain\(\[|-m\W+paceline|paceline (launch|plan|test|env)|\"paceline\"")
-# "paceline.optim.clip", "paceline.parallel.offload:STRATEGY"
+# "paceline.optim.clip", "paceline_large.offload.offload:STRATEGY"
 _MODULE = re.compile(r"[a-z_][a-z_0-9]*(\.[a-z_][a-z_0-9]*)+(:\w+)?")
 
 

@@ -19,7 +19,7 @@ from paceline.parallel.data.division import (
     unpack,
 )
 from paceline.parallel.data.zero import STRATEGY as ZERO
-from paceline.parallel.offload import STRATEGY as OFFLOAD
+from paceline_large.offload.offload import STRATEGY as OFFLOAD
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.recompute import STRATEGY as RECOMPUTE
 from paceline.parallel.stand_ins import stand_in, stand_ins

@@ -52,7 +52,7 @@ class Offload(Strategy):
 
     name = "offload"
     stage = 70  # `bind` runs from the last stage to the first, so this copies the rows that `zero` steps
-    applied = "paceline.parallel.offload_applied"
+    applied = "paceline_large.offload.offload_applied"
 
     Options = OffloadOptions
 
