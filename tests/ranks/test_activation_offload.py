@@ -8,9 +8,9 @@ from parity_models import GPT, loss_of
 
 from paceline import Accelerator
 from paceline.base.errors import PacelineError
+from paceline.testing import run_ranks
 from paceline_large.offload import activation_copies
 from paceline_large.offload.activation_copies import ActivationCopies
-from paceline.testing import run_ranks
 
 # `always`: on a CPU nothing is moved otherwise.
 OPTIONS = {"offload": {"always": True}}

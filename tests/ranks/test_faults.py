@@ -18,8 +18,8 @@ import torch
 from warm_python import executable
 
 from paceline.checkpoint.format.manifest import verify
-from paceline_lens.checkpoint.listing import entries
 from paceline.checkpoint.store.local import LocalStore
+from paceline_lens.checkpoint.listing import entries
 
 SCRIPTS = Path(__file__).parent / "scripts"
 BATCHES = 20

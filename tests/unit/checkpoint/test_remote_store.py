@@ -20,9 +20,8 @@ from warm_python import executable
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState, checkpointer, verify
 from paceline.checkpoint.format import manifest
-from paceline_hosts.stores import remote_files
-from paceline_hosts.stores import objects
 from paceline.checkpoint.store import claim, store_for
+from paceline_hosts.stores import objects, remote_files
 from paceline_hosts.stores.remote import RemoteStore
 
 

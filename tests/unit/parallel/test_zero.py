@@ -19,7 +19,6 @@ from paceline.parallel.data.division import (
     unpack,
 )
 from paceline.parallel.data.zero import STRATEGY as ZERO
-from paceline_large.offload.offload import STRATEGY as OFFLOAD
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.recompute import STRATEGY as RECOMPUTE
 from paceline.parallel.stand_ins import stand_in, stand_ins
@@ -30,6 +29,7 @@ from paceline.plan.plan import Plan
 from paceline.plan.resolve import resolve
 from paceline.world.layout import Layout
 from paceline.world.runtime import Runtime
+from paceline_large.offload.offload import STRATEGY as OFFLOAD
 
 
 def plan(zero: int = 1, **axes: int) -> Plan:

@@ -28,8 +28,8 @@ from typing import Any, BinaryIO, cast
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.format.manifest import NAME, encoded
-from paceline_hosts.stores import objects
 from paceline.checkpoint.store import claim
+from paceline_hosts.stores import objects
 from paceline_hosts.stores.remote_files import Upload, open_reader
 
 _log = logging.getLogger("paceline.checkpoint")

@@ -12,17 +12,17 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError
 from paceline.base.files import expanded
-from paceline_large.offload.activation_copies import ActivationCopies
-from paceline_large.offload.offload import OffloadOptions, moves_states, states_bytes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused
 from paceline.parallel.stand_ins import is_elementwise, original, stand_in, stand_ins
-from paceline_large.offload.states_on_disk import StatesOnDisk, disk_error, written_per_second
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
 from paceline.plan.rules import origin
 from paceline.torch_internals.grad_scaler import check_before_step
 from paceline.world.param_groups import inner_optimizers
 from paceline.world.sharded import local
+from paceline_large.offload.activation_copies import ActivationCopies
+from paceline_large.offload.offload import OffloadOptions, moves_states, states_bytes
+from paceline_large.offload.states_on_disk import StatesOnDisk, disk_error, written_per_second
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:

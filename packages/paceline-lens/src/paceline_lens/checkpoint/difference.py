@@ -14,10 +14,10 @@ from torch import Tensor
 from paceline.checkpoint.format.checkpoint_format import format_of
 from paceline.checkpoint.format.manifest import STATE, Manifest, read_json
 from paceline.checkpoint.format.shards import read_index, read_shards, shapes
-from paceline_lens.checkpoint.listing import home_of, the_checkpoint
 from paceline.checkpoint.store import Store
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import SafeWeights, Weights, read_whole
+from paceline_lens.checkpoint.listing import home_of, the_checkpoint
 
 _MODELS = "models/"
 _MODEL = "models/model/"
