@@ -15,17 +15,21 @@ OLDEST_TORCHAO = (0, 18)  # its prototypes change their signatures
 # Extra -> group of entry points -> names.
 ADDED: dict[str, dict[str, tuple[str, ...]]] = {
     "hosts": {
-        "paceline.commands": ("doctor",),
+        "paceline.commands": ("doctor", "store"),
         "paceline.jobs_elsewhere": ("hosts",),
         "paceline.launchers": ("kubernetes", "openmpi", "pdsh", "ray", "slurm", "ssh"),
         "paceline.nodes": ("membership",),
+        "paceline.stores": ("remote",),
     },
     "large": {
         "paceline.precisions": ("fp8",),
-        "paceline.strategies": ("context", "experts", "fp8", "pipeline", "tensor"),
+        "paceline.strategies": ("context", "experts", "fp8", "offload", "pipeline", "tensor"),
     },
     "lens": {
-        "paceline.commands": ("metrics", "plan", "ps", "tune", "verify", "watch"),
+        "paceline.commands": (
+            "checkpoint diff", "checkpoint export", "checkpoint ls", "checkpoint prune", "checkpoint show",
+            "checkpoint verify", "metrics", "plan", "ps", "tune", "verify", "watch",
+        ),
         "paceline.observers": ("anomalies", "journal", "profile", "system_values"),
         "paceline.recordings": ("journal",),
         "paceline.trackers": (

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from importlib.machinery import PathFinder
 
 from paceline.base.errors import ConfigError, PacelineError
-from paceline.base.parts import extra_with, missing
+from paceline.base.parts import extra_with, missing, names_of_parts
 from paceline.base.registry import Registry
 from paceline.cli._parser import Parser
 
@@ -144,9 +144,10 @@ def _working_directory_error() -> ConfigError | None:
 
 
 def _no_command(name: str, words: Sequence[str], commands: Sequence[str]) -> ConfigError:
-    extra = extra_with(COMMANDS.group, name)
-    if extra:
-        return missing(extra, f"the command `paceline {name}` is", f"installed: {', '.join(commands)}")
+    for of_part in names_of_parts(COMMANDS.group):
+        if of_part == " ".join(words[: len(of_part.split())]) or of_part.startswith(f"{name} "):
+            extra = extra_with(COMMANDS.group, of_part)
+            return missing(extra, f"the command `paceline {of_part}` is", f"installed: {', '.join(commands)}")
     from difflib import get_close_matches
 
     from paceline.config.given import nearest

@@ -243,7 +243,7 @@ def resolve(
 def _unserved_axes(
     plan: Plan, chosen: Iterable[PlannedStrategy], strategies: Iterable[PlannedStrategy]
 ) -> list[Problem]:
-    """Returns a problem for each axis that is asked for and that no chosen strategy serves."""
+    """Returns a problem for each axis that is asked for and that no chosen strategy serves, and for such an `offload`."""
     served: set[str] = set()
     for strategy in chosen:
         served.update(strategy.axes)
@@ -255,6 +255,12 @@ def _unserved_axes(
             why = f"{origin(plan, axis)}; strategies: {names}"
             fix = "; ".join([*absent_names(GROUP), f"or leave {axis} at 1"])
             problems.append(Problem("plan-axis", what, why=why, fix=fix.removeprefix("or ")))
+    # `shard` offloads parameters by itself; all else that `offload` means is the strategy's. Whoever asks has to have it.
+    if plan.offload != "no" and "offload" not in [strategy.name for strategy in strategies]:
+        what = "no strategy serves the setting `offload`."
+        why = f"{origin(plan, 'offload')}; strategies: {names}"
+        fix = "; ".join([*absent_names(GROUP), "or leave offload out"])
+        problems.append(Problem("plan-axis", what, why=why, fix=fix.removeprefix("or ")))
     return problems
 
 

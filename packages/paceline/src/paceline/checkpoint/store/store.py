@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection
 from typing import BinaryIO, Protocol
 
 from paceline.base.errors import CheckpointError, short_repr
+from paceline.base.parts import absent_names
 from paceline.base.registry import Registry
 from paceline.checkpoint.store import claim
 
@@ -158,5 +159,5 @@ def store_for(path: str | os.PathLike[str]) -> Store:
         "checkpoint-store",
         f"no store serves {text!r}.",
         why=f"known stores: {', '.join(STORES.names())}",
-        fix="use a folder on a disk, or install a store for this kind of path",
+        fix="; ".join([*absent_names(STORES.group), "or use a folder on a disk"]).removeprefix("or "),
     )
