@@ -21,8 +21,8 @@ from paceline import Accelerator
 from paceline.base.errors import CollectiveError
 from paceline.testing import RankFailed, run_ranks
 from paceline.world import rendezvous
-from paceline.world.hangs.waits import WaitReports
-from paceline.world.hangs.watcher import duty
+from paceline_lens.hangs.waits import WaitReports
+from paceline_lens.hangs.watcher import duty
 from paceline.world.works import finish_threads
 
 REPORT_S = 0.6

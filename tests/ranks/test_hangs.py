@@ -20,7 +20,7 @@ from paceline.base.errors import CollectiveError
 from paceline.testing import RankFailed, run_ranks
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
-from paceline.world.hangs import debug
+from paceline_lens.hangs import debug
 from paceline.world.world import World
 
 TIMEOUT_S = 0.7

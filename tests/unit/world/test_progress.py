@@ -8,8 +8,8 @@ from dataclasses import replace
 
 import pytest
 
-from paceline.world.hangs.host import HostWatch
-from paceline.world.hangs.progress import LEAST_S, LOOK_S, Look, Progress, ProgressReport, RankLife, stuck_for
+from paceline_lens.hangs.host import HostWatch
+from paceline_lens.hangs.progress import LEAST_S, LOOK_S, Look, Progress, ProgressReport, RankLife, stuck_for
 
 
 class Rank:

@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 
 import paceline
-from paceline.world.hangs.progress_file import OtherRanks
-from paceline.world.hangs.watcher import busy_with
+from paceline_lens.hangs.progress_file import OtherRanks
+from paceline_lens.hangs.watcher import busy_with
 from paceline.world.stacks.parse import Frame
 
 TORCH = "/venv/lib/python3.12/site-packages/torch"

@@ -83,7 +83,7 @@ def start_run(arguments: RunArguments) -> Run:
     run = Run(world, device, collectives, settings, decisions, plan, arguments.scaler, folder)
     # Nobody reads the progress of a process that no launcher has started.
     if world.source != "single":
-        from paceline.world.hangs.progress_file import watch
+        from paceline_lens.hangs.progress_file import watch
 
         file = watch(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
         if file is not None:

@@ -73,7 +73,7 @@ class Collectives:
         if self.size > 1:
             # Loaded here: one process sends nothing, and has no use for messages, their links and the reports about them.
             from paceline.world.exchange import Exchange
-            from paceline.world.hangs.debug import CallCheck
+            from paceline_lens.hangs.debug import CallCheck
 
             check = CallCheck(group, timeout_s, computes_on_cpu=device.type == "cpu") if debug else None
             self._exchange = Exchange(group, device, check)

@@ -34,8 +34,8 @@ from torch import Tensor
 from paceline.base.errors import CollectiveError
 from paceline.world.arrived import Arrived, ByteLayout, RankPayload, Topic, fingerprint_of
 from paceline.world.failures import communicate
-from paceline.world.hangs import waits
-from paceline.world.hangs.debug import CallCheck, suggestion
+from paceline_lens.hangs import waits
+from paceline_lens.hangs.debug import CallCheck, suggestion
 from paceline.world.mesh import Group, cpu_group
 from paceline.world.network.links import links_of
 from paceline.world.network.messages import WORD, Combination, Messages

@@ -18,8 +18,9 @@ from paceline.base.connections import closed, late
 from paceline.base.errors import CollectiveError, PacelineError
 from paceline.world import rendezvous
 from paceline.world.departures import Departure, departures
-from paceline.world.hangs import debug, waits
-from paceline.world.hangs.watcher import frames_of
+from paceline_lens.hangs import debug
+from paceline_lens.hangs import waits
+from paceline_lens.hangs.watcher import frames_of
 from paceline.world.places import user_frame
 from paceline.world.stacks.parse import position
 

@@ -27,7 +27,7 @@ def join(detected: World, settings: RunSettings) -> Collectives:
     if collectives is not None:
         return collectives
     if world.size > 1 and settings.hang_report_s:
-        from paceline.world.hangs import waits  # one process waits for nobody
+        from paceline_lens.hangs import waits  # one process waits for nobody
 
         waits.watch(settings.hang_report_s, settings.timeout_s, computes_on_cpu=device.type == "cpu")
     return Collectives(world, device=device, debug=settings.debug, timeout_s=settings.timeout_s)

@@ -50,7 +50,7 @@ from paceline.launch.processes.spawn import (
     spawn,
     stop,
 )
-from paceline.launch.processes.stuck import StuckWatch
+from paceline_lens.hangs.stuck import StuckWatch
 from paceline.launch.recordings import recording_of
 from paceline.launch.rounds import End, Report, Round
 from paceline.launch.script_libraries import script_libraries

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from paceline.world import lifetime, rendezvous
-from paceline.world.hangs.progress import Look, Progress
+from paceline_lens.hangs.progress import Look, Progress
 from paceline.world.places import frame_of_thread, line_of, waiting_frame
 from paceline.world.stacks import procfs
 from paceline.world.stacks.parse import Frame

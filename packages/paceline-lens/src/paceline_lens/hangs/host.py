@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.base.json_fields import read
-from paceline.world.hangs.progress import LOOK_S, SILENT_LOOKS, ProgressReport, RankLife, stuck_for
+from paceline_lens.hangs.progress import LOOK_S, SILENT_LOOKS, ProgressReport, RankLife, stuck_for
 from paceline.world.stacks import procfs
-from paceline.world.stacks.collect import Pause, collect
+from paceline_lens.hangs.collect import Pause, collect
 from paceline.world.stacks.dump import DumpFiles
 from paceline.world.stacks.report import RankPlace, full_report, grouped, place_of, short_report
 

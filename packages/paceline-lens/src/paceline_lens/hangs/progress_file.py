@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from paceline.base.log import logger
 from paceline.torch_internals.flight_recorder import last_collectives
-from paceline.world.hangs.host import HostWatch, report
-from paceline.world.hangs.progress import LOOK_S, Look, Progress, ProgressReport
-from paceline.world.hangs.watcher import Watcher, duty, running
+from paceline_lens.hangs.host import HostWatch, report
+from paceline_lens.hangs.progress import LOOK_S, Look, Progress, ProgressReport
+from paceline_lens.hangs.watcher import Watcher, duty, running
 from paceline.world.stacks import dump
 from paceline.world.world import World
 
