@@ -21,9 +21,9 @@ from paceline import Accelerator
 from paceline.base.errors import CollectiveError
 from paceline.testing import RankFailed, run_ranks
 from paceline.world import rendezvous
+from paceline.world.works import finish_threads
 from paceline_lens.hangs.waits import WaitReports
 from paceline_lens.hangs.watcher import duty
-from paceline.world.works import finish_threads
 
 REPORT_S = 0.6
 SETTINGS = {"PACELINE_HANG_REPORT_S": str(REPORT_S), "PACELINE_TIMEOUT_S": "40"}

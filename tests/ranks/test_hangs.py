@@ -20,8 +20,8 @@ from paceline.base.errors import CollectiveError
 from paceline.testing import RankFailed, run_ranks
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
-from paceline_lens.hangs import debug
 from paceline.world.world import World
+from paceline_lens.hangs import debug
 
 TIMEOUT_S = 0.7
 

@@ -12,12 +12,12 @@ import pytest
 
 from paceline.launch.job import Job, Target
 from paceline.launch.nodes import GatheredPlaces
-from paceline_lens.hangs import stuck
-from paceline_lens.hangs.stuck import StuckWatch
-from paceline_lens.hangs.host import ASKED
-from paceline_lens.hangs.progress import ProgressReport
 from paceline.world.stacks.parse import FramePosition
 from paceline.world.stacks.report import RankPlace
+from paceline_lens.hangs import stuck
+from paceline_lens.hangs.host import ASKED
+from paceline_lens.hangs.progress import ProgressReport
+from paceline_lens.hangs.stuck import StuckWatch
 
 
 class Exchange:

@@ -9,9 +9,9 @@ import pytest
 import torch.distributed as dist
 
 import paceline
+from paceline.world.stacks.parse import Frame
 from paceline_lens.hangs.progress_file import OtherRanks
 from paceline_lens.hangs.watcher import busy_with
-from paceline.world.stacks.parse import Frame
 
 TORCH = "/venv/lib/python3.12/site-packages/torch"
 OURS = str(Path(paceline.__file__).parent)

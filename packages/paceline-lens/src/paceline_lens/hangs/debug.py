@@ -27,9 +27,9 @@ import torch.distributed as dist
 
 from paceline.base.errors import CollectiveError
 from paceline.world import rendezvous
+from paceline.world.places import call_site
 from paceline_lens.hangs.progress import Look, Progress
 from paceline_lens.hangs.watcher import Watcher, duty, end_process, running
-from paceline.world.places import call_site
 
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.base.json_fields import read
-from paceline_lens.hangs.progress import LOOK_S, SILENT_LOOKS, ProgressReport, RankLife, stuck_for
 from paceline.world.stacks import procfs
-from paceline_lens.hangs.collect import Pause, collect
 from paceline.world.stacks.dump import DumpFiles
 from paceline.world.stacks.report import RankPlace, full_report, grouped, place_of, short_report
+from paceline_lens.hangs.collect import Pause, collect
+from paceline_lens.hangs.progress import LOOK_S, SILENT_LOOKS, ProgressReport, RankLife, stuck_for
 
 ASKED = "as SIGUSR1 asked for"  # headline of a report that somebody has requested
 _IDLE = 0.1  # a process that computes for less than this part of the time is idle

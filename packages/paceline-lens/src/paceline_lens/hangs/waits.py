@@ -23,10 +23,10 @@ from paceline.base.json_fields import read
 from paceline.base.log import logger
 from paceline.world import rendezvous
 from paceline.world.departures import departures
-from paceline_lens.hangs.progress import LOOK_S, Look, Progress
-from paceline_lens.hangs.watcher import Watcher, duty, end_process, running
 from paceline.world.stacks.parse import position
 from paceline.world.stacks.report import RankPlace, grouped, ranks_text, short_report
+from paceline_lens.hangs.progress import LOOK_S, Look, Progress
+from paceline_lens.hangs.watcher import Watcher, duty, end_process, running
 
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store

@@ -15,15 +15,14 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from paceline.world import lifetime, rendezvous
-from paceline_lens.hangs.progress import Look, Progress
-from paceline.world.places import frame_of_thread, line_of, waiting_frame
+from paceline.world.places import frame_of_thread, frames_of, outwards, waiting_frame
 from paceline.world.stacks import procfs
 from paceline.world.stacks.parse import Frame
+from paceline_lens.hangs.progress import Look, Progress
 
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store
@@ -155,7 +154,7 @@ class Watcher:
             waiting = waiting_frame(innermost)
             is_new_call = waiting is not None and _mark(waiting)
             frames = frames_of(innermost)
-            places = [(id(frame), frame.f_lasti) for frame in _outwards(innermost)]
+            places = [(id(frame), frame.f_lasti) for frame in outwards(innermost)]
         # Only the frames from the script's line outwards are compared. A library that the script has called may poll: a loader
         # checks every 5 s whether its workers are alive.
         first_of_script = next((index for index, frame in enumerate(frames) if frame.is_script), 0)
@@ -186,17 +185,6 @@ def busy_with(frames: list[Frame]) -> str:
         if frame.function in _ONE_FIRST:
             return "waiting for the one process that works first"
     return ""
-
-
-def frames_of(innermost: FrameType | None) -> list[Frame]:
-    """Returns the stack that begins with a frame, the innermost call first."""
-    return [Frame(frame.f_code.co_filename, line_of(frame), frame.f_code.co_name) for frame in _outwards(innermost)]
-
-
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
 
 
 def end_process(text: str) -> NoReturn:

@@ -83,9 +83,12 @@ def start_run(arguments: RunArguments) -> Run:
     run = Run(world, device, collectives, settings, decisions, plan, arguments.scaler, folder)
     # Nobody reads the progress of a process that no launcher has started.
     if world.source != "single":
-        from paceline_lens.hangs.progress_file import watch
+        from paceline.world.hang_reports import reports_for
 
-        file = watch(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
+        reports = reports_for(is_asked=settings.stuck_after not in ("0", type(settings).stuck_after))
+        file = None
+        if reports is not None:
+            file = reports.watch_progress(world, settings.stuck_after, computes_on_cpu=device.type == "cpu")
         if file is not None:
             run.events.before_step.subscribe(lambda _: file.progress.stepped(time.monotonic()))
     return run

@@ -73,9 +73,12 @@ class Collectives:
         if self.size > 1:
             # Loaded here: one process sends nothing, and has no use for messages, their links and the reports about them.
             from paceline.world.exchange import Exchange
-            from paceline_lens.hangs.debug import CallCheck
+            from paceline.world.hang_reports import reports_for
 
-            check = CallCheck(group, timeout_s, computes_on_cpu=device.type == "cpu") if debug else None
+            reports = reports_for(is_asked=debug)
+            check = None
+            if debug and reports is not None and group is not None:
+                check = reports.call_check(group, timeout_s, computes_on_cpu=device.type == "cpu")
             self._exchange = Exchange(group, device, check)
         self._timeout_s = timeout_s
 

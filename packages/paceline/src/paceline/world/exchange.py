@@ -34,8 +34,7 @@ from torch import Tensor
 from paceline.base.errors import CollectiveError
 from paceline.world.arrived import Arrived, ByteLayout, RankPayload, Topic, fingerprint_of
 from paceline.world.failures import communicate
-from paceline_lens.hangs import waits
-from paceline_lens.hangs.debug import CallCheck, suggestion
+from paceline.world.hang_reports import CallCheck, hang_reports, suggestion
 from paceline.world.mesh import Group, cpu_group
 from paceline.world.network.links import links_of
 from paceline.world.network.messages import WORD, Combination, Messages
@@ -86,11 +85,15 @@ class Exchange:
 
     def backward_failed(self, error: BaseException) -> None:
         """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
-        waits.backward_failed(error)
+        reports = hang_reports()
+        if reports is not None:
+            reports.backward_failed(error)
 
     def backward_passed(self) -> None:
         """Takes that back, because a later backward pass of this rank has succeeded."""
-        waits.backward_passed()
+        reports = hang_reports()
+        if reports is not None:
+            reports.backward_passed()
 
     def agree(self, topic: Topic) -> None:
         """Makes sure that all ranks are about to do the same.

@@ -18,10 +18,8 @@ from paceline.base.connections import closed, late
 from paceline.base.errors import CollectiveError, PacelineError
 from paceline.world import rendezvous
 from paceline.world.departures import Departure, departures
-from paceline_lens.hangs import debug
-from paceline_lens.hangs import waits
-from paceline_lens.hangs.watcher import frames_of
-from paceline.world.places import user_frame
+from paceline.world.hang_reports import hang_reports, suggestion
+from paceline.world.places import frames_of, user_frame
 from paceline.world.stacks.parse import position
 
 _SAME_CALLS = "every rank must make the same calls, as often"
@@ -66,7 +64,7 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
             "collective-failed",
             f"{operation} did not end in time: at least one rank did not come.",
             why=[*_last_report(operation), message, "the limit is timeout_s (--timeout-s, PACELINE_TIMEOUT_S)"],
-            fix=f"{_SAME_CALLS}{debug.suggestion()}",
+            fix=f"{_SAME_CALLS}{suggestion()}",
         )
     left = _departures()
     # Where `save_state` gathers something, the script knows `save_state` only.
@@ -86,14 +84,17 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
         "collective-failed",
         what,
         why=[why, message],
-        fix=f"{fix}{debug.suggestion()}",
+        fix=f"{fix}{suggestion()}",
     )
 
 
 def _last_report(operation: str) -> list[str]:
     """Returns what each rank did when this wait was reported."""
+    reports = hang_reports()
+    if reports is None:
+        return []
     try:
-        return waits.last_report(operation)
+        return reports.last_report(operation)
     except RuntimeError:
         return []  # the store has ended
 

@@ -27,7 +27,9 @@ def join(detected: World, settings: RunSettings) -> Collectives:
     if collectives is not None:
         return collectives
     if world.size > 1 and settings.hang_report_s:
-        from paceline_lens.hangs import waits  # one process waits for nobody
+        from paceline.world.hang_reports import reports_for  # one process waits for nobody
 
-        waits.watch(settings.hang_report_s, settings.timeout_s, computes_on_cpu=device.type == "cpu")
+        reports = reports_for(is_asked=settings.hang_report_s != type(settings).hang_report_s)
+        if reports is not None:
+            reports.watch_waits(settings.hang_report_s, settings.timeout_s, computes_on_cpu=device.type == "cpu")
     return Collectives(world, device=device, debug=settings.debug, timeout_s=settings.timeout_s)

@@ -16,6 +16,7 @@ from types import FrameType
 import torch
 
 from paceline.base.ours import our_folders
+from paceline.world.stacks.parse import Frame
 
 _PACELINE = str(Path(str(sys.modules["paceline"].__file__)).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -161,3 +162,15 @@ def _of_library(frame: FrameType) -> bool:
 def _key(frame: FrameType) -> str:
     code = frame.f_code
     return f"{os.path.basename(code.co_filename)}:{line_of(frame)} in {code.co_name}"
+
+
+def frames_of(innermost: FrameType | None) -> list[Frame]:
+    """Returns the stack that begins with a frame, the innermost call first."""
+    return [Frame(frame.f_code.co_filename, line_of(frame), frame.f_code.co_name) for frame in outwards(innermost)]
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields a frame, and those that have called it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

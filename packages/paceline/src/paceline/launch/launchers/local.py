@@ -50,7 +50,7 @@ from paceline.launch.processes.spawn import (
     spawn,
     stop,
 )
-from paceline_lens.hangs.stuck import StuckWatch
+from paceline.launch.processes.standstill import standstill_watch
 from paceline.launch.recordings import recording_of
 from paceline.launch.rounds import End, Report, Round
 from paceline.launch.script_libraries import script_libraries
@@ -180,7 +180,7 @@ class LocalHandle:
                 gc.freeze()  # so that no garbage collection touches, and thereby copies, memory that the processes share
         elif self.job.target.function is not None:
             (folder / FUNCTION_FILE).write_bytes(pickling.pack(self.job.target.function))
-        self.stuck = StuckWatch(self.job, folder, self.nodes.pause, self.recording, self.nodes.stacks)
+        self.stuck = standstill_watch(self.job, folder, self.nodes.pause, self.recording, self.nodes.stacks)
         self.recording.begin()
         try:
             self.nodes.processes_ended(Report("new"))
