@@ -45,7 +45,6 @@ LAYERS = (
         {
             "plan": "`Plan`, `Decision`, facts about a model, and the rules that resolve a plan",
             "launch": "the launcher of this host; `processes`: the workers of a host; `worker`: what runs in each of them",
-            "watch": "the journal of a run, how it travels between hosts, and the registry of runs",
         }
     ),
     Layer(
@@ -54,12 +53,12 @@ LAYERS = (
             "precision": "number formats and loss scaling",
             "optim": "accumulation, clipping, the rebinding of optimizers to divided parameters, Paceline's own optimizers",
             "data": "order, division and position of samples; prepared loaders",
-            "checkpoint": "the checkpoint format, saving and loading, stores, exports of weights",
-            "observe": "basic trackers, profiles",
+            "checkpoint": "the checkpoint format, saving and loading, the store on disks, exports of weights",
+            "observe": "basic trackers, the phases of a step",
         },
         siblings=False,
     ),
-    Layer({"planner": "prediction of memory and time"}),
+    Layer({"planner": "formulas of the memory of a plan, and the cheapest plan that fits"}),
     Layer(
         {
             "__init__": "the public names, which are loaded on first use",
@@ -77,15 +76,19 @@ LAYERS = (
     ),
     Layer(
         {
-            "paceline_hosts": "a part: launchers for ssh, SLURM, Kubernetes, Ray and MPI, and `paceline doctor`",
-            "paceline_large": "a part: tensor, pipeline, context, expert parallel, float8, models run from memory or disk",
-            "paceline_lens": "a part: the live page, `verify`, `tune`, trackers of products",
+            "paceline_hosts": "a part: launchers for ssh, SLURM, Kubernetes, Ray and MPI, `paceline doctor`, "
+            "stores behind URLs",
+            "paceline_large": "a part: tensor, pipeline, context, expert parallel, offload, float8, "
+            "models run from memory or disk",
+            "paceline_lens": "a part: the journal and its page, hangs, profiles, `plan`, `verify`, `tune`, "
+            "`checkpoint`, trackers of products",
         },
         siblings=False,
     ),
     Layer(
         {
-            "paceline_deepspeed": "a part: scripts written for DeepSpeed; `--autotuning` uses `paceline_lens`, if installed"
+            "paceline_deepspeed": "a part: scripts written for DeepSpeed; profiles and `--autotuning` are those of "
+            "`paceline_lens`"
         }
     ),
     Layer(
@@ -97,7 +100,7 @@ LAYERS = (
 )
 
 # Packages that do not import torch at the top of a file, so that commands start fast.
-WITHOUT_TORCH = ("base", "config", "launch", "cli", "watch", "paceline_hosts")
+WITHOUT_TORCH = ("base", "config", "launch", "cli", "paceline_hosts")
 
 
 def table() -> str:

@@ -94,7 +94,7 @@ def core(environment_with: Callable[..., Environment]) -> Environment:
     return environment_with()
 
 
-def test_the_core_trains_saves_resumes_and_plans(core: Environment, tmp_path: Path) -> None:
+def test_the_core_trains_saves_resumes_and_explains(core: Environment, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
     ways = (
         ["train.py"],
@@ -105,7 +105,7 @@ def test_the_core_trains_saves_resumes_and_plans(core: Environment, tmp_path: Pa
         done = core.run(words, tmp_path, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr
         assert f"from step {2 * number}\n" in done.stdout
-    done = core.run(["-m", "paceline", "plan", "--procs", "2", "train.py"], tmp_path)
+    done = core.run(["-m", "paceline", "explain", "--option", "replicate.bucket_mb=8"], tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -200,6 +200,12 @@ def test_the_command_of_deepspeed_starts_one_host_without_the_part_for_hosts(
     ("words", "extra"),
     [
         (["verify", "train.py"], "lens"),
+        (["plan", "train.py"], "lens"),
+        (["checkpoint"], "lens"),
+        (["checkpoint", "ls", "run"], "lens"),
+        (["explain", "--option", "anomalies.nan=skip"], "lens"),
+        (["launch", "--cpu", "--procs", "2", "--on-hang", "leave", "train.py"], "lens"),
+        (["store"], "hosts"),
         (["doctor"], "hosts"),
         (["deepspeed", "train.py"], "deepspeed"),
         (["launch", "--on", "slurm", "--procs", "2", "train.py"], "hosts"),
@@ -221,14 +227,54 @@ def test_what_an_absent_part_has_is_an_error_that_names_its_extra(
     [
         (["--procs", "2", "--tp", "2", "--option", "pipeline.schedule=gpipe"], "tensor"),
         (["--mixed-precision", "fp8"], "fp8"),
+        (["--offload", "optimizer"], "offload"),
     ],
-    ids=["an axis and an option", "a precision"],
+    ids=["an axis and an option", "a precision", "a setting"],
 )
 def test_what_the_part_for_large_models_adds(core: Environment, tmp_path: Path, flags: list[str], adds: str) -> None:
     (tmp_path / "train.py").write_text(TRAIN)
-    done = core.run(["-m", "paceline", "plan", *flags, "train.py"], tmp_path)
+    done = core.run(["-m", "paceline", "launch", "--cpu", *flags, "train.py"], tmp_path)
     assert done.returncode != 0 and f"`pip install -e {ROOT / 'packages' / 'paceline-large'}` adds" in done.stderr
     assert adds in done.stderr
+
+
+LOOKED_AT = """
+from paceline import Accelerator, PacelineError
+
+for arguments in ({"profile": "flops"}, {"anomalies": {"nan": "skip"}}, {"log_system": True}):
+    try:
+        Accelerator(cpu=True, **arguments)
+    except PacelineError as error:
+        print(error.code, "packages/paceline-lens" in str(error))
+try:
+    Accelerator(cpu=True, project_dir="s3://bucket/run").save_state()
+except PacelineError as error:
+    print(error.code, "packages/paceline-hosts" in str(error))
+"""
+
+
+def test_what_a_script_asks_of_absent_parts(core: Environment, tmp_path: Path) -> None:
+    done = core.run(["-c", LOOKED_AT], tmp_path)
+    assert done.stdout.splitlines() == [*["part-missing True"] * 3, "checkpoint-store True"], done.stderr
+
+
+NEVER_COMES = """
+import time
+from paceline import Accelerator
+
+accelerator = Accelerator(cpu=True)
+if accelerator.is_main_process:
+    accelerator.wait_for_everyone()
+time.sleep(100)
+"""
+
+
+def test_a_rank_that_never_comes_is_an_error_that_names_who_would_tell(core: Environment, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(NEVER_COMES)
+    words = ["-m", "paceline", "launch", "--cpu", "--procs", "2", "--timeout-s", "3", "train.py"]
+    done = core.run(words, tmp_path, OMP_NUM_THREADS="1")
+    assert done.returncode != 0 and "[collective-failed]" in done.stderr, done.stderr
+    assert "packages/paceline-lens` adds reports of who waits for whom" in done.stderr
 
 
 def test_a_library_that_no_part_serves_names_the_extra(core: Environment, tmp_path: Path) -> None:
