@@ -105,7 +105,7 @@ def test_the_core_trains_saves_resumes_and_explains(core: Environment, tmp_path:
         done = core.run(words, tmp_path, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr
         assert f"from step {2 * number}\n" in done.stdout
-    done = core.run(["-m", "paceline", "explain", "--option", "replicate.bucket_mb=8"], tmp_path)
+    done = core.run(["-m", "paceline", "explain", "--option", "replicate.bucket_cap_mb=8"], tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -44,13 +44,15 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import NoOptions, read
 from paceline.plan.plan import Decision, Plan
-from paceline.plan.timetable import Timetable
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
 from paceline.world.layout import AXES
 from paceline.world.mesh import Mesh
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from paceline.plan.timetable import Timetable
 
 STRATEGIES = Registry("paceline.strategies", "strategy")
 

@@ -12,11 +12,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import torch
 
 from paceline.base.ours import our_folders
-from paceline.world.stacks.parse import Frame
+
+if TYPE_CHECKING:
+    from paceline.world.stacks.parse import Frame
 
 _PACELINE = str(Path(str(sys.modules["paceline"].__file__)).parent) + os.sep
 _TORCH = str(Path(torch.__file__).parent) + os.sep
@@ -166,6 +169,8 @@ def _key(frame: FrameType) -> str:
 
 def frames_of(innermost: FrameType | None) -> list[Frame]:
     """Returns the stack that begins with a frame, the innermost call first."""
+    from paceline.world.stacks.parse import Frame  # only a report of a wait, or of a failure, needs it
+
     return [Frame(frame.f_code.co_filename, line_of(frame), frame.f_code.co_name) for frame in outwards(innermost)]
 
 
