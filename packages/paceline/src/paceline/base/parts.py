@@ -30,7 +30,7 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
             "checkpoint diff", "checkpoint export", "checkpoint ls", "checkpoint prune", "checkpoint show",
             "checkpoint verify", "metrics", "plan", "ps", "tune", "verify", "watch",
         ),
-        "paceline.hang_reports": ("waits",),
+        "paceline.hang_reports": ("hangs",),
         "paceline.observers": ("anomalies", "journal", "profile", "system_values"),
         "paceline.recordings": ("journal",),
         "paceline.trackers": (

@@ -144,8 +144,10 @@ def _working_directory_error() -> ConfigError | None:
 
 
 def _no_command(name: str, words: Sequence[str], commands: Sequence[str]) -> ConfigError:
-    for of_part in names_of_parts(COMMANDS.group):
-        if of_part == " ".join(words[: len(of_part.split())]) or of_part.startswith(f"{name} "):
+    of_parts = names_of_parts(COMMANDS.group)
+    asked = [" ".join(words[:2]), name, *(of_part for of_part in of_parts if of_part.startswith(f"{name} "))]
+    for of_part in asked:
+        if of_part in of_parts:
             extra = extra_with(COMMANDS.group, of_part)
             return missing(extra, f"the command `paceline {of_part}` is", f"installed: {', '.join(commands)}")
     from difflib import get_close_matches

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
     from paceline.world.world import World
 
-HANG_REPORTS = Registry("paceline.hang_reports", "report of hangs")
-_NAME = "waits"
+HANG_REPORTS = Registry("paceline.hang_reports", "watch over")
+_NAME = "hangs"
 
 
 class CallCheck(Protocol):
@@ -104,6 +104,9 @@ def reports_for(is_asked: bool) -> HangReports | None:
 def suggestion() -> str:
     """Returns an addition to the fix of a collective that has failed: how to see what each rank does."""
     reports = hang_reports()
-    if reports is not None:
-        return reports.suggestion()
-    return f"; `{how_to_install(extra_with(HANG_REPORTS.group, _NAME))}` adds reports of who waits for whom"
+    return f"; {remedy()}" if reports is None else reports.suggestion()
+
+
+def remedy() -> str:
+    """Returns how reports are installed, for where there are none."""
+    return f"`{how_to_install(extra_with(HANG_REPORTS.group, _NAME))}` adds reports of who waits for whom"

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
-from paceline.base.parts import absent_names
 from paceline.base.terminal import say
 from paceline.launch.job import Job
 from paceline.launch.launcher import Failure
@@ -14,7 +13,7 @@ from paceline.launch.nodes import OtherStacks
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.spawn import Worker
 from paceline.launch.recordings import Recording
-from paceline.world.hang_reports import HANG_REPORTS, reports_for
+from paceline.world.hang_reports import remedy, reports_for
 
 
 class StandstillWatch(Protocol):
@@ -58,7 +57,7 @@ class NobodyWatches:
             self._others.answer([])
         if signals.stacks_wanted:
             signals.stacks_wanted = False
-            say(f"stacks are not collected from the ranks: {'; '.join(absent_names(HANG_REPORTS.group))}")
+            say(f"the stacks of the ranks are not collected: {remedy()}")
         return False
 
 
