@@ -24,7 +24,7 @@ from paceline.launch.launcher import Failure
 from paceline.launch.nodes import GatheredPlaces, OtherStacks
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.spawn import Worker
-from paceline.launch.recordings import Recording
+from paceline.launch.recordings import LauncherRecording
 from paceline.world.stacks.report import RankPlace, blamed, grouped, in_one_sentence
 from paceline_lens.hangs.host import ASKED, HostWatch, report
 from paceline_lens.hangs.progress import LOOK_S
@@ -53,7 +53,7 @@ class StuckWatch:
         job: Job,
         folder: Path,
         pause: Callable[[float], object],
-        recording: Recording,
+        recording: LauncherRecording,
         others: OtherStacks | None,
     ) -> None:
         self._job = job

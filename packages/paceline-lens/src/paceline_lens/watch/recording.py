@@ -30,7 +30,7 @@ from paceline.launch import host
 from paceline.launch.failure_report import describe, problem_of
 from paceline.launch.job import NEW_FOLDER, Job, Target
 from paceline.launch.launcher import Outcome
-from paceline.launch.recordings import Recording
+from paceline.launch.recordings import LauncherRecording
 from paceline.launch.rounds import Round
 from paceline_lens.watch import records
 from paceline_lens.watch.journal import (
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 _RUNS = "runs"
 
 
-class LaunchRecording(Recording):
+class LaunchRecording(LauncherRecording):
     """Records one run of this launcher. In a forked process its methods do nothing.
 
     Args:

@@ -1,4 +1,4 @@
-"""`Recording`: what a launcher records of its run. Without a part that keeps records it records nothing."""
+"""`LauncherRecording`: what a launcher records of its run. Without a part that keeps records it records nothing."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ OWN_FILE = re.compile(r"(rank|launcher)-(\d+)\.jsonl")
 RECORDINGS = Registry("paceline.recordings", "recording of runs")
 
 
-def recording_of(job: Job) -> Recording:
+def recording_of(job: Job) -> LauncherRecording:
     """Returns what records a run of this launcher.
 
     Raises:
         ConfigError: `part-missing`, where a journal or metrics are asked for and no part has them.
     """
     if not RECORDINGS.names() and not job.watch and job.metrics_port is None:
-        return Recording()
-    recording: Recording = RECORDINGS.get("journal")(job)
+        return LauncherRecording()
+    recording: LauncherRecording = RECORDINGS.get("journal")(job)
     return recording
 
 
-class Recording:
+class LauncherRecording:
     """Takes what happens to a run in a launcher, and keeps nothing of it.
 
         begin -> [round -> failed] ... -> end

@@ -34,7 +34,7 @@ from torch import Tensor
 from paceline.base.errors import CollectiveError
 from paceline.world.arrived import Arrived, ByteLayout, RankPayload, Topic, fingerprint_of
 from paceline.world.failures import communicate
-from paceline.world.hang_reports import CallCheck, hang_reports, suggestion
+from paceline.world.hang_reports import CheckOfCalls, hang_reports, suggestion
 from paceline.world.mesh import Group, cpu_group
 from paceline.world.network.links import links_of
 from paceline.world.network.messages import WORD, Combination, Messages
@@ -64,7 +64,7 @@ class Exchange:
         call_check: debug mode's check, called before each operation.
     """
 
-    def __init__(self, group: Group, device: torch.device, call_check: CallCheck | None = None) -> None:
+    def __init__(self, group: Group, device: torch.device, call_check: CheckOfCalls | None = None) -> None:
         self.group = group
         self.cpu_group = cpu_group(group)
         self.device = device

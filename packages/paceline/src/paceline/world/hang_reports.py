@@ -20,7 +20,7 @@ HANG_REPORTS = Registry("paceline.hang_reports", "watch over")
 _NAME = "hangs"
 
 
-class CallCheck(Protocol):
+class CheckOfCalls(Protocol):
     """Debug mode, in one group."""
 
     def check(self, op: str, detail: str = "") -> None:
@@ -55,7 +55,7 @@ class HangReports(Protocol):
         """
         ...
 
-    def call_check(self, group: ProcessGroup, timeout_s: float | None, computes_on_cpu: bool) -> CallCheck:
+    def call_check(self, group: ProcessGroup, timeout_s: float | None, computes_on_cpu: bool) -> CheckOfCalls:
         """Makes debug mode's check of a group."""
         ...
 

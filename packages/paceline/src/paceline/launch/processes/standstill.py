@@ -12,7 +12,7 @@ from paceline.launch.launcher import Failure
 from paceline.launch.nodes import OtherStacks
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.spawn import Worker
-from paceline.launch.recordings import Recording
+from paceline.launch.recordings import LauncherRecording
 from paceline.world.hang_reports import remedy, reports_for
 
 
@@ -65,7 +65,7 @@ def standstill_watch(
     job: Job,
     folder: Path,
     pause: Callable[[float], object],
-    recording: Recording,
+    recording: LauncherRecording,
     others: OtherStacks | None,
 ) -> StandstillWatch:
     """Makes what watches the ranks of this host.
