@@ -72,7 +72,7 @@ def worker(rank: int = 1, code: int | None = None) -> Any:
     return SimpleNamespace(process=process, pid=os.getpid(), poll=lambda: code, frozen_s=lambda: 0.0)
 
 
-SIGNALS: Any = SimpleNamespace(stacks_wanted=False)
+SIGNALS: Any = SimpleNamespace(stacks_wanted=False, stacks_given=lambda: None)
 
 
 def test_a_member_leaves_the_report_to_the_leader(

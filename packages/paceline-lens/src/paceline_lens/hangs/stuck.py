@@ -98,7 +98,7 @@ class StuckWatch:
         if headline == ASKED:
             self._report(running, headline)
             # The launcher has passed the signal on to each rank. That was the same request, so it is taken back here.
-            signals.stacks_wanted = False
+            signals.stacks_given()
             self._host.was_asked(worker.pid for worker in running)
         elif headline:
             return self._act(running, headline)

@@ -63,6 +63,10 @@ class Signals:
         self._pass_on = pass_on
         self._before: dict[int, Any] = {}
 
+    def stacks_given(self) -> None:
+        """Forgets that the stacks of all ranks are wanted."""
+        self.stacks_wanted = False
+
     def enter(self) -> None:
         """Installs the handlers. Does nothing outside the main thread, where Python allows no handlers."""
         if threading.current_thread() is not threading.main_thread():

@@ -56,7 +56,7 @@ class NobodyWatches:
         if self._others is not None and self._others.wanted():
             self._others.answer([])
         if signals.stacks_wanted:
-            signals.stacks_wanted = False
+            signals.stacks_given()
             say(f"the stacks of the ranks are not collected: {remedy()}")
         return False
 
