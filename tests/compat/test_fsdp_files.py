@@ -15,6 +15,7 @@ from paceline.optim.lamb import Lamb
 from paceline.optim.lion import Lion
 from paceline.testing import run_ranks
 from paceline_accelerate.accelerator import Accelerator
+from paceline_accelerate.arguments import ProjectConfiguration
 from paceline_accelerate.sharded import (
     load_fsdp_model,
     load_fsdp_optimizer,
@@ -142,6 +143,26 @@ def test_each_rank_writes_its_part_and_any_number_reads_them(tmp_path: Path, zer
     alone = run_ranks(divided_steps, 1, args=(str(folder), True))[0]
     for name, values in want.items():
         assert alone[name] == pytest.approx(values, abs=1e-6), "one process takes it too"
+
+
+def saves_above_a_limit(folder: str) -> list[str]:
+    """Saves a divided model three times under automatic names, and goes on in a second run, with room for two."""
+    for num_saves in (3, 1):
+        configuration = ProjectConfiguration(folder, automatic_checkpoint_naming=True, total_limit=2)
+        accelerator = Accelerator(cpu=True, project_config=configuration)
+        model = nn.Linear(4, 2)
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        if num_saves == 1:
+            accelerator.load_state()
+        for _ in range(num_saves):
+            accelerator.save_state()
+        accelerator.free_memory()
+    return sorted(path.name for path in (Path(folder) / "checkpoints").iterdir())
+
+
+def test_a_limit_counts_for_divided_models_too(tmp_path: Path) -> None:
+    env = {"PACELINE_SHARD": "2", "PACELINE_ZERO": "3"}
+    assert run_ranks(saves_above_a_limit, 2, args=(str(tmp_path),), env=env)[0] == ["checkpoint_2", "checkpoint_3"]
 
 
 def test_what_cannot_be_saved_or_is_not_there(tmp_path: Path) -> None:

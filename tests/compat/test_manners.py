@@ -402,6 +402,7 @@ def test_automatic_names_go_on_after_a_load_and_in_a_new_run(tmp_path: Path) -> 
     first.load_state()
     assert first.save_state().name == "checkpoint_3"
     again = saving(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
+    again.load_state()
     assert again.save_state().name == "checkpoint_4"
     assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_3", "checkpoint_4"]
     chosen = saving(tmp_path, automatic_checkpoint_naming=True, iteration=9)
@@ -445,6 +446,18 @@ def test_two_runs_with_automatic_names_in_one_folder(tmp_path: Path) -> None:
 
     first.register_save_state_pre_hook(save_the_other)
     assert first.save_state().name == "checkpoint_0" and names == ["checkpoint_1"]
+
+
+def test_a_limit_removes_only_what_the_run_and_its_predecessors_have_saved(tmp_path: Path) -> None:
+    first = saving(tmp_path, automatic_checkpoint_naming=True)
+    first.save_state()
+    second = saving(tmp_path, automatic_checkpoint_naming=True, total_limit=1)
+    second.save_state()
+    second.save_state()
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["checkpoint_0", "checkpoint_2"]
+    second.load_state(tmp_path / "checkpoints" / "checkpoint_0")
+    second.save_state()
+    assert os.listdir(tmp_path / "checkpoints") == ["checkpoint_3"], "it goes on from the first run"
 
 
 def test_a_failed_save_leaves_the_old_checkpoints(tmp_path: Path) -> None:

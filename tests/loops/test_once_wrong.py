@@ -188,6 +188,21 @@ STEPPED_BY_A_HOOK = Program(
     save_at=1,
 )
 
+# Under ZeRO 1 the matrices that two prepared models share were divided twice, in two ways.
+SHARED_UNDER_MUON = Program(
+    seed=2026113228,
+    models=(Model("LayerNorm"), Model("LayerNorm", body_of=0)),
+    optimizers=(Optimizer("Muon", (Slice(0, "all"),)), Optimizer("Adam", (Slice(1, "head"),))),
+    loaders=(Loader(rows=24, batch=12),),
+    body=(
+        Forward(0, 0, 0),
+        Backward((0,)),
+        Clip("model", 0, 0.05),
+        Step(0),
+        Zero("optimizer", 0),
+    ),
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -213,6 +228,7 @@ def test_programs_that_were_wrong_once() -> None:
     ):
         cases += [Case(program, 2, plan) for plan in ("replicate", "zero2", "shard")]
     cases.append(Case(STEPPED_BY_A_HOOK, 2, "pp", (1, "one")))
+    cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
     outcomes = check(cases)
     wrong = [

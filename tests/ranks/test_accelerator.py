@@ -1,5 +1,7 @@
 """What a training script meets on several real processes."""
 
+import os
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -22,6 +24,29 @@ def test_several_processes_always_form_a_group():
         return (*me, dist.get_world_size(), dist.get_rank())
 
     assert run_ranks(work, world=3) == [(r, 3, r == 0, 3, r) for r in range(3)]
+
+
+def threads_after_each_run(runs):
+    """Trains two models with each of several `Accelerator`s of one process; returns the threads that are left after each."""
+    counts = []
+    for _ in range(runs):
+        accelerator = Accelerator(cpu=True)
+        for _ in range(2):
+            model = nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4))
+            model, optimizer = accelerator.prepare(model, torch.optim.Adam(model.parameters()))
+            accelerator.backward(model(torch.randn(4, 2)).square().sum())
+            optimizer.step()
+        accelerator.free_memory()
+        counts.append(len(os.listdir("/proc/self/task")))
+    return counts
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/task"), reason="counts threads in /proc")
+@pytest.mark.parametrize("plan", [{}, {"PACELINE_ZERO": "1"}, {"PACELINE_SHARD": "2"}], ids=str)
+def test_one_run_after_another_in_a_process_uses_its_groups_again(plan):
+    """Each group has threads, sockets and buffers of its own: a process with hundreds of runs had hundreds of them."""
+    first, *others = run_ranks(threads_after_each_run, world=2, args=(3,), env=plan)[0]
+    assert others == [first] * 2
 
 
 def test_collectives_after_end_training_say_why_they_fail():

@@ -5,8 +5,8 @@
     scaler.pt, dl_state_dict.bin              the loss scale; positions of loaders, with `use_stateful_dataloader`
     custom_checkpoint_0.pkl                   registered objects
     pytorch_model/                            what DeepSpeed's engine saves (pytorch_model_1/ for the next engine)
-    random_states_0.pkl                       one file a rank: random streams, the step, and positions of the loaders; only
-                                              the positions are not accelerate's
+    random_states_0.pkl                       one file a rank: random streams, the step, positions of the loaders, and who has
+                                              saved it; the last two are not accelerate's
 
 Older scripts read `pytorch_model.bin` and newer ones `model.safetensors`, so a script that does not say which it wants gets
 both; `safe_serialization=True` or `False` writes one of them. Rank 0 writes all files but the random streams of other ranks
@@ -21,17 +21,20 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from paceline.base.errors import Problem
+from paceline.base.errors import CheckpointError, Problem
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint import retention
 from paceline.checkpoint.files import load_object, save_object, writing
-from paceline.checkpoint.store import discard
+from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.ownership import Author, Ownership
+from paceline.checkpoint.store import Store, claim, discard
 from paceline.checkpoint.store.claim import NameTakenError
 from paceline.checkpoint.store.local import STORE
 from paceline_accelerate.checkpoint_functions import (
@@ -60,7 +63,34 @@ if TYPE_CHECKING:
 
 _COME_S = 2.0  # how long a rank waits until rank 0 begins to save
 _SAVE_S = 600.0  # and how long it waits until rank 0 has saved
-_LOADERS = "paceline_loaders"  # our own key in the files of random streams; accelerate ignores it
+# Our own keys in the files of random streams; accelerate ignores them.
+_LOADERS = "paceline_loaders"
+_AUTHOR = "paceline_author"
+
+
+@dataclass(frozen=True)
+class _StreamsAuthor:
+    """Who has saved a folder, as `random_states_0.pkl` says it. Folders of accelerate say nothing.
+
+    Attributes:
+        runs: the random names of the run, and of the runs that it goes on from.
+        writer: the process that has saved it, as `claim.record` describes it.
+    """
+
+    runs: list[str] = field(default_factory=list)
+    writer: dict[str, str] = field(default_factory=dict)
+
+
+def _author_of(store: Store, folder: str) -> Author | None:
+    """Returns who has saved a folder, also one of the native format; None if its files cannot be read."""
+    manifest = Manifest.find(store, folder)
+    if manifest is not None:
+        return manifest
+    try:
+        streams = load(os.path.join(folder, "random_states_0.pkl"))
+    except CheckpointError:
+        return None
+    return _StreamsAuthor(**streams.get(_AUTHOR, {}))
 
 
 class Folder:
@@ -75,6 +105,7 @@ class Folder:
 
     def __init__(self, accelerator: AcceleratorBase) -> None:
         self._accelerator = accelerator
+        self._ownership = Ownership(_author_of)
         self.custom_objects: list[Any] = []
 
     def register(self, objects: Sequence[Any]) -> None:
@@ -132,6 +163,7 @@ class Folder:
             target = agreed_by_writers(accelerator, lambda: self._target(output_dir))
             get_logger("accelerate.accelerator").info("Saving current state to %s", target)
             accelerator.states.save(target)
+            agreed_by_writers(accelerator, lambda: self._remove_surplus(target))
             self._count_up(target)
             return Path(target)
 
@@ -257,19 +289,29 @@ class Folder:
         return target, staged
 
     def _write(self, staged: str, target: str, weights: list[Any], streams: dict[int, Any], safe: bool | None) -> None:
-        """Writes the whole folder on rank 0, moves it into place, and removes old checkpoints above `total_limit`."""
+        """Writes the whole folder on rank 0, moves it into place, and removes older ones above `total_limit`."""
         folder = Path(staged)
         self._write_files(folder, weights, safe)
         for rank, stream in streams.items():
             save_object(stream, folder / f"random_states_{rank}.pkl")
         with writing(f"saving the state to {target}"):
             STORE.merge(staged, os.path.abspath(target))
+        self._remove_surplus(target)
+
+    def _remove_surplus(self, target: str) -> None:
+        """Removes the oldest automatically named folders of this run above `total_limit`, after `target` was saved."""
         limit = self._accelerator.project_configuration.total_limit
-        if self._automatic and limit is not None:
-            # Old folders go only after the new one is complete, and the new one stays even with a limit of 0.
-            num_kept = max(1, limit)
-            for path in _numbered(self._root)[:-num_kept]:
-                STORE.remove(path)
+        if not self._automatic or limit is None:
+            return
+        root = os.path.abspath(self._root)
+        own = self._ownership.own(root)
+        own.add(os.path.abspath(target))
+        removable = [path for path in _numbered(root) if path in own]
+        # Old folders go only after the new one is complete, and the new one stays even with a limit of 0.
+        num_kept = max(1, limit)
+        for path in removable[:-num_kept]:
+            retention.remove(STORE, path)
+            own.discard(path)
 
     def _write_files(self, folder: Path, weights: list[Any], safe: bool | None) -> None:
         prepared = self._accelerator.run.prepared
@@ -284,10 +326,13 @@ class Folder:
             save_object(custom_object.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
 
     def _streams(self) -> dict[str, Any]:
-        """Returns this rank's random streams and step, as accelerate saves them, and the positions of the loaders."""
+        """Returns this rank's random streams and step, as accelerate saves them, the positions of loaders, and who saves."""
         positions = [loader.state_dict() for loader in self._accelerator.run.prepared.loaders]
         streams = random_streams(self._accelerator.step, self._accelerator.device.type)
-        return {**streams, _LOADERS: positions}
+        author: dict[str, Any] = {}
+        if self._automatic:
+            author = asdict(_StreamsAuthor(self._ownership.runs(os.path.abspath(self._root)), claim.record()))
+        return {**streams, _LOADERS: positions, _AUTHOR: author}
 
     # -- load ------------------------------------------------------------------------------------------------
 
@@ -324,6 +369,7 @@ class Folder:
         get_logger("accelerate.accelerator").info("Loading states from %s", folder)
         if (folder / "manifest.json").is_file():  # only the native `save_state` writes a manifest
             self._accelerator.states.load(str(folder))
+            self._go_on_from(folder)
             if not self._accelerator.use_stateful_dataloader:
                 for loader in self._accelerator.run.prepared.loaders:
                     _begin_epoch_anew(loader, loader.state_dict())
@@ -352,10 +398,16 @@ class Folder:
         for number, custom_object in enumerate(self.custom_objects):
             load_custom_state(custom_object, folder, number)
         self._load_streams(folder)
+        self._go_on_from(folder)
         if input_dir is None:
             # Automatic names go on after this folder, or at the higher number that the script has chosen.
             configuration = self._accelerator.project_configuration
             configuration.iteration = max(configuration.iteration, _number(folder) + 1)
+
+    def _go_on_from(self, folder: Path) -> None:
+        """Counts what the run of a loaded folder has saved beside it as this run's own."""
+        if self._automatic and writes_files(self._accelerator.project_configuration.save_on_each_node):
+            self._ownership.go_on(STORE, os.path.abspath(folder))
 
     def _newest(self) -> Path:
         folders = _numbered(self._root)
@@ -471,7 +523,7 @@ def _number(path: str | Path) -> int:
     return int(str(path).rpartition("_")[2])
 
 
-def _numbered(root: Path) -> list[str]:
+def _numbered(root: str | Path) -> list[str]:
     """Returns the automatically named checkpoints in the order of their numbers."""
     return list(retention.numbered(STORE, str(root)).values())
 

@@ -28,7 +28,7 @@ from paceline_large.experts.travel import ExpertRanks
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     """Divides the experts, with the values of the first rank along `ep`. Ranks: all."""
     mesh = context.mesh.along("ep")
-    group = context.mesh.another_group("ep")
+    group = context.mesh.layers_group("ep")
     layers = []
     present = dict(model.named_modules())  # a pipeline stage lacks some
     for row in STRATEGY.chosen(context.plan, context.facts):

@@ -416,12 +416,12 @@ class Checkpointer:
         checkpoint = checkpoint_format.open(store, home, state, self._peers, manifest)
         notes = self._apply(home, checkpoint, strict)
         if manifest is not None:
-            agreed(self._peers, f"looking beside {home}", lambda: self._go_on(store, home, manifest))
+            agreed(self._peers, f"looking beside {home}", lambda: self._go_on(store, home))
         return Loaded(home, manifest, notes)
 
-    def _go_on(self, store: Store, home: str, manifest: Manifest) -> None:
+    def _go_on(self, store: Store, home: str) -> None:
         if self._peers.rank == 0:
-            self._ownership.go_on(store, home, manifest)
+            self._ownership.go_on(store, home)
 
     def _recognise(self, store: Store, home: str) -> str:
         """On rank 0: returns the format of a folder; "native" if it is no checkpoint, so that the error names our files."""

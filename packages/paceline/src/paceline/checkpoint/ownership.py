@@ -7,13 +7,27 @@ from __future__ import annotations
 
 import logging
 import secrets
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from paceline.checkpoint import retention
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.store import Store, claim
 
 _log = logging.getLogger("paceline.checkpoint")
+
+
+class Author(Protocol):
+    """Who has saved a checkpoint; a `Manifest` says it, and other formats have a record of their own."""
+
+    @property
+    def runs(self) -> Sequence[str]:
+        """The random names of the run, and of the runs that it goes on from."""
+
+    @property
+    def writer(self) -> Mapping[str, str]:
+        """The process, as `claim.record` describes it."""
 
 
 @dataclass
@@ -36,9 +50,14 @@ class _KnownFolder:
 
 
 class Ownership:
-    """Keeps apart the checkpoints of runs that save into the same folder. Ranks: only rank 0 uses it."""
+    """Keeps apart the checkpoints of runs that save into the same folder. Ranks: only rank 0 uses it.
 
-    def __init__(self) -> None:
+    Args:
+        author_of: returns who has saved the checkpoint at a path; None where nobody can tell.
+    """
+
+    def __init__(self, author_of: Callable[[Store, str], Author | None] = Manifest.find) -> None:
+        self._author_of = author_of
         self._name = secrets.token_hex(8)
         self._folders: dict[str, _KnownFolder] = {}
 
@@ -53,20 +72,21 @@ class Ownership:
         """Returns the paths of the checkpoints in a folder that this run may remove."""
         return self._of(folder).own
 
-    def go_on(self, store: Store, home: str, manifest: Manifest) -> None:
+    def go_on(self, store: Store, home: str) -> None:
         """Takes over what the run has saved that wrote the loaded checkpoint, unless that run is seen to be alive.
 
         Only what is there now counts. If that run lives on another host and saves again, its new checkpoints stay its own.
         """
-        if claim.is_running(manifest.writer) and not claim.is_mine(manifest.writer):
+        author = self._author_of(store, home)
+        if author is None or (claim.is_running(author.writer) and not claim.is_mine(author.writer)):
             return
         folder = store.parent(home)[0]
         known = self._of(folder)
         # A checkpoint of an older Paceline has no names. It is the predecessor of all others without names.
-        ancestors = manifest.runs or [""]
+        ancestors = author.runs or [""]
         known.runs += [name for name in ancestors if name not in known.runs]
         for path in retention.numbered(store, folder).values():
-            other = Manifest.find(store, path)
+            other = self._author_of(store, path)
             if other is not None and (other.runs or [""])[0] in ancestors:
                 known.own.add(path)
 
@@ -78,18 +98,18 @@ class Ownership:
         for path in sorted(foreign):
             if known.is_warned:
                 break
-            manifest = Manifest.find(store, path)
-            if manifest is None or claim.is_mine(manifest.writer):
+            author = self._author_of(store, path)
+            if author is None or claim.is_mine(author.writer):
                 continue
             # What lies there before the first save is a rival's only if its process is seen to run.
-            if known.has_saved or claim.is_running(manifest.writer):
+            if known.has_saved or claim.is_running(author.writer):
                 known.is_warned = True
                 _log.warning(
                     "another run saves into %s: %s is of host %s, pid %s. Each run removes only its own checkpoints, and a "
                     "resume takes the newest of all. Give each run its own project_dir.",
                     folder,
                     store.parent(path)[1],
-                    manifest.writer.get("host", "?"),
-                    manifest.writer.get("pid", "?"),
+                    author.writer.get("host", "?"),
+                    author.writer.get("pid", "?"),
                 )
         known.has_saved = True

@@ -55,7 +55,7 @@ from paceline.run.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
 from paceline.world.layout import model_axes
-from paceline.world.mesh import Mesh
+from paceline.world.mesh import Mesh, mesh_of
 from paceline.world.param_groups import inner_optimizers
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class Preparation:
                 run.lay_out(plan)
                 mesh = run.mesh
         if other is not None:
-            mesh = Mesh(plan.layout, run.world, run.device.type)
+            mesh = mesh_of(plan.layout, run.world, run.device.type)
         # The strategies: those of an earlier `prepare` were derived from its own models, so they are decided anew.
         decisions = tuple(decision for decision in plan.decisions if decision.field != "strategies")
         plan = replace(plan, strategies=(), decisions=decisions)

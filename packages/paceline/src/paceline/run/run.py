@@ -36,7 +36,7 @@ from paceline.run.prepared import Prepared
 from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
-from paceline.world.mesh import Mesh
+from paceline.world.mesh import mesh_of
 from paceline.world.world import World
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ class Run:
     def lay_out(self, plan: Plan) -> None:
         """Adopts a plan and creates its process groups. Ranks: all."""
         self.plan = plan
-        self.mesh = Mesh(plan.layout, self.world, self.device.type)
+        self.mesh = mesh_of(plan.layout, self.world, self.device.type)
         # Ranks along tp, cp and pp read the same samples; only the other axes divide a batch.
         self.data_ranks = self.collectives.over(self.mesh.data_group)
         self.gradients.over(plan.layout.width, self.data_ranks)

@@ -20,6 +20,30 @@ Group = Any
 
 # Of this process and not of one mesh: meshes that cover all ranks share the default group, and so its tags.
 _unit_names: list[str] = []
+# Of this process and not of one `Accelerator`: a group has threads, sockets and buffers of its own until the default group is
+# destroyed, so that a script which creates one `Accelerator` after another (folds, trials, a notebook) uses its groups again.
+_meshes: dict[tuple[Layout, World, str], Mesh] = {}
+
+
+def mesh_of(layout: Layout, world: World, device_type: str) -> Mesh:
+    """Returns the mesh of a layout: the one that this process has created before, as long as its default group stands.
+
+    Args:
+        layout, world, device_type: as for `Mesh`.
+    """
+    key = (layout, world, device_type)
+    mesh = _meshes.get(key)
+    if mesh is None or mesh.everyone is not _default_group():
+        mesh = Mesh(layout, world, device_type)
+        _meshes[key] = mesh
+    return mesh
+
+
+def _default_group() -> Group:
+    """Returns the group of all ranks; None without one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    return dist.group.WORLD
 
 
 class Mesh:
@@ -33,6 +57,9 @@ class Mesh:
         world: who this process is.
         device_type: "cpu", "cuda", ...
 
+    Attributes:
+        everyone: the default group in which the groups were created; None for a world of one process.
+
     Ranks:
         The first access to a group or to `device_mesh` communicates, so all ranks make it, in the same order.
     """
@@ -42,10 +69,12 @@ class Mesh:
         self.layout = layout
         self.world = world
         self.device_type = device_type
+        self.everyone = _default_group()
         self._device_mesh: DeviceMesh | None = None
         self._flattened: dict[tuple[str, ...], DeviceMesh] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
-        self._statistics: Group = None
+        self._beside_axes: dict[tuple[str, ...], Group] = {}
+        self._more_gradient_groups: dict[int, Group] = {}
 
     def group(self, axis: str) -> Group:
         """Returns the group of the ranks that differ from this one along `axis` alone; None for a world of one process."""
@@ -72,26 +101,41 @@ class Mesh:
         """Returns the group of the ranks that hold the same part of a parameter, and average its gradients."""
         return self._group(self.same_part_axes(parameter))
 
-    def another_gradient_group(self) -> Group:
-        """Creates a group of the ranks of `gradient_group`, whose collectives may come in any order beside those of the others.
+    def gradient_group_of(self, number: int) -> Group:
+        """Returns a group of the ranks of `gradient_group` for one of several models that train in a run.
 
-        Ranks: all ranks of `gradient_group`.
+        Collectives of different groups may come in another order on each rank.
+
+        Args:
+            number: of the model among those of the run; the first one has `gradient_group` itself.
+
+        Ranks: all ranks of `gradient_group`, the first time.
         """
-        return self._beside(self.gradient_group)
+        if number == 0:
+            return self.gradient_group
+        if number not in self._more_gradient_groups:
+            self._more_gradient_groups[number] = self._beside(self.gradient_group)
+        return self._more_gradient_groups[number]
 
     @property
     def statistics_group(self) -> Group:
-        """A group beside `data_group`, of the same ranks, for what layers exchange in the middle of a pass.
+        """`layers_group` of the ranks of `data_group`."""
+        return self.layers_group(*DATA_AXES)
 
-        Ranks: all ranks of `data_group`, the first time.
+    def layers_group(self, *axes: str) -> Group:
+        """Returns a group of the ranks along some axes for what layers exchange in the middle of a pass.
+
+        It is another one than that of `group`, in whose collectives gradients travel at the same time. None for a world of
+        one process.
+
+        Ranks: all of them, the first time.
         """
-        if self._statistics is None and self.data_group is not None:
-            self._statistics = self._beside(self.data_group)
-        return self._statistics
-
-    def another_group(self, axis: str) -> Group:
-        """Creates a group of the ranks along an axis, for what layers exchange in the middle of a pass. Ranks: all of them."""
-        return self._beside(self._group((axis,)))
+        group = self._group(axes)
+        if group is None:
+            return None
+        if axes not in self._beside_axes:
+            self._beside_axes[axes] = self._beside(group)
+        return self._beside_axes[axes]
 
     def _beside(self, group: dist.ProcessGroup) -> Group:
         ranks = dist.get_process_group_ranks(group)
@@ -137,20 +181,18 @@ class Mesh:
 
     def _limit(self, group: dist.ProcessGroup) -> None:
         """Gives a group the time limits of the default group. `DeviceMesh` creates groups with torch's own: 30 minutes."""
-        everyone = dist.group.WORLD
-        assert everyone is not None
         for device_type in {"cpu", self.device_type}:
             device = torch.device(device_type)
             if backend_name(group, device_type):
-                limit = timeout_of(everyone, device)
+                limit = timeout_of(self.everyone, device)
                 if limit is not None:
                     set_timeout(group, device, limit)
 
     def _group(self, axes: tuple[str, ...]) -> Group:
-        if not (dist.is_available() and dist.is_initialized()):
-            return None
         if self.layout.size(*axes) == self.world.size:
-            return dist.group.WORLD
+            return self.everyone
+        if self.everyone is None:
+            return None
         if axes not in self._groups:
             self._groups[axes] = self._flat(axes).get_group()
         return self._groups[axes]

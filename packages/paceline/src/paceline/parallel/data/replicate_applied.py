@@ -38,8 +38,11 @@ class AveragedGradients(ReducedGradients):
         options: ReplicateOptions = context.options
         siblings = ReducedGradients.reducers_of(context)
         # The buckets of two models may be sent in another order on each rank, where ranks use different parts of them.
-        is_first = not any(sibling.trains for sibling in siblings())
-        group = context.mesh.gradient_group if is_first else context.mesh.another_gradient_group()
+        earlier = list(siblings())
+        number = 0
+        if any(sibling.trains for sibling in earlier):
+            number = len(earlier)
+        group = context.mesh.gradient_group_of(number)
 
         def group_of(parameter: torch.Tensor) -> dist.ProcessGroup:
             same: dist.ProcessGroup = group

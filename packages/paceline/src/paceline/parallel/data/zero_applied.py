@@ -23,7 +23,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision
 from paceline.world.param_groups import inner_optimizers, parameters_of
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import divide
+from paceline.world.sharded import divide, division_of
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
@@ -62,6 +62,9 @@ class DividedStates(AppliedStrategy):
         by_parameters: list[nn.Parameter] = []
         independent = set(elementwise_parameters(optimizer))
         for parameter in self.module.parameters():
+            # Another model of this optimizer may share it: one that is divided twice would be stepped in two ways.
+            if division_of(optimizer, parameter) is not None:
+                continue
             if what == "rows" or (what == "rows and parameters" and parameter in independent):
                 by_rows.append(parameter)
             else:
