@@ -200,6 +200,4 @@ def job_of_one_process(case: Case) -> Job:
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.shuffle], ids=lambda case: case.name)
 def test_one_process_under_paceline_equals_none(case: Case, one_group: OneGroup) -> None:
-    one_group.check(
-        job_of_one_process, lambda ranks: compare(ranks[0], reference(case), TOLERANCES[case.precision])
-    )
+    one_group.check(job_of_one_process, lambda ranks: compare(ranks[0], reference(case), TOLERANCES[case.precision]))
