@@ -7,7 +7,7 @@ with what is not committed yet. A file of tests is reached by
 - each of our modules that it imports, those that they import (in functions, too), and those that they name by text, as tables
   of lazy names and `pyproject.toml` do;
 - an entry point of a part beside the core, if the test says its name: `slurm`, `deepspeed`, `watch`;
-- pages and examples, for the tests in tests/docs, page by page;
+- pages and examples, for the tests in tests/docs, page by page; their long cases, which `make test-all` leaves out, too;
 - files that are not Python, in the folder of a file that it needs or below.
 
 Texts of programs that a test starts count as its own imports. Some files always run: `ALWAYS`. A change of anything else
@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
+from long_cases import LONG
 from page_reader import has_code
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,7 @@ UNTESTED = (
 PAGES = ("docs/", "examples/", "README.md", "CONTRIBUTING.md", "mkdocs.yml")
 PAGE_TESTS = "tests/docs/"
 PAGE_CASES = "tests/docs/test_code_blocks.py"
+EXAMPLE_TESTS = ("tests/docs/test_examples.py", "tests/docs/test_chaos.py")
 # A command of ours: called, started by its name, or by a helper that is told the words after it.
 _COMMAND = re.compile(r"\bmain\(\[|-m\W+paceline|paceline (launch|plan|test|env)|\"paceline\"")
 # "paceline.optim.clip", "paceline.parallel.offload:STRATEGY"
@@ -308,6 +310,8 @@ def chosen(changed: set[str], needs: Mapping[str, set[str]]) -> list[str] | None
             is_reached = bool(pages) or file in changed
         if not is_reached:
             continue
+        if file in EXAMPLE_TESTS and any(path.startswith("examples/") for path in pages):
+            words += [f"tests/{case}" for case in LONG if f"tests/{case}".startswith(f"{file}::")]
         if file == PAGE_CASES and file not in changed:
             words += [f"{file}::test_a_page_runs[{page}]" for page in sorted(pages) if _has_code(page)]
         else:

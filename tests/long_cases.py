@@ -1,14 +1,15 @@
 """Cases that run with `-m long` alone: what they add to their neighbours is little for the minutes of CPU that they cost.
 
-`make test-all` has to stay below 20 minutes on 2 cores. Each entry is a pytest node id below this folder; a name without
-brackets means all cases of that test.
+`make test-all` is to take 8 minutes on 2 cores. Each entry is a pytest node id below this folder; a name without brackets
+means all cases of that test. A case that the command line names (`FILE::TEST`) runs in any case: so do pages and examples
+that have changed, which `choose_tests.py` names. README.md of this folder says which case that is left holds which kind.
 """
 
 from __future__ import annotations
 
 import pytest
 
-LONG = (
+LONG = {
     "ranks/test_parity_plans.py::test_on_eight[replicate2-shard2-tp2]",
     "ranks/test_parity_plans.py::test_on_eight[replicate2-shard2-cp2]",
     "ranks/test_parity_plans.py::test_on_eight[pp2-shard4]",
@@ -86,22 +87,33 @@ LONG = (
     "ranks/test_model_axes.py::test_drawn_models_have_the_numbers_of_one_process[{'tp': 2, 'shard': 2}]",
     "ranks/test_divided_models.py::test_a_divided_model_generates_and_is_saved_whole[plan1]",
     "compat/test_loaders.py::test_as_recorded[3]",
-)
+}
+
+
+
+# Tests of which the cases with these ids alone are not long.
+KEPT = {
+    "docs/test_code_blocks.py::test_a_page_runs": ("README.md", "docs/index.md", "docs/tutorial/two-processes.md"),
+}
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Marks the cases of `LONG`.
+    """Marks the long cases, but for those that the command line names.
 
     Raises:
         pytest.UsageError: an entry names no case, though its file was read whole.
     """
-    unused = set(LONG)
+    kept = {f"{test}[{case}]" for test, cases in KEPT.items() for case in cases}
+    unused = {*LONG, *kept}
+    named = {word.removeprefix("tests/") for word in items[0].config.args if "::" in word}
     for item in items:
-        test = item.nodeid.removeprefix("tests/")
-        for name in {test, test.partition("[")[0]} & set(LONG):
+        case = item.nodeid.removeprefix("tests/")
+        test = case.partition("[")[0]
+        unused -= {case, test}
+        is_long = case in LONG or test in LONG or (test in KEPT and case not in kept)
+        if is_long and not {case, test} & named:
             item.add_marker(pytest.mark.long)
-            unused.discard(name)
-    reads_whole_files = not any("::" in word for word in items[0].config.args)
+    reads_whole_files = not named
     files = {item.nodeid.removeprefix("tests/").partition("::")[0] for item in items}
     stale = sorted(name for name in unused if reads_whole_files and name.partition("::")[0] in files)
     if stale:
