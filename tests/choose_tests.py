@@ -199,6 +199,8 @@ class FilesOfTests:
         self.files = sorted(path for path in root.glob("tests/**/test_*.py"))
         # `import parity_models` and `from hosts.network import Network`: tests/ is on the path.
         self._helpers: dict[str, Path] = {}
+        # Many files share their helpers, each of which is read once.
+        self._direct: dict[Path, list[Path]] = {}
         for path in root.glob("tests/**/*.py"):
             self._helpers[".".join(path.relative_to(root / "tests").with_suffix("").parts)] = path
 
@@ -208,8 +210,7 @@ class FilesOfTests:
         names: set[str] = set()
         words: set[str] = set()
         for path in files:
-            text = path.read_text(encoding="utf-8")
-            words |= set(re.findall(r"\w+", text.lower()))
+            words |= _words(path)
             names |= self._names(path)
         # A command of ours is started by its name, or by a helper that is told the words after it.
         if re.search(
@@ -229,17 +230,24 @@ class FilesOfTests:
             if path in found:
                 continue
             found.add(path)
-            tree = _tree(path)
-            for name in imported_names(tree, ".".join(path.relative_to(self.root / "tests").parts[:-1])):
-                while name:
-                    if name in self._helpers:
-                        waiting.append(self._helpers[name])
-                        break
-                    name = name.rpartition(".")[0]
-            named_files = [path.parent / text for text in texts(tree) if re.fullmatch(r"[\w/]+\.py", text)]
-            waiting += [script for script in named_files if script.is_file()]
-            waiting += self._scripts_beside(path, tree)
+            if path not in self._direct:
+                self._direct[path] = self._helpers_of(path)
+            waiting += self._direct[path]
         return found
+
+    def _helpers_of(self, path: Path) -> list[Path]:
+        """The files of tests/ that one imports or names itself."""
+        helpers = []
+        tree = _tree(path)
+        for name in imported_names(tree, ".".join(path.relative_to(self.root / "tests").parts[:-1])):
+            while name:
+                if name in self._helpers:
+                    helpers.append(self._helpers[name])
+                    break
+                name = name.rpartition(".")[0]
+        named_files = [path.parent / text for text in texts(tree) if re.fullmatch(r"[\w/]+\.py", text)]
+        helpers += [script for script in named_files if script.is_file()]
+        return helpers + self._scripts_beside(path, tree)
 
     @staticmethod
     def _scripts_beside(path: Path, tree: ast.AST) -> list[Path]:
@@ -249,6 +257,7 @@ class FilesOfTests:
         return sorted(folder.rglob("*.py")) if speaks_of_it else []
 
     @staticmethod
+    @cache
     def _names(path: Path) -> set[str]:
         tree = _tree(path)
         names = set(_named(tree, ""))
@@ -260,6 +269,11 @@ class FilesOfTests:
                 names.add(f"paceline_{library}")
                 names |= {f"paceline_{name}" for name in names if name.startswith(f"{library}.")}
         return names
+
+
+@cache
+def _words(path: Path) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", _read(path).lower()))
 
 
 @cache
