@@ -1,10 +1,10 @@
 """Cases of one plan in one group of processes: forming groups, and what torch works out at first use, is paid once.
 
-    def job_of(case: Case, plan: Plan) -> Job:          # the arguments are those of the test
-        return Job(str(plan), ours, world=2, args=(case, plan))
+    def call_of(case: Case, plan: Plan) -> RanksCall:          # the arguments are those of the test
+        return RanksCall(str(plan), ours, world=2, args=(case, plan))
 
     def test_equals_one_process(case: Case, plan: Plan, one_group: OneGroup) -> None:
-        one_group.check(job_of, lambda ranks: compare(ranks, reference(case)))
+        one_group.check(call_of, lambda ranks: compare(ranks, reference(case)))
 
 The first case runs all those that were chosen and share its group, one after the other in the same processes. A case whose
 group failed, or whose numbers are wrong, runs again alone: a fault is shown by the case that has it, and a case that fails
@@ -26,11 +26,11 @@ from paceline.testing import RankFailed, run_ranks
 GROUP_TIMEOUT_S = 150
 ALONE_TIMEOUT_S = 80
 
-Results = dict[str, list[Any]]  # node id -> what each rank returned
+Results = dict[str, list[Any] | Exception]  # node id -> what each rank returned, or why the group failed
 
 
 @dataclass(frozen=True)
-class Job:
+class RanksCall:
     """What a case has `run_ranks` do. Cases of a test that differ in `fn` and `args` alone share a group."""
 
     group_name: str
@@ -56,49 +56,59 @@ class OneGroup:
         self._items = request.session.items
         self._results = results
 
-    def check(self, job_of: Callable[..., Job], checked: Callable[[list[Any]], None]) -> None:
+    def check(self, call_of: Callable[..., RanksCall], checked: Callable[[list[Any]], None]) -> None:
         """Checks what the ranks return for this case.
 
         Args:
-            job_of: arguments of a case -> its job.
+            call_of: arguments of a case -> its call.
             checked: raises where what the ranks have returned is wrong.
         """
-        job = job_of(**self._item.callspec.params)
-        name = f"{self._item.originalname} {job.group_name} {job.world}"
+        call = call_of(**self._item.callspec.params)
+        name = f"{self._item.originalname} {call.group_name} {call.world}"
         if name not in self._results:
-            self._results[name] = self._run(job_of, job)
-        ranks = self._results[name].pop(self._item.nodeid, None)
-        if ranks is None:
-            checked(job.run_alone())
-            return
-        try:
-            checked(ranks)
-        except Exception as error:
-            checked(job.run_alone())
-            pytest.fail(f"alone it passes, and behind other cases in the same processes it fails: {error}")
+            self._results[name] = self._run(call_of, call)
+        outcome = self._results[name].pop(self._item.nodeid, None)
+        if isinstance(outcome, list):
+            try:
+                checked(outcome)
+                return
+            except Exception as error:
+                outcome = error
+        checked(call.run_alone())
+        if outcome is not None:
+            pytest.fail(f"alone it passes, and behind other cases in the same processes it fails: {outcome}")
 
-    def _run(self, job_of: Callable[..., Job], own: Job) -> Results:
-        """Runs the cases of a group that were chosen; nothing is returned where it fails, or where there is one alone."""
-        jobs = {}
+    def _run(self, call_of: Callable[..., RanksCall], own: RanksCall) -> Results:
+        """Runs the cases of a group that were chosen, unless there is one alone. Of a group that fails, only the case that did."""
+        calls = {}
         for item in self._items:
             if getattr(item, "function", None) is self._item.function:
-                job = job_of(**item.callspec.params)
-                if (job.group_name, job.world) == (own.group_name, own.world):
-                    jobs[item.nodeid] = job
-        if len(jobs) == 1:
+                call = call_of(**item.callspec.params)
+                if (call.group_name, call.world) == (own.group_name, own.world):
+                    calls[item.nodeid] = call
+        if len(calls) == 1:
             return {}
-        calls = [partial(job.fn, *job.args) for job in jobs.values()]
+        functions = {nodeid: partial(call.fn, *call.args) for nodeid, call in calls.items()}
         try:
             ranks = run_ranks(
-                one_after_the_other, own.world, args=(calls,), timeout_s=GROUP_TIMEOUT_S, group=own.has_group
+                one_after_the_other, own.world, args=(functions,), timeout_s=GROUP_TIMEOUT_S, group=own.has_group
             )
-        except RankFailed:
-            return {}
-        return {nodeid: list(returned) for nodeid, *returned in zip(jobs, *ranks, strict=True)}
+        except RankFailed as failed:
+            # A group that hangs, or a rank that dies, names no case: the one that has started the group then tells of it.
+            notes = getattr(failed.__cause__, "__notes__", [])
+            return {next((note for note in notes if note in calls), self._item.nodeid): failed}
+        return {nodeid: list(returned) for nodeid, *returned in zip(calls, *ranks, strict=True)}
 
 
-def one_after_the_other(calls: list[Callable[[], Any]]) -> list[Any]:
-    return [call() for call in calls]
+def one_after_the_other(functions: dict[str, Callable[[], Any]]) -> list[Any]:
+    returned = []
+    for nodeid, function in functions.items():
+        try:
+            returned.append(function())
+        except Exception as error:
+            error.add_note(nodeid)
+            raise
+    return returned
 
 
 @pytest.fixture(scope="module")

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from one_group import Job, OneGroup
+from one_group import OneGroup, RanksCall
 from parity_models import ON_CPU
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -172,9 +172,9 @@ RUNS = [(case, world) for case in CASES for world in (2, 3) if world == 2 or cas
 TOLERANCES = {"no": 2e-6, "bf16": 2e-2, "fp16": 2e-3}
 
 
-def job_under_plan(case: Case, plan: dict[str, int], world: int) -> Job:
+def call_under_plan(case: Case, plan: dict[str, int], world: int) -> RanksCall:
     sizes = {key: value if key == "zero" else world for key, value in plan.items()}
-    return Job(str(plan), ours, world, (case, sizes), has_group=ON_CPU)
+    return RanksCall(str(plan), ours, world, (case, sizes), has_group=ON_CPU)
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=named)
@@ -186,7 +186,7 @@ def test_equals_one_plain_process(case: Case, plan: dict[str, int], world: int, 
         for got in ranks:
             compare(got, expected, TOLERANCES[case.precision])
 
-    one_group.check(job_under_plan, checked)
+    one_group.check(call_under_plan, checked)
 
 
 @cache
@@ -194,10 +194,10 @@ def one_under_paceline(case: Case) -> dict[str, Any]:
     return run_ranks(ours, world=1, args=(case, {}), group=ON_CPU)[0]
 
 
-def job_of_one_process(case: Case) -> Job:
-    return Job("one process", ours, 1, (case, {}), has_group=ON_CPU)
+def call_of_one_process(case: Case) -> RanksCall:
+    return RanksCall("one process", ours, 1, (case, {}), has_group=ON_CPU)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.shuffle], ids=lambda case: case.name)
 def test_one_process_under_paceline_equals_none(case: Case, one_group: OneGroup) -> None:
-    one_group.check(job_of_one_process, lambda ranks: compare(ranks[0], reference(case), TOLERANCES[case.precision]))
+    one_group.check(call_of_one_process, lambda ranks: compare(ranks[0], reference(case), TOLERANCES[case.precision]))

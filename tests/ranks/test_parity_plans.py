@@ -15,7 +15,7 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
-from one_group import Job, OneGroup
+from one_group import OneGroup, RanksCall
 from parity_models import GPT, ON_CPU, ConvNet, loss_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -168,9 +168,9 @@ def compare_all(case: Case, ranks: list[dict[str, Any]]) -> None:
         compare(got, reference(case), {"no": 3e-6, "bf16": 3e-2}[case.precision])
 
 
-def job_of(case: Case, plan: Plan) -> Job:
+def call_of(case: Case, plan: Plan) -> RanksCall:
     """All cases of a plan share their processes."""
-    return Job(str(plan), ours, num_ranks(plan), (for_stages(case, plan), plan), has_group=ON_CPU)
+    return RanksCall(str(plan), ours, num_ranks(plan), (for_stages(case, plan), plan), has_group=ON_CPU)
 
 
 def plan_name(plan: Plan) -> str:
@@ -201,7 +201,7 @@ WAYS = [Case(accumulate=2, clip=0.05), Case("tied", clip=0.5), Case(items=True, 
 @pytest.mark.parametrize("plan", ALONE, ids=plan_name)
 @pytest.mark.parametrize("case", [Case(), *WAYS], ids=str)
 def test_one_axis_on_two(case: Case, plan: Plan, one_group: OneGroup) -> None:
-    one_group.check(job_of, lambda ranks: compare_all(for_stages(case, plan), ranks))
+    one_group.check(call_of, lambda ranks: compare_all(for_stages(case, plan), ranks))
 
 
 SEVERAL_FORMS = [plan for plan in ALONE if "replicate" not in plan]
@@ -221,18 +221,18 @@ def test_as_a_gpu_communicates_in_debug_mode() -> None:
 TIED = Case("tied", accumulate=2, clip=0.05)
 
 
-def job_of_any_plan(plan: Plan) -> Job:
-    return Job("tied", ours, num_ranks(plan), (for_stages(TIED, plan), plan), has_group=ON_CPU)
+def call_of_any_plan(plan: Plan) -> RanksCall:
+    return RanksCall("tied", ours, num_ranks(plan), (for_stages(TIED, plan), plan), has_group=ON_CPU)
 
 
 @pytest.mark.parametrize("plan", FOUR, ids=plan_name)
 def test_one_axis_on_four(plan: Plan, one_group: OneGroup) -> None:
-    one_group.check(job_of_any_plan, lambda ranks: compare_all(for_stages(TIED, plan), ranks))
+    one_group.check(call_of_any_plan, lambda ranks: compare_all(for_stages(TIED, plan), ranks))
 
 
 @pytest.mark.parametrize("plan", PAIRS, ids=plan_name)
 def test_two_axes_on_four(plan: Plan, one_group: OneGroup) -> None:
-    one_group.check(job_of_any_plan, lambda ranks: compare_all(for_stages(TIED, plan), ranks))
+    one_group.check(call_of_any_plan, lambda ranks: compare_all(for_stages(TIED, plan), ranks))
 
 
 @pytest.mark.parametrize("plan", EIGHT, ids=plan_name)
@@ -246,26 +246,26 @@ DATA = [plan for plan in [*ALONE, *FOUR, *PAIRS] if not {"tp", "cp", "pp"} & pla
 CONV = Case("conv", clip=0.5)
 
 
-def job_of_batch_norm(plan: Plan) -> Job:
-    return Job("conv", ours, num_ranks(plan), (CONV, plan), has_group=ON_CPU)
+def call_of_batch_norm(plan: Plan) -> RanksCall:
+    return RanksCall("conv", ours, num_ranks(plan), (CONV, plan), has_group=ON_CPU)
 
 
 @pytest.mark.parametrize("plan", DATA, ids=plan_name)
 def test_batch_norm(plan: Plan, one_group: OneGroup) -> None:
-    one_group.check(job_of_batch_norm, lambda ranks: compare_all(CONV, ranks))
+    one_group.check(call_of_batch_norm, lambda ranks: compare_all(CONV, ranks))
 
 
 CLIPPED = Case("tied", clip=0.05)
 
 
-def job_of_recomputed(plan: Plan, recompute: str) -> Job:
-    return Job("recomputed", ours, num_ranks(plan), (CLIPPED, {**plan, "recompute": recompute}), has_group=ON_CPU)
+def call_of_recomputed(plan: Plan, recompute: str) -> RanksCall:
+    return RanksCall("recomputed", ours, num_ranks(plan), (CLIPPED, {**plan, "recompute": recompute}), has_group=ON_CPU)
 
 
 @pytest.mark.parametrize("plan", [{"replicate": 2}, {"shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=plan_name)
 @pytest.mark.parametrize("recompute", ["blocks", "selective"])
 def test_recomputed(plan: Plan, recompute: str, one_group: OneGroup) -> None:
-    one_group.check(job_of_recomputed, lambda ranks: compare_all(CLIPPED, ranks))
+    one_group.check(call_of_recomputed, lambda ranks: compare_all(CLIPPED, ranks))
 
 
 def overflowing(plan: Plan) -> list[Any]:
@@ -299,7 +299,7 @@ def test_an_overflow_on_one_rank_is_one_on_all(plan: Plan, one_group: OneGroup) 
             assert [each[:2] for each in got] == [(False, 1024.0), (True, 1024.0), (False, 512.0)]
             assert got[2][2] == pytest.approx(overflowing_alone()[2][2], abs=1e-3)
 
-    one_group.check(job_that_overflows, checked)
+    one_group.check(call_that_overflows, checked)
 
 
 @cache
@@ -307,8 +307,8 @@ def overflowing_alone() -> list[Any]:
     return run_ranks(overflowing, world=1, args=({},), group=ON_CPU)[0]
 
 
-def job_that_overflows(plan: Plan) -> Job:
-    return Job("overflow", overflowing, 2, (plan,), has_group=ON_CPU)
+def call_that_overflows(plan: Plan) -> RanksCall:
+    return RanksCall("overflow", overflowing, 2, (plan,), has_group=ON_CPU)
 
 
 def test_every_strategy_is_held_to_these_numbers() -> None:
