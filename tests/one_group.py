@@ -79,7 +79,7 @@ class OneGroup:
             pytest.fail(f"alone it passes, and behind other cases in the same processes it fails: {outcome}")
 
     def _run(self, call_of: Callable[..., RanksCall], own: RanksCall) -> Results:
-        """Runs the cases of a group that were chosen, unless there is one alone; of a group that fails, gives the case that did."""
+        """Runs the chosen cases of a group, unless there is one alone; of a group that fails, gives the case that did."""
         calls = {}
         for item in self._items:
             if getattr(item, "function", None) is self._item.function:
