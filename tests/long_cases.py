@@ -112,6 +112,22 @@ LONG = {
     "ranks/test_deepspeed_surroundings.py::test_whole_weights_of_a_checkpoint_of_ours",
     "ranks/test_remote_checkpoint.py::test_one_rank_is_killed_while_it_uploads",
     "ranks/test_several_runs.py::test_two_writers_are_killed_again_and_again[two renames]",
+    "ranks/test_reshard.py::test_any_layout_is_taken_up_under_any_other[zero2]",
+    "ranks/test_reshard.py::test_any_layout_is_taken_up_under_any_other[replicate4]",
+    "ranks/test_reshard.py::test_any_layout_is_taken_up_under_any_other[interleaved]",
+    "ranks/test_reshard_odd.py::test_everything_goes_on_with_the_same_bits[replicate2-no]",
+    "ranks/test_reshard_odd.py::test_everything_goes_on_with_the_same_bits[shard2-no]",
+    "ranks/test_reshard_odd.py::test_everything_goes_on_with_the_same_bits[shard2-zero1-fp16]",
+    "ranks/test_reshard_odd.py::test_everything_goes_on_with_the_same_bits[shard2-zero2-no]",
+    "ranks/test_reshard_odd.py::test_everything_goes_on_with_the_same_bits[tp2-fp16]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-replicate3]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-zero1]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[plain-replicate2]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[plain-shard2]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[fp16-replicate2]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[fp16-zero2]",
+    "ranks/test_background_save.py::test_what_is_written_is_what_was_there[{'replicate': 2}]",
+    "ranks/test_background_save.py::test_what_is_written_is_what_was_there[{'shard': 2, 'zero': 1}]",
 }
 
 
