@@ -134,7 +134,6 @@ LONG = {
 # Tests of which the cases with these ids alone are not long.
 KEPT = {
     "docs/test_code_blocks.py::test_a_page_runs": ("README.md", "docs/index.md", "docs/tutorial/two-processes.md"),
-    "docs/test_newcomers.py::test_a_notebook_user_starts_two_processes_under_any_name": ("num_processes",),
     "hosts/test_launch_ray.py::test_what_cannot_be_given": (
         "--ray-address-127.0.0.1:1---",
         "--nodes-9---",
