@@ -7,7 +7,7 @@ with what is not committed yet. A file of tests is reached by
 - each of our modules that it imports, those that they import (in functions, too), and those that they name by text, as tables
   of lazy names and `pyproject.toml` do;
 - an entry point of a part beside the core, if the test says its name: `slurm`, `deepspeed`, `watch`;
-- pages and examples, for the tests in tests/docs, page by page;
+- pages and examples, for the tests in tests/docs, page by page; their long cases, which `make test-all` leaves out, too;
 - files that are not Python, in the folder of a file that it needs or below.
 
 Texts of programs that a test starts count as its own imports. Some files always run: `ALWAYS`. A change of anything else
@@ -26,6 +26,7 @@ from functools import cache
 from pathlib import Path
 from textwrap import dedent
 
+from long_cases import LONG
 from page_reader import has_code
 
 ROOT = Path(__file__).parents[1]
@@ -45,6 +46,7 @@ UNTESTED = (
 PAGES = ("docs/", "examples/", "README.md", "CONTRIBUTING.md", "mkdocs.yml")
 PAGE_TESTS = "tests/docs/"
 PAGE_CASES = "tests/docs/test_code_blocks.py"
+EXAMPLE_TESTS = ("tests/docs/test_examples.py", "tests/docs/test_chaos.py")
 # A command of ours: called, started by its name, or by a helper that is told the words after it.
 _COMMAND = re.compile(r"\bmain\(\[|-m\W+paceline|paceline (launch|plan|test|env)|\"paceline\"")
 # "paceline.optim.clip", "paceline_large.offload.offload:STRATEGY"
@@ -197,6 +199,8 @@ class FilesOfTests:
         self.files = sorted(path for path in root.glob("tests/**/test_*.py"))
         # `import parity_models` and `from hosts.network import Network`: tests/ is on the path.
         self._helpers: dict[str, Path] = {}
+        # Many files share their helpers, each of which is read once.
+        self._direct: dict[Path, list[Path]] = {}
         for path in root.glob("tests/**/*.py"):
             self._helpers[".".join(path.relative_to(root / "tests").with_suffix("").parts)] = path
 
@@ -206,8 +210,7 @@ class FilesOfTests:
         names: set[str] = set()
         words: set[str] = set()
         for path in files:
-            text = path.read_text(encoding="utf-8")
-            words |= set(re.findall(r"\w+", text.lower()))
+            words |= _words(path)
             names |= self._names(path)
         # A command of ours is started by its name, or by a helper that is told the words after it.
         if re.search(
@@ -227,17 +230,24 @@ class FilesOfTests:
             if path in found:
                 continue
             found.add(path)
-            tree = _tree(path)
-            for name in imported_names(tree, ".".join(path.relative_to(self.root / "tests").parts[:-1])):
-                while name:
-                    if name in self._helpers:
-                        waiting.append(self._helpers[name])
-                        break
-                    name = name.rpartition(".")[0]
-            named_files = [path.parent / text for text in texts(tree) if re.fullmatch(r"[\w/]+\.py", text)]
-            waiting += [script for script in named_files if script.is_file()]
-            waiting += self._scripts_beside(path, tree)
+            if path not in self._direct:
+                self._direct[path] = self._helpers_of(path)
+            waiting += self._direct[path]
         return found
+
+    def _helpers_of(self, path: Path) -> list[Path]:
+        """The files of tests/ that one imports or names itself."""
+        helpers = []
+        tree = _tree(path)
+        for name in imported_names(tree, ".".join(path.relative_to(self.root / "tests").parts[:-1])):
+            while name:
+                if name in self._helpers:
+                    helpers.append(self._helpers[name])
+                    break
+                name = name.rpartition(".")[0]
+        named_files = [path.parent / text for text in texts(tree) if re.fullmatch(r"[\w/]+\.py", text)]
+        helpers += [script for script in named_files if script.is_file()]
+        return helpers + self._scripts_beside(path, tree)
 
     @staticmethod
     def _scripts_beside(path: Path, tree: ast.AST) -> list[Path]:
@@ -247,6 +257,7 @@ class FilesOfTests:
         return sorted(folder.rglob("*.py")) if speaks_of_it else []
 
     @staticmethod
+    @cache
     def _names(path: Path) -> set[str]:
         tree = _tree(path)
         names = set(_named(tree, ""))
@@ -258,6 +269,11 @@ class FilesOfTests:
                 names.add(f"paceline_{library}")
                 names |= {f"paceline_{name}" for name in names if name.startswith(f"{library}.")}
         return names
+
+
+@cache
+def _words(path: Path) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", _read(path).lower()))
 
 
 @cache
@@ -308,6 +324,8 @@ def chosen(changed: set[str], needs: Mapping[str, set[str]]) -> list[str] | None
             is_reached = bool(pages) or file in changed
         if not is_reached:
             continue
+        if file in EXAMPLE_TESTS and any(path.startswith("examples/") for path in pages):
+            words += [f"tests/{case}" for case in LONG if f"tests/{case}".startswith(f"{file}::")]
         if file == PAGE_CASES and file not in changed:
             words += [f"{file}::test_a_page_runs[{page}]" for page in sorted(pages) if _has_code(page)]
         else:

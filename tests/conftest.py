@@ -17,6 +17,7 @@ import long_cases
 import pytest
 import warm_python
 from free_ports import port  # noqa: F401  (fixture)
+from one_group import one_group, results_of_groups  # noqa: F401  (fixtures)
 from s3_server import s3, s3_server  # noqa: F401  (fixtures)
 
 # Set by pytest itself, and by libraries (OpenMP, scikit-learn, torch) when they are first imported.

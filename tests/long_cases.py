@@ -1,14 +1,15 @@
 """Cases that run with `-m long` alone: what they add to their neighbours is little for the minutes of CPU that they cost.
 
-`make test-all` has to stay below 20 minutes on 2 cores. Each entry is a pytest node id below this folder; a name without
-brackets means all cases of that test.
+`make test-all` is to take 8 minutes on 2 cores. Each entry is a pytest node id below this folder; a name without brackets
+means all cases of that test. A case that the command line names (`FILE::TEST`) runs in any case: so do pages and examples
+that have changed, which `choose_tests.py` names. README.md of this folder says which case that is left holds which kind.
 """
 
 from __future__ import annotations
 
 import pytest
 
-LONG = (
+LONG = {
     "ranks/test_parity_plans.py::test_on_eight[replicate2-shard2-tp2]",
     "ranks/test_parity_plans.py::test_on_eight[replicate2-shard2-cp2]",
     "ranks/test_parity_plans.py::test_on_eight[pp2-shard4]",
@@ -86,22 +87,81 @@ LONG = (
     "ranks/test_model_axes.py::test_drawn_models_have_the_numbers_of_one_process[{'tp': 2, 'shard': 2}]",
     "ranks/test_divided_models.py::test_a_divided_model_generates_and_is_saved_whole[plan1]",
     "compat/test_loaders.py::test_as_recorded[3]",
-)
+    # Since November 29, for a default run of 8 minutes; tests/README.md says which case that is left holds which kind.
+    "docs/test_examples.py::test_sentences_are_told_apart_alike_on_one_process_and_two",
+    "docs/test_examples.py::test_a_deepspeed_program_learns_alike_on_one_process_and_two_and_writes_what_its_config_asks",
+    "docs/test_examples.py::test_a_language_model_is_trained_by_the_trainer_alike_on_one_process_and_two",
+    "docs/test_examples.py::test_the_same_with_a_loop_of_ones_own_goes_on_at_another_width",
+    "docs/test_examples.py::test_an_adapter_is_trained_and_merged",
+    "docs/test_examples.py::test_the_loop_gives_the_same_accuracies_on_one_process_and_two",
+    "docs/test_examples.py::test_losses_are_those_of_one_process",
+    "docs/test_examples.py::test_an_interrupted_run_resumes_at_another_width_with_the_same_losses",
+    "docs/test_examples.py::test_it_learns_in_half_precision",
+    "hosts/test_launch_ray.py::test_a_node_with_other_versions_and_one_without_the_script",
+    "hosts/test_launch_ray.py::test_the_first_failing_rank",
+    "hosts/test_launch_ray.py::test_ctrl_c_ends_everything",
+    "hosts/test_doctor_hosts.py::test_a_firewall_a_dead_name_server_and_a_host_that_is_off",
+    "hosts/test_slurm.py::test_a_batch_script_of_ones_own",
+    "hosts/test_slurm.py::test_a_shell_with_an_allocation",
+    "parts/test_parts.py::test_the_core_trains_under_mpirun",
+    "parts/test_parts.py::test_the_core_trains_as_tasks_of_srun",
+    "compat/test_loaders.py::test_as_recorded[1]",
+    "compat/test_deepspeed_trainer.py::test_as_the_real_one[stage 1, their optimizer]",
+    "ranks/test_launch_notebook.py::test_in_a_real_notebook",
+    "ranks/test_launch_local.py::test_a_second_signal_waits_no_longer_and_grace_has_an_end",
+    "ranks/test_deepspeed_surroundings.py::test_whole_weights_of_a_checkpoint_of_ours",
+    "ranks/test_remote_checkpoint.py::test_one_rank_is_killed_while_it_uploads",
+    "ranks/test_several_runs.py::test_two_writers_are_killed_again_and_again[two renames]",
+    "ranks/test_reshard.py::test_any_layout_is_taken_up_under_any_other[zero2]",
+    "ranks/test_reshard.py::test_any_layout_is_taken_up_under_any_other[replicate4]",
+    "ranks/test_reshard.py::test_any_layout_is_taken_up_under_any_other[interleaved]",
+    "ranks/test_reshard_odd.py::test_everything_goes_on_with_the_same_bits[replicate2-no]",
+    "ranks/test_reshard_odd.py::test_everything_goes_on_with_the_same_bits[shard2-no]",
+    "ranks/test_reshard_odd.py::test_everything_goes_on_with_the_same_bits[shard2-zero1-fp16]",
+    "ranks/test_reshard_odd.py::test_everything_goes_on_with_the_same_bits[shard2-zero2-no]",
+    "ranks/test_reshard_odd.py::test_everything_goes_on_with_the_same_bits[tp2-fp16]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-replicate3]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[window-zero1]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[plain-replicate2]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[plain-shard2]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[fp16-replicate2]",
+    "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[fp16-zero2]",
+    "ranks/test_background_save.py::test_what_is_written_is_what_was_there[{'replicate': 2}]",
+    "ranks/test_background_save.py::test_what_is_written_is_what_was_there[{'shard': 2, 'zero': 1}]",
+}
+
+
+# Tests of which the cases with these ids alone are not long.
+KEPT = {
+    "docs/test_code_blocks.py::test_a_page_runs": ("README.md", "docs/index.md", "docs/tutorial/two-processes.md"),
+    "hosts/test_launch_ray.py::test_what_cannot_be_given": (
+        "--ray-address-127.0.0.1:1---",
+        "--nodes-9---",
+        "--no-wait---",
+    ),
+    "ranks/test_background_save.py::test_the_process_ends_after_its_save": ("failing",),
+    "ranks/test_launch_local.py::test_nobody_is_left_behind": ("kill the launcher", "a rank fails"),
+    "compat/test_trainer.py::test_trainer": ("two processes, accumulation, bf16", "zero 2", "fsdp", "tp"),
+}
 
 
 def mark(items: list[pytest.Item]) -> None:
-    """Marks the cases of `LONG`.
+    """Marks the long cases, but for those that the command line names.
 
     Raises:
         pytest.UsageError: an entry names no case, though its file was read whole.
     """
-    unused = set(LONG)
+    kept = {f"{test}[{case}]" for test, cases in KEPT.items() for case in cases}
+    unused = {*LONG, *kept}
+    named = {word.removeprefix("tests/") for word in items[0].config.args if "::" in word}
     for item in items:
-        test = item.nodeid.removeprefix("tests/")
-        for name in {test, test.partition("[")[0]} & set(LONG):
+        case = item.nodeid.removeprefix("tests/")
+        test = case.partition("[")[0]
+        unused -= {case, test}
+        is_long = case in LONG or test in LONG or (test in KEPT and case not in kept)
+        if is_long and not {case, test} & named:
             item.add_marker(pytest.mark.long)
-            unused.discard(name)
-    reads_whole_files = not any("::" in word for word in items[0].config.args)
+    reads_whole_files = not named
     files = {item.nodeid.removeprefix("tests/").partition("::")[0] for item in items}
     stale = sorted(name for name in unused if reads_whole_files and name.partition("::")[0] in files)
     if stale:

@@ -1,4 +1,8 @@
-"""Every code block of the README and the documentation runs; `page_reader.py` says how."""
+"""Every code block of the README and the documentation runs; `page_reader.py` says how.
+
+A page runs where it has changed (`choose_tests.py`), and all do each night and before a release; `make test-all` has those that
+`long_cases.py` keeps.
+"""
 
 from __future__ import annotations
 

@@ -218,37 +218,48 @@ PLANS: dict[str, Plan] = {
 }
 
 
-def run_all(plan: Plan) -> dict[str, Any]:
+def cases_of(plan: str) -> list[tuple[Callable[[Accelerator, list[Any]], None], str]]:
+    """Each program with one kind of optimizer, in turn; the first plan without division has all."""
+    names = list(KINDS)
+    cases = []
+    for number, program in enumerate(PROGRAMS):
+        place = number + list(PLANS).index(plan)
+        kinds = names if plan == "replicate" else [names[place % len(names)]]
+        cases += [(program, name) for name in kinds]
+    return cases
+
+
+def run_all(name_of_plan: str, plan: Plan) -> dict[str, Any]:
     """Runs each program, and returns the parameters afterwards."""
     torch.set_default_dtype(torch.float64)
     outcomes: dict[str, Any] = {}
-    for program in PROGRAMS:
-        for name, (kind, options) in KINDS.items():
-            accelerator = Accelerator(cpu=True, plan=plan or None)
-            objects = prepared(accelerator, kind, **options)
-            case = f"{program.__name__} with {name}"
-            try:
-                program(accelerator, objects)
-            except Exception as error:
-                outcomes[case] = f"{type(error).__name__}: {error}"
-            else:
-                outcomes[case] = [
-                    value for model in objects[:2] for value in accelerator.get_state_dict(model).values()
-                ]
-            accelerator.free_memory()
+    for program, name in cases_of(name_of_plan):
+        kind, options = KINDS[name]
+        accelerator = Accelerator(cpu=True, plan=plan or None)
+        objects = prepared(accelerator, kind, **options)
+        case = f"{program.__name__} with {name}"
+        try:
+            program(accelerator, objects)
+        except Exception as error:
+            outcomes[case] = f"{type(error).__name__}: {error}"
+        else:
+            outcomes[case] = [value for model in objects[:2] for value in accelerator.get_state_dict(model).values()]
+        accelerator.free_memory()
     return outcomes
 
 
 @pytest.fixture(scope="module")
 def on_one_process() -> dict[str, Any]:
-    return run_ranks(run_all, 1, args=[{}])[0]
+    return run_ranks(run_all, 1, args=["replicate", {}])[0]
 
 
 @pytest.mark.parametrize("plan", PLANS)
 def test_parameters_of_another_model_train_as_on_one_process(plan: str, on_one_process: dict[str, Any]) -> None:
-    outcomes = run_ranks(run_all, 2, args=[PLANS[plan]])
+    outcomes = run_ranks(run_all, 2, args=[plan, PLANS[plan]])
     problems = []
-    for case, expected in on_one_process.items():
+    for program, kind in cases_of(plan):
+        case = f"{program.__name__} with {kind}"
+        expected = on_one_process[case]
         assert not isinstance(expected, str), f"{case} on one process: {expected}"
         for rank, outcome in enumerate(outcomes):
             got = outcome[case]

@@ -247,6 +247,8 @@ LONG = {
     "no room, in the background", "killed in a shard, in the background", "raises before a save", "killed while pruning",
     "one process preempted", "the launcher killed in the background", "1 killed, 2 go on", "both killed",
     "no permission for a save", "killed before publishing, in the background", "killed under zero",
+    "one process killed", "killed, and started by hand", "killed between shards and manifest", "2 killed, 3 go on",
+    "the reaper killed, then a worker", "a real disk is full, in the background",
 }  # fmt: skip
 assert {case.name for case in CASES} >= LONG
 

@@ -17,7 +17,7 @@ from paceline.testing import run_ranks
 
 pytest.importorskip("torchao")
 
-STEPS = 4
+STEPS = 2  # the second loss is that of weights which the first step has changed
 ROWS, LENGTH = 8, 16  # 64 rows of activations for each of two ranks
 RECIPES = ("rowwise_with_gw_hp", "mxfp8", "rowwise", "tensorwise")
 Numbers = tuple[list[float], dict[str, torch.Tensor]]
@@ -130,7 +130,7 @@ def test_one_process_has_the_numbers_of_torchao_to_the_last_bit() -> None:
 
 def test_two_processes_differ_by_what_the_plan_says() -> None:
     found = differences({}, 2)
-    # Sums in another order; the weights of four steps of AdamW enlarge them a little.
+    # Sums in another order; the weights of a step of AdamW enlarge them a little.
     assert found["rowwise_with_gw_hp"] < 2e-6
     assert found["mxfp8"] < 2e-6
     assert 1e-5 < found["rowwise"] < 2e-3

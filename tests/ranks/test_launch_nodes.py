@@ -133,10 +133,16 @@ def test_interrupting_one_node_ends_both(node: Callable[..., subprocess.Popen[st
 def test_torchelastic_brings_nodes_together_and_again_after_a_failure(
     node: Callable[..., subprocess.Popen[str]],
 ) -> None:
+    # Rank 0 must not be in a collective when rank 1 is killed: it would fail by the closed connection, and its launcher may see
+    # that before the other one sees the kill. Both therefore look for the file before either goes on.
     text = SUM + (
-        "    if rank == 1 and not os.path.exists('failed'):\n"
+        "    is_first = not os.path.exists('failed')\n"
+        "    dist.barrier()\n"
+        "    if is_first and rank == 1:\n"
         "        open('failed', 'w').close()\n"
         "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    if is_first:\n"
+        "        time.sleep(600)\n"
         "    dist.all_reduce(total)\n"
         "    print('finished in', attempt, 'with', int(total), flush=True)\n"
     )

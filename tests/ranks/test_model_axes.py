@@ -231,14 +231,18 @@ def check(plan, seeds):
     return run_ranks(under, world=size, args=(plan, seeds), timeout_s=300)
 
 
+# Two models for each plan, in turn: among the plans of an axis are all six, and each pair has different residual connections.
+SEEDS = ((0, 3), (2, 5), (1, 4))
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 def test_drawn_models_have_the_numbers_of_one_process(plan):
     refused = {"tensor-heads"}  # 4 key-value heads on 3 ranks
     if "cp" in plan:
         refused.add("context-between")  # residual connections around the blocks
-    for results in check(plan, range(4)):
+    for results in check(plan, SEEDS[PLANS.index(plan) % len(SEEDS)]):
         assert set(results.values()) <= refused
-        assert len(results) < 4
+        assert len(results) < 2
 
 
 if __name__ == "__main__":

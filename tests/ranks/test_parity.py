@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_group import OneGroup, RanksCall
 from parity_models import ON_CPU
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -168,21 +169,35 @@ ON_THREE = {"uneven", "one sample in the tail", "unused parameters and accumulat
 RUNS = [(case, world) for case in CASES for world in (2, 3) if world == 2 or case.name in ON_THREE]
 
 
+TOLERANCES = {"no": 2e-6, "bf16": 2e-2, "fp16": 2e-3}
+
+
+def call_under_plan(case: Case, plan: dict[str, int], world: int) -> RanksCall:
+    sizes = {key: value if key == "zero" else world for key, value in plan.items()}
+    return RanksCall(str(plan), ours, world, (case, sizes), has_group=ON_CPU)
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=named)
 @pytest.mark.parametrize(("case", "world"), RUNS, ids=[f"{case.name}-{world}" for case, world in RUNS])
-def test_equals_one_plain_process(case: Case, plan: dict[str, int], world: int) -> None:
-    tolerance = {"no": 2e-6, "bf16": 2e-2, "fp16": 2e-3}[case.precision]
-    if case.shuffle:  # the order is ours, so the reference is one process under Paceline
-        want = run_ranks(ours, world=1, args=(case, {}), group=ON_CPU)[0]
-    else:
-        want = reference(case)
-    sizes = {key: value if key == "zero" else world for key, value in plan.items()}
-    ranks = run_ranks(ours, world=world, args=(case, sizes), group=ON_CPU)
-    for got in ranks:
-        compare(got, want, tolerance)
+def test_equals_one_plain_process(case: Case, plan: dict[str, int], world: int, one_group: OneGroup) -> None:
+    def checked(ranks: list[dict[str, Any]]) -> None:
+        # The order of shuffled samples is ours, so that the reference is one process under Paceline.
+        expected = one_under_paceline(case) if case.shuffle else reference(case)
+        for got in ranks:
+            compare(got, expected, TOLERANCES[case.precision])
+
+    one_group.check(call_under_plan, checked)
+
+
+@cache
+def one_under_paceline(case: Case) -> dict[str, Any]:
+    return run_ranks(ours, world=1, args=(case, {}), group=ON_CPU)[0]
+
+
+def call_of_one_process(case: Case) -> RanksCall:
+    return RanksCall("one process", ours, 1, (case, {}), has_group=ON_CPU)
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.shuffle], ids=lambda case: case.name)
-def test_one_process_under_paceline_equals_none(case: Case) -> None:
-    (got,) = run_ranks(ours, world=1, args=(case, {}), group=ON_CPU)
-    compare(got, reference(case), {"no": 2e-6, "bf16": 2e-2, "fp16": 2e-3}[case.precision])
+def test_one_process_under_paceline_equals_none(case: Case, one_group: OneGroup) -> None:
+    one_group.check(call_of_one_process, lambda ranks: compare(ranks[0], reference(case), TOLERANCES[case.precision]))

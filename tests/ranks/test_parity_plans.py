@@ -5,6 +5,7 @@ norm, and a model with tied and frozen weights run under every kind of plan, on 
 gradients' norms and the final weights must agree: float32 within 3e-6 (sums in another order), bf16 within 3e-2.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
+from one_group import OneGroup, RanksCall
 from parity_models import GPT, ON_CPU, ConvNet, loss_of
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -94,12 +96,12 @@ def plain(case: Case) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "outputs": outputs, "weights": model.state_dict()}
 
 
-def ours(case: Case, plan: Plan, options: Plan) -> dict[str, Any]:
+def ours(case: Case, plan: Plan) -> dict[str, Any]:
     """The same loop through `Accelerator`, under a plan."""
     from paceline import Accelerator
 
     model, optimizer = model_and_optimizer(case)
-    accelerator = Accelerator(case.precision, case.accumulate, plan=plan, options=options, cpu=ON_CPU)
+    accelerator = Accelerator(case.precision, case.accumulate, plan=plan, cpu=ON_CPU)
     width = accelerator.plan.layout.width
     loader = DataLoader(data_of(case), BATCH // width)
     test = DataLoader(data_of(case), BATCH // width)
@@ -144,16 +146,31 @@ def compare(got: dict[str, Any], want: dict[str, Any], tolerance: float) -> None
     torch.testing.assert_close(got["outputs"], want["outputs"], atol=10 * tolerance, rtol=0)
 
 
-def check(case: Case, plan: Plan, options: Plan | None = None, env: dict[str, str] | None = None) -> None:
+def num_ranks(plan: Plan) -> int:
     from paceline.world.layout import AXES
 
-    world = 1
-    for axis in AXES:
-        world *= plan.get(axis, 1)
-    case = replace(case, layers=max(case.layers, plan.get("pp", 1)))  # each stage needs one
-    every_rank = run_ranks(ours, world, args=(case, plan, options or {}), env=env, timeout_s=120, group=ON_CPU)
-    for got in every_rank:
+    return math.prod(plan.get(axis, 1) for axis in AXES)
+
+
+def for_stages(case: Case, plan: Plan) -> Case:
+    """The case with a layer for each stage of a pipeline."""
+    return replace(case, layers=max(case.layers, plan.get("pp", 1)))
+
+
+def check(case: Case, plan: Plan, env: dict[str, str] | None = None) -> None:
+    case = for_stages(case, plan)
+    ranks = run_ranks(ours, num_ranks(plan), args=(case, plan), env=env, timeout_s=120, group=ON_CPU)
+    compare_all(case, ranks)
+
+
+def compare_all(case: Case, ranks: list[dict[str, Any]]) -> None:
+    for got in ranks:
         compare(got, reference(case), {"no": 3e-6, "bf16": 3e-2}[case.precision])
+
+
+def call_of(case: Case, plan: Plan) -> RanksCall:
+    """All cases of a plan share their processes."""
+    return RanksCall(str(plan), ours, num_ranks(plan), (for_stages(case, plan), plan), has_group=ON_CPU)
 
 
 def plan_name(plan: Plan) -> str:
@@ -183,8 +200,8 @@ WAYS = [Case(accumulate=2, clip=0.05), Case("tied", clip=0.5), Case(items=True, 
 
 @pytest.mark.parametrize("plan", ALONE, ids=plan_name)
 @pytest.mark.parametrize("case", [Case(), *WAYS], ids=str)
-def test_one_axis_on_two(case: Case, plan: Plan) -> None:
-    check(case, plan)
+def test_one_axis_on_two(case: Case, plan: Plan, one_group: OneGroup) -> None:
+    one_group.check(call_of, lambda ranks: compare_all(for_stages(case, plan), ranks))
 
 
 SEVERAL_FORMS = [plan for plan in ALONE if "replicate" not in plan]
@@ -201,14 +218,21 @@ def test_as_a_gpu_communicates_in_debug_mode() -> None:
     check(Case(accumulate=2), {"shard": 2}, env={"PACELINE_TRANSPORT": "native", "PACELINE_DEBUG": "1"})
 
 
+TIED = Case("tied", accumulate=2, clip=0.05)
+
+
+def call_of_any_plan(plan: Plan) -> RanksCall:
+    return RanksCall("tied", ours, num_ranks(plan), (for_stages(TIED, plan), plan), has_group=ON_CPU)
+
+
 @pytest.mark.parametrize("plan", FOUR, ids=plan_name)
-def test_one_axis_on_four(plan: Plan) -> None:
-    check(Case("tied", accumulate=2, clip=0.05), plan)
+def test_one_axis_on_four(plan: Plan, one_group: OneGroup) -> None:
+    one_group.check(call_of_any_plan, lambda ranks: compare_all(for_stages(TIED, plan), ranks))
 
 
 @pytest.mark.parametrize("plan", PAIRS, ids=plan_name)
-def test_two_axes_on_four(plan: Plan) -> None:
-    check(Case("tied", accumulate=2, clip=0.05), plan)
+def test_two_axes_on_four(plan: Plan, one_group: OneGroup) -> None:
+    one_group.check(call_of_any_plan, lambda ranks: compare_all(for_stages(TIED, plan), ranks))
 
 
 @pytest.mark.parametrize("plan", EIGHT, ids=plan_name)
@@ -219,15 +243,29 @@ def test_on_eight(plan: Plan) -> None:
 DATA = [plan for plan in [*ALONE, *FOUR, *PAIRS] if not {"tp", "cp", "pp"} & plan.keys()]
 
 
+CONV = Case("conv", clip=0.5)
+
+
+def call_of_batch_norm(plan: Plan) -> RanksCall:
+    return RanksCall("conv", ours, num_ranks(plan), (CONV, plan), has_group=ON_CPU)
+
+
 @pytest.mark.parametrize("plan", DATA, ids=plan_name)
-def test_batch_norm(plan: Plan) -> None:
-    check(Case("conv", clip=0.5), plan)
+def test_batch_norm(plan: Plan, one_group: OneGroup) -> None:
+    one_group.check(call_of_batch_norm, lambda ranks: compare_all(CONV, ranks))
+
+
+CLIPPED = Case("tied", clip=0.05)
+
+
+def call_of_recomputed(plan: Plan, recompute: str) -> RanksCall:
+    return RanksCall("recomputed", ours, num_ranks(plan), (CLIPPED, {**plan, "recompute": recompute}), has_group=ON_CPU)
 
 
 @pytest.mark.parametrize("plan", [{"replicate": 2}, {"shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=plan_name)
 @pytest.mark.parametrize("recompute", ["blocks", "selective"])
-def test_recomputed(plan: Plan, recompute: str) -> None:
-    check(Case("tied", clip=0.05), {**plan, "recompute": recompute})
+def test_recomputed(plan: Plan, recompute: str, one_group: OneGroup) -> None:
+    one_group.check(call_of_recomputed, lambda ranks: compare_all(CLIPPED, ranks))
 
 
 def overflowing(plan: Plan) -> list[Any]:
@@ -255,12 +293,22 @@ def overflowing(plan: Plan) -> list[Any]:
 
 
 @pytest.mark.parametrize("plan", ALONE, ids=plan_name)
-def test_an_overflow_on_one_rank_is_one_on_all(plan: Plan) -> None:
-    ranks = run_ranks(overflowing, world=2, args=(plan,), group=ON_CPU)
-    (want,) = run_ranks(overflowing, world=1, args=({},), group=ON_CPU)
-    for got in ranks:
-        assert [each[:2] for each in got] == [(False, 1024.0), (True, 1024.0), (False, 512.0)]
-        assert got[2][2] == pytest.approx(want[2][2], abs=1e-3)
+def test_an_overflow_on_one_rank_is_one_on_all(plan: Plan, one_group: OneGroup) -> None:
+    def checked(ranks: list[list[Any]]) -> None:
+        for got in ranks:
+            assert [each[:2] for each in got] == [(False, 1024.0), (True, 1024.0), (False, 512.0)]
+            assert got[2][2] == pytest.approx(overflowing_alone()[2][2], abs=1e-3)
+
+    one_group.check(call_that_overflows, checked)
+
+
+@cache
+def overflowing_alone() -> list[Any]:
+    return run_ranks(overflowing, world=1, args=({},), group=ON_CPU)[0]
+
+
+def call_that_overflows(plan: Plan) -> RanksCall:
+    return RanksCall("overflow", overflowing, 2, (plan,), has_group=ON_CPU)
 
 
 def test_every_strategy_is_held_to_these_numbers() -> None:

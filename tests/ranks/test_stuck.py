@@ -141,7 +141,7 @@ def test_two_hosts_have_one_report(tmp_path: Path, launch, port: int) -> None:
     runs = [launch("worker", *words, "0"), launch("worker", *words, "1", folder=other)]
     await_text(other, "1.pid")
     runs[1].send_signal(signal.SIGUSR1)  # of the launcher that does not lead
-    errors = [run.communicate(timeout=60)[1] for run in runs]
+    errors = [run.communicate()[1] for run in runs]  # on a busy machine starting alone takes a minute
     assert errors[0].count("stacks of 2 ranks, as SIGUSR1 asked for:") == 1, errors
     assert errors[0].count("no rank has made progress for") == 1, errors
     host = socket.gethostname()

@@ -38,6 +38,7 @@ from paceline.base.temporary import temporary_folder
 from paceline.config.keywords import checked_keywords
 from paceline.config.sources import resolve_run
 from paceline.launch.processes.signals import kill_with_parent
+from paceline.torch_internals.dtensor import operators_of_mixtures
 from paceline.torch_internals.forks import renew_threads
 from paceline.world import rendezvous
 from paceline.world.network import tcp_store
@@ -164,8 +165,9 @@ def run_ranks(
 def _warm_up() -> None:
     """Imports once what each child would import for itself: half of the time of a child that trains a small model.
 
-    DistributedDataParallel loads the compiler's front (1 s), what a plan needs of Paceline takes 0.1 to 0.3 s, a save torch's
-    checkpoint package (0.1 s), and settings the dialects of other libraries (0.03 s).
+    DistributedDataParallel loads the compiler's front (1 s), what a plan needs of Paceline takes 0.1 to 0.3 s, a plan that
+    divides parameters looks up torch's operators (0.2 s), a save loads torch's checkpoint package (0.1 s), and settings the
+    dialects of other libraries (0.03 s).
     """
     for name in (
         "torch.distributed.checkpoint",
@@ -177,6 +179,7 @@ def _warm_up() -> None:
         folders = importlib.import_module(f"paceline.{package}").__path__
         for module in pkgutil.walk_packages(folders, f"paceline.{package}."):
             importlib.import_module(module.name)
+    operators_of_mixtures()
     # Without an accelerator, each `torch.manual_seed` notes its stack with lines of the sources, which are read here (0.03 s).
     traceback.format_stack()
     resolve_run(env={})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -77,7 +78,7 @@ def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., An
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
-    for operation in _operators():
+    for operation in operators_of_mixtures():
         before = handlers.get(operation)
         # Losses of divided logits take whole targets, while `loss_parallel` is on.
         if getattr(before, "__module__", None) != "torch.distributed.tensor.parallel.loss":
@@ -102,8 +103,14 @@ def mixtures_refused(refusal: Callable[[str], Exception]) -> Iterator[None]:
         _refusals.pop()
 
 
-def _operators() -> Iterator[Any]:
-    """Yields torch's own operators that take several tensors, or write to one."""
+@cache
+def operators_of_mixtures() -> tuple[Any, ...]:
+    """Returns torch's own operators that take several tensors, or write to one.
+
+    torch makes the object of an operator when it is first asked for: 0.2 s for all 2,300, which a process that forks others
+    can spend for all of them.
+    """
+    operators = []
     for schema in torch._C._jit_get_all_schemas():
         # As "aten::lerp_.Scalar(Tensor(a!) self, Tensor end, Scalar weight) -> Tensor(a!)": reading the text takes a fifth of
         # the time of reading the objects.
@@ -112,7 +119,8 @@ def _operators() -> Iterator[Any]:
         takes_several = arguments.count("Tensor") > 1 or "Tensor[]" in arguments or "Tensor?[]" in arguments
         if name.startswith("aten::") and (takes_several or "!" in arguments):
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
-            yield getattr(packet, schema.overload_name or "default")
+            operators.append(getattr(packet, schema.overload_name or "default"))
+    return tuple(operators)
 
 
 def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | None:
