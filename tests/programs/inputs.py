@@ -575,3 +575,69 @@ def questions(folder: Path) -> None:
         "def letters(completions, **_):\n    return [float(len(answer[0]['content']) % 7) for answer in completions]\n"
     )
     (folder / "rewards.py").write_text(reward, encoding="utf-8")
+
+
+def robot(folder: Path) -> None:
+    """Makes `robot`, three short episodes of states and actions in the files of LeRobot's format 3."""
+    import pandas
+    import pyarrow
+    from pyarrow import parquet
+
+    num_episodes, length = 3, 12
+    widths = {"observation.state": 4, "observation.environment_state": 3, "action": 2}
+    counters = ("frame_index", "episode_index", "index", "task_index")
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.rand(num_episodes * length, width, generator=generator) for name, width in widths.items()}
+    features: dict[str, Any] = {
+        name: {"dtype": "float32", "shape": [width], "names": None} for name, width in widths.items()
+    }
+    features["timestamp"] = {"dtype": "float32", "shape": [1], "names": None}
+    features |= {name: {"dtype": "int64", "shape": [1], "names": None} for name in counters}
+    info = {
+        "codebase_version": "v3.0",
+        "robot_type": None,
+        "total_episodes": num_episodes,
+        "total_frames": num_episodes * length,
+        "total_tasks": 1,
+        "chunks_size": 1000,
+        "fps": 10,
+        "splits": {"train": f"0:{num_episodes}"},
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": None,
+        "features": features,
+    }
+    statistics = {}
+    for name, rows in values.items():
+        numbers = {"min": rows.amin(0), "max": rows.amax(0), "mean": rows.mean(0), "std": rows.std(0)}
+        statistics[name] = {key: number.tolist() for key, number in numbers.items()}
+    meta = folder / "robot" / "meta"
+    (meta / "episodes" / "chunk-000").mkdir(parents=True)
+    (folder / "robot" / "data" / "chunk-000").mkdir(parents=True)
+    (meta / "info.json").write_text(json.dumps(info), encoding="utf-8")
+    (meta / "stats.json").write_text(json.dumps(statistics), encoding="utf-8")
+    pandas.DataFrame({"task_index": [0]}, index=["reach"]).to_parquet(meta / "tasks.parquet")
+    episodes = []
+    frames = []
+    for episode in range(num_episodes):
+        first = episode * length
+        episodes.append(
+            {
+                "episode_index": episode,
+                "tasks": ["reach"],
+                "length": length,
+                "data/chunk_index": 0,
+                "data/file_index": 0,
+                "dataset_from_index": first,
+                "dataset_to_index": first + length,
+            }
+        )
+        for frame in range(length):
+            row: dict[str, Any] = {name: rows[first + frame].tolist() for name, rows in values.items()}
+            row["timestamp"] = frame / 10
+            row |= {"frame_index": frame, "episode_index": episode, "index": first + frame, "task_index": 0}
+            frames.append(row)
+    parquet.write_table(pyarrow.Table.from_pylist(episodes), meta / "episodes" / "chunk-000" / "file-000.parquet")
+    fields = [(name, pyarrow.list_(pyarrow.float32(), width)) for name, width in widths.items()]
+    fields += [("timestamp", pyarrow.float32()), *((name, pyarrow.int64()) for name in counters)]
+    table = pyarrow.Table.from_pylist(frames, schema=pyarrow.schema(fields))
+    parquet.write_table(table, folder / "robot" / "data" / "chunk-000" / "file-000.parquet")

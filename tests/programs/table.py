@@ -305,4 +305,10 @@ PROGRAMS = (
             f"train_dreambooth.py {_SD} --instance_data_dir things --instance_prompt w1 --resolution 64 --use_lora --lora_r 2 "
             "--train_batch_size 2 --max_train_steps 4 --gradient_accumulation_steps 2 --learning_rate 1e-3 "
             "--num_dataloader_workers 0 --no_tracemalloc --output_dir out", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("lerobot act", "huggingface/lerobot/src",
+            "-m lerobot.scripts.lerobot_train --dataset.repo_id robot --dataset.root robot --policy.type act "
+            "--policy.device cpu --policy.push_to_hub false --policy.dim_model 16 --policy.n_heads 2 --policy.dim_feedforward 16 "
+            "--policy.n_encoder_layers 1 --policy.n_vae_encoder_layers 1 --policy.latent_dim 4 --policy.chunk_size 4 "
+            "--policy.n_action_steps 4 --batch_size 4 --steps 6 --save_freq 3 --log_freq 1 --eval_freq 0 --num_workers 0 "
+            "--seed 1 --wandb.enable false --output_dir out", "robot", env={"PROGRAMS_BACKWARD": "1"}),
 )  # fmt: skip
