@@ -641,3 +641,121 @@ def robot(folder: Path) -> None:
     fields += [("timestamp", pyarrow.float32()), *((name, pyarrow.int64()) for name in counters)]
     table = pyarrow.Table.from_pylist(frames, schema=pyarrow.schema(fields))
     parquet.write_table(table, folder / "robot" / "data" / "chunk-000" / "file-000.parquet")
+
+
+def llama3_2(folder: Path) -> None:
+    """Makes `model`, a tiny Llama 3.2 with a tokenizer of single bytes, as torchtune reads them."""
+    import base64
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = ["begin_of_text", "end_of_text", "finetune_right_pad_id", "step_id", "start_header_id", "end_header_id"]
+    names += ["eom_id", "eot_id", "python_tag", "image"]
+    special = [{"content": f"<|{name}|>", "id": 256 + number} for number, name in enumerate(names)]
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=272,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    (folder / "model" / "special.json").write_text(json.dumps({"added_tokens": special}), encoding="utf-8")
+    lines = [f"{base64.b64encode(bytes([number])).decode()} {number}" for number in range(256)]
+    (folder / "model" / "tokenizer.model").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def boxes(folder: Path) -> None:
+    """Makes `yolos`, a tiny model that finds things, and `boxes`, pictures with one box or two."""
+    import datasets
+    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+    torch.manual_seed(1)
+    config = YolosConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=[64, 64],
+        num_detection_tokens=6,
+        num_labels=2,
+    )
+    YolosForObjectDetection(config).save_pretrained(folder / "yolos")
+    YolosImageProcessor().save_pretrained(folder / "yolos")
+    things = {
+        "id": datasets.List(datasets.Value("int64")),
+        "area": datasets.List(datasets.Value("float32")),
+        "bbox": datasets.List(datasets.List(datasets.Value("float32"), length=4)),
+        "category": datasets.List(datasets.ClassLabel(names=["cat", "dog"])),
+    }
+    features = datasets.Features({"image_id": datasets.Value("int64"), "image": datasets.Image(), "objects": things})
+    for split, count in (("train", 11), ("validation", 5), ("test", 3)):
+        rows = []
+        for number in range(count):
+            corners = [(4 + 2 * number, 8, 20, 16), (10, 30 + number, 30, 20)][: 1 + number % 2]
+            found = {
+                "id": list(range(len(corners))),
+                "area": [float(width * height) for _, _, width, height in corners],
+                "bbox": [list(corner) for corner in corners],
+                "category": [(number + position) % 2 for position in range(len(corners))],
+            }
+            rows.append({"image_id": number, "image": _picture(number), "objects": found})
+        _save_parquet(folder / "boxes", split, rows, features)
+
+
+def _save_parquet(folder: Path, split: str, rows: list[dict[str, Any]], features: Any) -> None:
+    """Writes one split of a data set with the kinds of its columns, which `datasets` loads by its folder."""
+    import datasets
+
+    folder.mkdir(exist_ok=True)
+    datasets.Dataset.from_list(rows, features=features).to_parquet(folder / f"{split}.parquet")
+
+
+def instances(folder: Path) -> None:
+    """Makes `mask2former`, a tiny model that finds things pixel by pixel, and `instances`, pictures with such masks."""
+    import datasets
+    from transformers import (
+        Mask2FormerConfig,
+        Mask2FormerForUniversalSegmentation,
+        Mask2FormerImageProcessor,
+        SwinConfig,
+    )
+
+    torch.manual_seed(1)
+    backbone = SwinConfig(
+        image_size=64,
+        embed_dim=16,
+        depths=[1, 1, 1, 1],
+        num_heads=[1, 1, 2, 2],
+        window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
+    config = Mask2FormerConfig(
+        backbone_config=backbone,
+        feature_size=16,
+        mask_feature_size=16,
+        hidden_dim=16,
+        encoder_feedforward_dim=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        dim_feedforward=32,
+        num_attention_heads=2,
+        num_queries=5,
+        num_labels=3,
+        train_num_points=64,
+    )
+    Mask2FormerForUniversalSegmentation(config).save_pretrained(folder / "mask2former")
+    Mask2FormerImageProcessor(size={"height": 64, "width": 64}).save_pretrained(folder / "mask2former")
+    numbers = {name: datasets.Value("int64") for name in ("background", "cat", "dog")}
+    kinds = {"image": datasets.Image(), "annotation": datasets.Image(), "semantic_class_to_id": numbers}
+    names = {"background": 0, "cat": 1, "dog": 2}
+    for split, count in (("train", 11), ("validation", 5)):
+        rows = []
+        for number in range(count):
+            mask = _mask(number, ("RGB", 3))
+            rows.append({"image": _picture(number), "annotation": mask, "semantic_class_to_id": names})
+        _save_parquet(folder / "instances", split, rows, datasets.Features(kinds))

@@ -311,4 +311,21 @@ PROGRAMS = (
             "--policy.n_encoder_layers 1 --policy.n_vae_encoder_layers 1 --policy.latent_dim 4 --policy.chunk_size 4 "
             "--policy.n_action_steps 4 --batch_size 4 --steps 6 --save_freq 3 --log_freq 1 --eval_freq 0 --num_workers 0 "
             "--seed 1 --wandb.enable false --output_dir out", "robot", env={"PROGRAMS_BACKWARD": "1"}),
+    plain("torchtune", "pytorch/torchtune/recipes",
+          "full_finetune_distributed.py --config configs/llama3_2/1B_full.yaml device=cpu dtype=fp32 seed=1 output_dir=out "
+          "tokenizer.path=model/tokenizer.model tokenizer.special_tokens_path=model/special.json "
+          "model._component_=torchtune.models.llama3_2.llama3_2 model.vocab_size=272 model.num_layers=2 model.num_heads=4 "
+          "model.num_kv_heads=2 model.embed_dim=32 model.max_seq_len=512 model.intermediate_dim=64 dataset.source=json "
+          "dataset.data_files=instructions.json dataset.split=train checkpointer.checkpoint_dir=model optimizer.fused=False "
+          "batch_size=2 gradient_accumulation_steps=2 max_steps_per_epoch=2 log_peak_memory_stats=False",
+          inputs=("llama3_2", "instructions"), procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
+    task("boxes", "object-detection",
+         "run_object_detection_no_trainer.py | --model_name_or_path yolos --dataset_name boxes --image_square_size 64 "
+         "--ignore_mismatched_sizes", "boxes"),
+    task("instances", "instance-segmentation",
+         "run_instance_segmentation_no_trainer.py | --model_name_or_path mask2former --dataset_name instances "
+         "--image_height 64 --image_width 64 --do_reduce_labels", "instances"),
+    hugging("diffusers textual_inversion", "huggingface/diffusers/examples/textual_inversion",
+            f"textual_inversion.py {_SD} --train_data_dir things --placeholder_token ~~ --initializer_token w --repeats 4 "
+            f"{_DIFFUSION} --save_steps 2", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
 )  # fmt: skip
