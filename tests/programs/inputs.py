@@ -759,3 +759,55 @@ def instances(folder: Path) -> None:
             mask = _mask(number, ("RGB", 3))
             rows.append({"image": _picture(number), "annotation": mask, "semantic_class_to_id": names})
         _save_parquet(folder / "instances", split, rows, datasets.Features(kinds))
+
+
+def choices(folder: Path) -> None:
+    """Makes `choices`, questions with three answers, and `questions.py`, lighteval's task of them.
+
+    The metric of the task writes the log-probabilities that each answer got into the record of this rank.
+    """
+    draw = random.Random(0)
+    rows = []
+    for number in range(11):
+        rows.append({"question": _text(draw, 4), "answers": [_text(draw, 1 + size) for size in range(3)], "right": number % 3})
+    _write(folder / "choices" / "validation.jsonl", rows)
+    code = """
+        import sitecustomize
+        from lighteval.metrics.metrics_sample import SampleLevelComputation
+        from lighteval.metrics.utils.metric_utils import SampleLevelMetric
+        from lighteval.tasks.lighteval_task import LightevalTaskConfig
+        from lighteval.tasks.requests import Doc, SamplingMethod
+
+
+        class Recorded(SampleLevelComputation):
+            def compute(self, doc, model_response, **_):
+                for value in model_response.logprobs:
+                    sitecustomize.write(float(value))
+                return float(max(model_response.logprobs) == model_response.logprobs[doc.gold_index])
+
+
+        def question(line, task_name):
+            answers = [" " + answer for answer in line["answers"]]
+            return Doc(task_name=task_name, query=line["question"], choices=answers, gold_index=line["right"])
+
+
+        METRIC = SampleLevelMetric(
+            metric_name="recorded",
+            higher_is_better=True,
+            category=SamplingMethod.LOGPROBS,
+            sample_level_fn=Recorded(),
+            corpus_level_fn=lambda values: sum(values) / len(values),
+        )
+        TASKS_TABLE = [
+            LightevalTaskConfig(
+                name="drawn",
+                prompt_function=question,
+                hf_repo="choices",
+                hf_subset="default",
+                metrics=[METRIC],
+                hf_avail_splits=["validation"],
+                evaluation_splits=["validation"],
+            )
+        ]
+    """
+    (folder / "questions.py").write_text(textwrap.dedent(code), encoding="utf-8")

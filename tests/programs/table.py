@@ -328,4 +328,13 @@ PROGRAMS = (
     hugging("diffusers textual_inversion", "huggingface/diffusers/examples/textual_inversion",
             f"textual_inversion.py {_SD} --train_data_dir things --placeholder_token ~~ --initializer_token w --repeats 4 "
             f"{_DIFFUSION} --save_steps 2", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("lighteval", "huggingface/lighteval/src",
+            "-m lighteval accelerate model_name=model,batch_size=2,dtype=float32 drawn|0 --custom-tasks questions.py "
+            "--output-dir out", "language_model", "choices", weights=False),
+    hugging("ms-swift sft", "modelscope/ms-swift/.",
+            "swift/cli/sft.py --model model --model_type llama --template chatml --dataset chats/train.jsonl --tuner_type full "
+            "--torch_dtype float32 --max_steps 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 "
+            "--learning_rate 1e-2 --logging_steps 1 --report_to none --split_dataset_ratio 0 --output_dir out --add_version "
+            "false --save_steps 2 --dataset_num_proc 1 --dataloader_num_workers 0 --gradient_checkpointing false --use_cpu true",
+            "language_model", "chats", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "USE_HF": "1"}),
 )  # fmt: skip
