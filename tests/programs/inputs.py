@@ -811,3 +811,29 @@ def choices(folder: Path) -> None:
         ]
     """
     (folder / "questions.py").write_text(textwrap.dedent(code), encoding="utf-8")
+
+
+def axolotl(folder: Path) -> None:
+    """Makes `axolotl.yaml`, a training of the whole model on `chats`."""
+    data = {"path": "chats/train.jsonl", "ds_type": "json", "type": "chat_template", "field_messages": "messages"}
+    config = {
+        "base_model": "model",
+        "datasets": [data],
+        "chat_template": "tokenizer_default",
+        "dataset_prepared_path": "prepared",
+        "val_set_size": 0,
+        "sequence_len": 64,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "learning_rate": 0.01,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "cosine",
+        "logging_steps": 1,
+        "bf16": False,
+        "fp16": False,
+        "seed": 1,
+        "use_cpu": True,
+        "output_dir": "out",
+    }
+    (folder / "axolotl.yaml").write_text(json.dumps(config), encoding="utf-8")
