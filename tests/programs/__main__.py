@@ -24,9 +24,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from free_ports import free_port
 from safetensors.torch import load_file
 
-from free_ports import free_port
 from programs import inputs
 from programs.table import PROGRAMS, Program
 

@@ -709,10 +709,13 @@ def boxes(folder: Path) -> None:
 
 def _save_parquet(folder: Path, split: str, rows: list[dict[str, Any]], features: Any) -> None:
     """Writes one split of a data set with the kinds of its columns, which `datasets` loads by its folder."""
-    import datasets
+    import pyarrow
+    from pyarrow import parquet
 
     folder.mkdir(exist_ok=True)
-    datasets.Dataset.from_list(rows, features=features).to_parquet(folder / f"{split}.parquet")
+    encoded = [features.encode_example(row) for row in rows]
+    table = pyarrow.Table.from_pylist(encoded, schema=features.arrow_schema)
+    parquet.write_table(table, folder / f"{split}.parquet")
 
 
 def instances(folder: Path) -> None:
@@ -736,9 +739,9 @@ def instances(folder: Path) -> None:
     )
     config = Mask2FormerConfig(
         backbone_config=backbone,
-        feature_size=16,
-        mask_feature_size=16,
-        hidden_dim=16,
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
         encoder_feedforward_dim=32,
         encoder_layers=1,
         decoder_layers=2,
@@ -769,7 +772,9 @@ def choices(folder: Path) -> None:
     draw = random.Random(0)
     rows = []
     for number in range(11):
-        rows.append({"question": _text(draw, 4), "answers": [_text(draw, 1 + size) for size in range(3)], "right": number % 3})
+        rows.append(
+            {"question": _text(draw, 4), "answers": [_text(draw, 1 + size) for size in range(3)], "right": number % 3}
+        )
     _write(folder / "choices" / "validation.jsonl", rows)
     code = """
         import sitecustomize

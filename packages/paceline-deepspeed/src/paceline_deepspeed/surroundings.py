@@ -263,5 +263,5 @@ def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
 
 
 def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a state under the names that it has without random-LTD, whose layers put `.random_ltd_layer` between two names."""
+    """Returns a state under the names that it has without random-LTD, whose layers add `.random_ltd_layer` to names."""
     return {name.replace(".random_ltd_layer", ""): value for name, value in state_dict.items()}
