@@ -308,9 +308,10 @@ PROGRAMS = (
     hugging("lerobot act", "huggingface/lerobot/src",
             "-m lerobot.scripts.lerobot_train --dataset.repo_id robot --dataset.root robot --policy.type act "
             "--policy.device cpu --policy.push_to_hub false --policy.dim_model 16 --policy.n_heads 2 "
-            "--policy.dim_feedforward 16 --policy.n_encoder_layers 1 --policy.n_vae_encoder_layers 1 --policy.latent_dim 4 --policy.chunk_size 4 "
-            "--policy.n_action_steps 4 --batch_size 4 --steps 6 --save_freq 3 --log_freq 1 --eval_freq 0 --num_workers 0 "
-            "--seed 1 --wandb.enable false --output_dir out", "robot", env={"PROGRAMS_BACKWARD": "1"}),
+            "--policy.dim_feedforward 16 --policy.n_encoder_layers 1 --policy.n_vae_encoder_layers 1 "
+            "--policy.latent_dim 4 --policy.chunk_size 4 --policy.n_action_steps 4 --batch_size 4 --steps 6 "
+            "--save_freq 3 --log_freq 1 --eval_freq 0 --num_workers 0 --seed 1 --wandb.enable false --output_dir out",
+            "robot", env={"PROGRAMS_BACKWARD": "1"}),
     plain("torchtune", "pytorch/torchtune/recipes",
           "full_finetune_distributed.py --config configs/llama3_2/1B_full.yaml device=cpu dtype=fp32 seed=1 output_dir=out "
           "tokenizer.path=model/tokenizer.model tokenizer.special_tokens_path=model/special.json "
@@ -334,10 +335,10 @@ PROGRAMS = (
             "--output-dir out", "language_model", "choices", weights=False),
     hugging("ms-swift sft", "modelscope/ms-swift/.",
             "swift/cli/sft.py --model model --model_type llama --template chatml --dataset chats/train.jsonl "
-            "--tuner_type full --torch_dtype float32 --max_steps 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 "
-            "--learning_rate 1e-2 --logging_steps 1 --report_to none --split_dataset_ratio 0 --output_dir out --add_version "
-            "false --save_steps 2 --dataset_num_proc 1 --dataloader_num_workers 0 --gradient_checkpointing false --use_cpu true",
-            "language_model", "chats", procs=(2,),
+            "--tuner_type full --torch_dtype float32 --max_steps 4 --per_device_train_batch_size 2 "
+            "--gradient_accumulation_steps 2 --learning_rate 1e-2 --logging_steps 1 --report_to none "
+            "--split_dataset_ratio 0 --output_dir out --add_version false --save_steps 2 --dataset_num_proc 1 "
+            "--dataloader_num_workers 0 --gradient_checkpointing false --use_cpu true", "language_model", "chats", procs=(2,),
             env={"PROGRAMS_BACKWARD": "1", "USE_HF": "1", "PYTORCH_JIT": "0"}),  # it compiles what the shim replaces
     hugging("axolotl", "axolotl-ai-cloud/axolotl/src", "-m axolotl.cli.train axolotl.yaml", "language_model", "chats",
             "axolotl", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "AXOLOTL_DO_NOT_TRACK": "1"}),
