@@ -309,7 +309,8 @@ def shim_nanochat(common: Any) -> None:
 
 
 def shim_memory(memory: Any) -> None:
-    """Leaves out the numbers of a GPU's memory, which torchtune's recipes print on every device."""
+    """Leaves out what torchtune's recipes ask of a GPU's memory on every device."""
+    memory.cleanup_before_training = lambda: None
     memory.get_memory_stats = lambda *_, **__: {}
     memory.log_memory_stats = lambda *_, **__: None
 
