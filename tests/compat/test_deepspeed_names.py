@@ -59,11 +59,17 @@ def test_a_name_that_is_not_carried_names_the_native_way() -> None:
 
 
 def test_a_model_is_saved_as_scripts_of_random_ltd_save_it() -> None:
-    from deepspeed.runtime.data_pipeline.data_routing.helper import convert_to_random_ltd, save_without_random_ltd
+    from deepspeed.runtime.data_pipeline.data_routing.helper import (
+        convert_to_random_ltd,
+        remove_random_ltd_state_dict,
+        save_without_random_ltd,
+    )
 
     model = torch.nn.Linear(2, 1)
     engine = torch.nn.DataParallel(model)  # has its model under the name that an engine has it under
     for given in (model, engine):
         assert save_without_random_ltd(given).keys() == {"weight", "bias"}
+    saved_elsewhere = {"layers.0.random_ltd_layer.weight": 1, "head.weight": 2}
+    assert remove_random_ltd_state_dict(saved_elsewhere) == {"layers.0.weight": 1, "head.weight": 2}
     with pytest.raises(CompatError, match="is not carried by Paceline"):
         convert_to_random_ltd(model, torch.nn.Linear)

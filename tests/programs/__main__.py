@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from free_ports import free_port
 from safetensors.torch import load_file
 
 from programs import inputs
@@ -139,11 +140,13 @@ def _cpu_of_children() -> float:
 
 def starting(library: str, side: str, procs: int) -> list[str]:
     """Returns the module that starts a program, and its flags."""
+    # The real launchers all take port 29500, so that two rows which run at once would meet there. Ours takes a free one.
     if library == "deepspeed":
-        module = ["deepspeed.launcher.runner"] if side == "real" else ["paceline", "deepspeed"]
+        real = ["deepspeed.launcher.runner", "--master_port", str(free_port())]
+        module = real if side == "real" else ["paceline", "deepspeed"]
         return [*module, "--num_gpus", str(procs)]
     if side == "real":
-        return ["torch.distributed.run", "--nproc-per-node", str(procs)]
+        return ["torch.distributed.run", "--master-port", str(free_port()), "--nproc-per-node", str(procs)]
     names = ["--compat", "accelerate"] if library == "accelerate" else []
     return ["paceline", "launch", "--cpu", "--procs", str(procs), *names]
 

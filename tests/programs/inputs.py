@@ -575,3 +575,270 @@ def questions(folder: Path) -> None:
         "def letters(completions, **_):\n    return [float(len(answer[0]['content']) % 7) for answer in completions]\n"
     )
     (folder / "rewards.py").write_text(reward, encoding="utf-8")
+
+
+def robot(folder: Path) -> None:
+    """Makes `robot`, three short episodes of states and actions in the files of LeRobot's format 3."""
+    import pandas
+    import pyarrow
+    from pyarrow import parquet
+
+    num_episodes, length = 3, 12
+    widths = {"observation.state": 4, "observation.environment_state": 3, "action": 2}
+    counters = ("frame_index", "episode_index", "index", "task_index")
+    generator = torch.Generator().manual_seed(0)
+    values = {name: torch.rand(num_episodes * length, width, generator=generator) for name, width in widths.items()}
+    features: dict[str, Any] = {
+        name: {"dtype": "float32", "shape": [width], "names": None} for name, width in widths.items()
+    }
+    features["timestamp"] = {"dtype": "float32", "shape": [1], "names": None}
+    features |= {name: {"dtype": "int64", "shape": [1], "names": None} for name in counters}
+    info = {
+        "codebase_version": "v3.0",
+        "robot_type": None,
+        "total_episodes": num_episodes,
+        "total_frames": num_episodes * length,
+        "total_tasks": 1,
+        "chunks_size": 1000,
+        "fps": 10,
+        "splits": {"train": f"0:{num_episodes}"},
+        "data_path": "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet",
+        "video_path": None,
+        "features": features,
+    }
+    statistics = {}
+    for name, rows in values.items():
+        numbers = {"min": rows.amin(0), "max": rows.amax(0), "mean": rows.mean(0), "std": rows.std(0)}
+        statistics[name] = {key: number.tolist() for key, number in numbers.items()}
+    meta = folder / "robot" / "meta"
+    (meta / "episodes" / "chunk-000").mkdir(parents=True)
+    (folder / "robot" / "data" / "chunk-000").mkdir(parents=True)
+    (meta / "info.json").write_text(json.dumps(info), encoding="utf-8")
+    (meta / "stats.json").write_text(json.dumps(statistics), encoding="utf-8")
+    pandas.DataFrame({"task_index": [0]}, index=["reach"]).to_parquet(meta / "tasks.parquet")
+    episodes = []
+    frames = []
+    for episode in range(num_episodes):
+        first = episode * length
+        episodes.append(
+            {
+                "episode_index": episode,
+                "tasks": ["reach"],
+                "length": length,
+                "data/chunk_index": 0,
+                "data/file_index": 0,
+                "dataset_from_index": first,
+                "dataset_to_index": first + length,
+            }
+        )
+        for frame in range(length):
+            row: dict[str, Any] = {name: rows[first + frame].tolist() for name, rows in values.items()}
+            row["timestamp"] = frame / 10
+            row |= {"frame_index": frame, "episode_index": episode, "index": first + frame, "task_index": 0}
+            frames.append(row)
+    parquet.write_table(pyarrow.Table.from_pylist(episodes), meta / "episodes" / "chunk-000" / "file-000.parquet")
+    fields = [(name, pyarrow.list_(pyarrow.float32(), width)) for name, width in widths.items()]
+    fields += [("timestamp", pyarrow.float32()), *((name, pyarrow.int64()) for name in counters)]
+    table = pyarrow.Table.from_pylist(frames, schema=pyarrow.schema(fields))
+    parquet.write_table(table, folder / "robot" / "data" / "chunk-000" / "file-000.parquet")
+
+
+def llama3_2(folder: Path) -> None:
+    """Makes `model`, a tiny Llama 3.2 with a tokenizer of single bytes, as torchtune reads them."""
+    import base64
+
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    names = ["begin_of_text", "end_of_text", "finetune_right_pad_id", "step_id", "start_header_id", "end_header_id"]
+    names += ["eom_id", "eot_id", "python_tag", "image"]
+    special = [{"content": f"<|{name}|>", "id": 256 + number} for number, name in enumerate(names)]
+    torch.manual_seed(1)
+    config = LlamaConfig(
+        vocab_size=272,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    (folder / "model" / "special.json").write_text(json.dumps({"added_tokens": special}), encoding="utf-8")
+    lines = [f"{base64.b64encode(bytes([number])).decode()} {number}" for number in range(256)]
+    (folder / "model" / "tokenizer.model").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def boxes(folder: Path) -> None:
+    """Makes `yolos`, a tiny model that finds things, and `boxes`, pictures with one box or two."""
+    import datasets
+    from transformers import YolosConfig, YolosForObjectDetection, YolosImageProcessor
+
+    torch.manual_seed(1)
+    config = YolosConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        image_size=[64, 64],
+        num_detection_tokens=6,
+        num_labels=2,
+    )
+    YolosForObjectDetection(config).save_pretrained(folder / "yolos")
+    YolosImageProcessor().save_pretrained(folder / "yolos")
+    things = {
+        "id": datasets.List(datasets.Value("int64")),
+        "area": datasets.List(datasets.Value("float32")),
+        "bbox": datasets.List(datasets.List(datasets.Value("float32"), length=4)),
+        "category": datasets.List(datasets.ClassLabel(names=["cat", "dog"])),
+    }
+    features = datasets.Features({"image_id": datasets.Value("int64"), "image": datasets.Image(), "objects": things})
+    for split, count in (("train", 11), ("validation", 5), ("test", 3)):
+        rows = []
+        for number in range(count):
+            corners = [(4 + 2 * number, 8, 20, 16), (10, 30 + number, 30, 20)][: 1 + number % 2]
+            found = {
+                "id": list(range(len(corners))),
+                "area": [float(width * height) for _, _, width, height in corners],
+                "bbox": [list(corner) for corner in corners],
+                "category": [(number + position) % 2 for position in range(len(corners))],
+            }
+            rows.append({"image_id": number, "image": _picture(number), "objects": found})
+        _save_parquet(folder / "boxes", split, rows, features)
+
+
+def _save_parquet(folder: Path, split: str, rows: list[dict[str, Any]], features: Any) -> None:
+    """Writes one split of a data set with the kinds of its columns, which `datasets` loads by its folder."""
+    import pyarrow
+    from pyarrow import parquet
+
+    folder.mkdir(exist_ok=True)
+    encoded = [features.encode_example(row) for row in rows]
+    table = pyarrow.Table.from_pylist(encoded, schema=features.arrow_schema)
+    parquet.write_table(table, folder / f"{split}.parquet")
+
+
+def instances(folder: Path) -> None:
+    """Makes `mask2former`, a tiny model that finds things pixel by pixel, and `instances`, pictures with such masks."""
+    import datasets
+    from transformers import (
+        Mask2FormerConfig,
+        Mask2FormerForUniversalSegmentation,
+        Mask2FormerImageProcessor,
+        SwinConfig,
+    )
+
+    torch.manual_seed(1)
+    backbone = SwinConfig(
+        image_size=64,
+        embed_dim=16,
+        depths=[1, 1, 1, 1],
+        num_heads=[1, 1, 2, 2],
+        window_size=2,
+        out_features=["stage1", "stage2", "stage3", "stage4"],
+    )
+    config = Mask2FormerConfig(
+        backbone_config=backbone,
+        feature_size=32,
+        mask_feature_size=32,
+        hidden_dim=32,
+        encoder_feedforward_dim=32,
+        encoder_layers=1,
+        decoder_layers=2,
+        dim_feedforward=32,
+        num_attention_heads=2,
+        num_queries=5,
+        num_labels=3,
+        train_num_points=64,
+    )
+    Mask2FormerForUniversalSegmentation(config).save_pretrained(folder / "mask2former")
+    Mask2FormerImageProcessor(size={"height": 64, "width": 64}).save_pretrained(folder / "mask2former")
+    numbers = {name: datasets.Value("int64") for name in ("background", "cat", "dog")}
+    kinds = {"image": datasets.Image(), "annotation": datasets.Image(), "semantic_class_to_id": numbers}
+    names = {"background": 0, "cat": 1, "dog": 2}
+    for split, count in (("train", 11), ("validation", 5)):
+        rows = []
+        for number in range(count):
+            mask = _mask(number, ("RGB", 3))
+            rows.append({"image": _picture(number), "annotation": mask, "semantic_class_to_id": names})
+        _save_parquet(folder / "instances", split, rows, datasets.Features(kinds))
+
+
+def choices(folder: Path) -> None:
+    """Makes `choices`, questions with three answers, and `questions.py`, lighteval's task of them.
+
+    The metric of the task writes the log-probabilities that each answer got into the record of this rank.
+    """
+    draw = random.Random(0)
+    rows = []
+    for number in range(11):
+        rows.append(
+            {"question": _text(draw, 4), "answers": [_text(draw, 1 + size) for size in range(3)], "right": number % 3}
+        )
+    _write(folder / "choices" / "validation.jsonl", rows)
+    code = """
+        import sitecustomize
+        from lighteval.metrics.metrics_sample import SampleLevelComputation
+        from lighteval.metrics.utils.metric_utils import SampleLevelMetric
+        from lighteval.tasks.lighteval_task import LightevalTaskConfig
+        from lighteval.tasks.requests import Doc, SamplingMethod
+
+
+        class Recorded(SampleLevelComputation):
+            def compute(self, doc, model_response, **_):
+                for value in model_response.logprobs:
+                    sitecustomize.write(float(value))
+                return float(max(model_response.logprobs) == model_response.logprobs[doc.gold_index])
+
+
+        def question(line, task_name):
+            answers = [" " + answer for answer in line["answers"]]
+            return Doc(task_name=task_name, query=line["question"], choices=answers, gold_index=line["right"])
+
+
+        METRIC = SampleLevelMetric(
+            metric_name="recorded",
+            higher_is_better=True,
+            category=SamplingMethod.LOGPROBS,
+            sample_level_fn=Recorded(),
+            corpus_level_fn=lambda values: sum(values) / len(values),
+        )
+        TASKS_TABLE = [
+            LightevalTaskConfig(
+                name="drawn",
+                prompt_function=question,
+                hf_repo="choices",
+                hf_subset="default",
+                metrics=[METRIC],
+                hf_avail_splits=["validation"],
+                evaluation_splits=["validation"],
+            )
+        ]
+    """
+    (folder / "questions.py").write_text(textwrap.dedent(code), encoding="utf-8")
+
+
+def axolotl(folder: Path) -> None:
+    """Makes `axolotl.yaml`, a training of the whole model on `chats`."""
+    data = {"path": "chats/train.jsonl", "ds_type": "json", "type": "chat_template", "field_messages": "messages"}
+    config = {
+        "base_model": "model",
+        "datasets": [data],
+        "chat_template": "tokenizer_default",
+        "dataset_prepared_path": "prepared",
+        "val_set_size": 0,
+        "sequence_len": 64,
+        "micro_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 4,
+        "learning_rate": 0.01,
+        "optimizer": "adamw_torch",
+        "lr_scheduler": "cosine",
+        "logging_steps": 1,
+        "bf16": False,
+        "fp16": False,
+        "seed": 1,
+        "use_cpu": True,
+        "output_dir": "out",
+    }
+    (folder / "axolotl.yaml").write_text(json.dumps(config), encoding="utf-8")

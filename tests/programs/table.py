@@ -305,4 +305,42 @@ PROGRAMS = (
             f"train_dreambooth.py {_SD} --instance_data_dir things --instance_prompt w1 --resolution 64 --use_lora --lora_r 2 "
             "--train_batch_size 2 --max_train_steps 4 --gradient_accumulation_steps 2 --learning_rate 1e-3 "
             "--num_dataloader_workers 0 --no_tracemalloc --output_dir out", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("lerobot act", "huggingface/lerobot/src",
+            "-m lerobot.scripts.lerobot_train --dataset.repo_id robot --dataset.root robot --policy.type act "
+            "--policy.device cpu --policy.push_to_hub false --policy.dim_model 16 --policy.n_heads 2 "
+            "--policy.dim_feedforward 16 --policy.n_encoder_layers 1 --policy.n_vae_encoder_layers 1 "
+            "--policy.latent_dim 4 --policy.chunk_size 4 --policy.n_action_steps 4 --batch_size 4 --steps 6 "
+            "--save_freq 3 --log_freq 1 --eval_freq 0 --num_workers 0 --seed 1 --wandb.enable false --output_dir out",
+            "robot", env={"PROGRAMS_BACKWARD": "1"}),
+    plain("torchtune", "pytorch/torchtune/recipes",
+          "full_finetune_distributed.py --config configs/llama3_2/1B_full.yaml device=cpu dtype=fp32 seed=1 output_dir=out "
+          "tokenizer.path=model/tokenizer.model tokenizer.special_tokens_path=model/special.json "
+          "model._component_=torchtune.models.llama3_2.llama3_2 model.vocab_size=272 model.num_layers=2 model.num_heads=4 "
+          "model.num_kv_heads=2 model.embed_dim=32 model.max_seq_len=512 model.intermediate_dim=64 dataset.source=json "
+          "dataset.data_files=instructions.json dataset.split=train dataset_val.source=json dataset_val.split=train "
+          "dataset_val.data_files=instructions.json checkpointer.checkpoint_dir=model optimizer.fused=False "
+          "batch_size=2 gradient_accumulation_steps=2 max_steps_per_epoch=2 log_peak_memory_stats=False",
+          inputs=("llama3_2", "instructions"), procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
+    task("boxes", "object-detection",
+         "run_object_detection_no_trainer.py | --model_name_or_path yolos --dataset_name boxes --image_square_size 64 "
+         "--ignore_mismatched_sizes", "boxes"),
+    task("instances", "instance-segmentation",
+         "run_instance_segmentation_no_trainer.py | --model_name_or_path mask2former --dataset_name instances "
+         "--image_height 64 --image_width 64 --do_reduce_labels", "instances"),
+    hugging("diffusers textual_inversion", "huggingface/diffusers/examples/textual_inversion",
+            f"textual_inversion.py {_SD} --train_data_dir things --placeholder_token ~~ --initializer_token w --repeats 4 "
+            f"{_DIFFUSION} --save_steps 2", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("lighteval", "huggingface/lighteval/src",
+            "-m lighteval accelerate model_name=model,batch_size=2,dtype=float32 drawn|0 --custom-tasks questions.py "
+            "--output-dir out", "language_model", "choices", weights=False),
+    # ms-swift, axolotl, lighteval, boxes and instances were not run to an end: benchmarks/reports/2026-11-29-programs-2.md.
+    hugging("ms-swift sft", "modelscope/ms-swift/.",
+            "swift/cli/sft.py --model model --model_type llama --template chatml --dataset chats/train.jsonl "
+            "--tuner_type full --torch_dtype float32 --max_steps 4 --per_device_train_batch_size 2 "
+            "--gradient_accumulation_steps 2 --learning_rate 1e-2 --logging_steps 1 --report_to none "
+            "--split_dataset_ratio 0 --output_dir out --add_version false --save_steps 2 --dataset_num_proc 1 "
+            "--dataloader_num_workers 0 --gradient_checkpointing false --use_cpu true", "language_model", "chats", procs=(2,),
+            env={"PROGRAMS_BACKWARD": "1", "USE_HF": "1", "PYTORCH_JIT": "0"}),  # it compiles what the shim replaces
+    hugging("axolotl", "axolotl-ai-cloud/axolotl/src", "-m axolotl.cli.train axolotl.yaml", "language_model", "chats",
+            "axolotl", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "AXOLOTL_DO_NOT_TRACK": "1"}),
 )  # fmt: skip

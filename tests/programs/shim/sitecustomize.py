@@ -91,6 +91,16 @@ def over_gloo(init: Any) -> Any:
     return function
 
 
+def without_devices(barrier: Any) -> Any:
+    """Returns a `barrier` that takes the number of a device, which gloo does not."""
+
+    @wraps(barrier)
+    def function(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
+        return barrier(*args, **kwargs)
+
+    return function
+
+
 def without_cuda(value: Any) -> Any:
     """Returns the CPU in place of a CUDA device."""
     import torch
@@ -125,6 +135,7 @@ def shim_torch(torch: Any) -> None:
     for name in () if by_backward else LOSSES:
         setattr(functional, name, recorded(getattr(functional, name)))
     torch.distributed.init_process_group = over_gloo(torch.distributed.init_process_group)
+    torch.distributed.barrier = without_devices(torch.distributed.barrier)
     if by_backward:
         torch.Tensor.backward = recorded_backward(torch.Tensor.backward)
     torch.Tensor.pin_memory = lambda self, *_, **__: self
@@ -297,6 +308,13 @@ def shim_nanochat(common: Any) -> None:
     common.compute_init = compute_init
 
 
+def shim_memory(memory: Any) -> None:
+    """Leaves out what torchtune's recipes ask of a GPU's memory on every device."""
+    memory.cleanup_before_training = lambda: None
+    memory.get_memory_stats = lambda *_, **__: {}
+    memory.log_memory_stats = lambda *_, **__: None
+
+
 def shim_hub(hub: Any) -> None:
     """Takes a file of a data set from the folder of its name."""
     plain = hub.hf_hub_download
@@ -317,6 +335,7 @@ SHIMS = {
     "nltk": shim_nltk,
     "deepspeed.runtime.config": shim_config,
     "torch": shim_torch,
+    "torchtune.training.memory": shim_memory,
     "transformers": shim_transformers,
     "torch.nn.parallel.distributed": shim_distributed,
     "torchvision.datasets": shim_torchvision,

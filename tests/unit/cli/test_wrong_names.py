@@ -52,6 +52,18 @@ def test_modules_that_are_there(name, folder) -> None:
     assert host.unusable(host.Target("module", name)) is None
 
 
+@pytest.mark.parametrize("name", ["outer.inner.train", "outer.plain.train", "plain.inner.train"])
+def test_modules_in_folders_without_a_file_of_the_package(name, folder) -> None:
+    path = folder.joinpath(*name.split(".")).with_suffix(".py")
+    path.parent.mkdir(parents=True)
+    path.write_text("")
+    if name.startswith("outer"):
+        (folder / "outer" / "__init__.py").write_text("")
+    assert host.unusable(host.Target("module", name)) is None
+    problem = host.unusable(host.Target("module", name.replace("train", "trian")))
+    assert problem is not None and problem.fix == f"write {name}"
+
+
 def test_a_package_that_says_itself_where_its_modules_are(folder) -> None:
     (folder / "package" / "__init__.py").write_text("__path__.append('/elsewhere')\n")
     assert host.unusable(host.Target("module", "package.anything")) is None

@@ -64,7 +64,7 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     f"{_HERE}.surroundings": "OnDevice RepeatingLoader get_data_parallel_group get_data_parallel_rank "
     "get_data_parallel_world_size get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_rank "
     "get_tensor_model_parallel_world_size get_z3_leaf_modules instrument_w_nvtx log_dist log_dist_once logger "
-    "recursive_getattr recursive_setattr save_without_random_ltd "
+    "recursive_getattr recursive_setattr remove_random_ltd_state_dict save_without_random_ltd "
     "see_memory_usage set_log_level_from_string set_z3_leaf_module set_z3_leaf_modules "
     "unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",
     f"{_HERE}.consolidation": "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import wraps
 from typing import Any
@@ -259,4 +259,9 @@ def save_without_random_ltd(model: nn.Module) -> dict[str, Any]:
 
     Scripts of random-LTD call it in each save, also where no layer drops tokens. None does here.
     """
-    return dict(getattr(model, "module", model).state_dict())
+    return remove_random_ltd_state_dict(getattr(model, "module", model).state_dict())
+
+
+def remove_random_ltd_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a state under the names that it has without random-LTD, whose layers add `.random_ltd_layer` to names."""
+    return {name.replace(".random_ltd_layer", ""): value for name, value in state_dict.items()}

@@ -58,16 +58,20 @@ def _interval(text: str) -> float:
     return inf if text.lower() in ("inf", "infinity") else count(1).read(text)
 
 
-def number(minimum: float | None = 0.0) -> Kind:
+def number(minimum: float | None = 0.0, maximum: float | None = None) -> Kind:
     """Returns the kind of a number; `minimum=None` takes negative ones."""
 
     def parse(text: str) -> float:
         value = float(text)
-        if not isfinite(value) or (minimum is not None and value < minimum):
+        too_small = minimum is not None and value < minimum
+        too_large = maximum is not None and value > maximum
+        if not isfinite(value) or too_small or too_large:
             raise ValueError(text)
         return value
 
     bound = "" if minimum is None else f" of at least {minimum:g}"
+    if maximum is not None:
+        bound += f" and at most {maximum:g}"
     return Kind(f"a number{bound}", parse)
 
 

@@ -249,7 +249,9 @@ def _unusable_module(name: str, fix: str) -> Problem | None:
         full = ".".join(parts[:depth])
         if full in sys.modules or full in sys.builtin_module_names:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(full, search)
+        # By its last part, because the path of a folder without `__init__.py` is otherwise computed from its package, which
+        # must have been imported for that.
+        spec = importlib.machinery.PathFinder.find_spec(part, search)
         if spec is None:
             # The first part is searched for on the whole path, and every other one only in its package.
             where = f"{os.getcwd()} and on the path of Python" if depth == 1 else "its package"
@@ -263,7 +265,7 @@ def _unusable_module(name: str, fix: str) -> Problem | None:
             return Problem("launch-script", f"there is no module {name!r}.", why, fix)
         if spec.origin is not None and "__path__" in Path(spec.origin).read_text(encoding="utf-8", errors="replace"):
             return None  # such a package sets the path of its modules itself
-        search = spec.submodule_search_locations or []
+        search = list(spec.submodule_search_locations or [])
     return None
 
 
