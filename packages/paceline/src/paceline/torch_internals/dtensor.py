@@ -177,7 +177,7 @@ def shard_of(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tens
 
     Shape: as `tensor`, shorter along `placement.dim`; the parts of the last ranks may be smaller than the others, or empty.
     """
-    dim: int = placement.dim  # type: ignore[attr-defined]
+    dim: int = placement.dim
     runs = getattr(placement, "split_factor", 1)
     if runs == 1:
         return chunk(tensor, size, rank, dim)
