@@ -1,4 +1,4 @@
-"""(c) `prepare`, and the metadata of a checkpoint, in worlds of n ranks of which one exists.
+"""(c) `prepare`, and the metadata of a checkpoint, in worlds of n ranks of which one exists. Times are of the processor.
 
 The ranks are those of torch's fake process group, as in a rehearsal. What the other ranks would say of their shards is this
 rank's own answer, moved to their rows. The peer is what `torch.distributed.checkpoint` does with the same plans: rank 0
@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -32,7 +33,7 @@ from paceline.torch_internals import imaginary
 from paceline_lens.forecast.rehearsal import SimulatedWorld, in_child
 from scale import growth
 
-SIZES = (8, 64, 512, 4096)
+SIZES = (8, 512, 4096, 16384)
 PARAMETERS = 12  # of the model whose checkpoint is planned
 ROWS_OF_A_RANK = 4
 RANKS_PER_HOST = 8
@@ -119,14 +120,15 @@ def saved(size: int) -> dict[str, float]:
     peers = SimulatedPeers(size)
     with tempfile.TemporaryDirectory() as folder:
         store = CountedStore(store_for(folder))
-        checkpointer = Checkpointer(peers, store=store)  # type: ignore[arg-type]
-        began = time.perf_counter()
-        path = checkpointer.save(f"{folder}/checkpoint", state)
-        first_s = time.perf_counter() - began
-        requests = store.requests
-        began = time.perf_counter()
-        checkpointer.save(f"{folder}/again", state)
-        again_s = time.perf_counter() - began
+        checkpointer = Checkpointer(peers)  # type: ignore[arg-type]
+        with patch("paceline.checkpoint.checkpointer.store_for", lambda path: store):
+            began = time.process_time()
+            path = checkpointer.save(f"{folder}/checkpoint", state)
+            first_s = time.process_time() - began
+            requests = store.requests
+            began = time.process_time()
+            checkpointer.save(f"{folder}/again", state)
+            again_s = time.process_time() - began
         began = time.process_time()
         Manifest.read(store, path)  # type: ignore[arg-type]
         read_index(store, path)  # type: ignore[arg-type]
@@ -135,15 +137,15 @@ def saved(size: int) -> dict[str, float]:
     tensors = {f"models/model/{name}": parameter for name, parameter in model.named_parameters()}
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner(dict(tensors), StorageMeta(), is_coordinator=True)
-    began = time.perf_counter()
+    began = time.process_time()
     local = planner.create_local_plan()
     plans = [plan_at(rank, local) for rank in range(size)]
     planner.create_global_plan(plans)
-    torch_s = time.perf_counter() - began
+    torch_s = time.process_time() - began
     return {
         "save, rank 0": first_s,
         "save again, rank 0": again_s,
-        "reading manifest and index, each rank (processor)": read_s,
+        "reading manifest and index, each rank": read_s,
         "torch's planning, rank 0": torch_s,
         "told to rank 0, bytes": peers.bytes["rank 0"],
         "told to every rank, bytes": peers.bytes["every rank"],
@@ -154,17 +156,25 @@ def saved(size: int) -> dict[str, float]:
     }
 
 
-def prepared(size: int, axis: str) -> float:
-    """Seconds of `Accelerator()` and `prepare` on one rank of a world of `size`, all along one axis."""
+def layouts(size: int) -> dict[str, dict[str, int]]:
+    """The plans that are prepared, by their names."""
+    plans = {"replicate": {"replicate": size}, "shard": {"shard": size}}
+    if size > RANKS_PER_HOST:
+        plans["shard on a host, replicate over hosts"] = {"shard": RANKS_PER_HOST, "replicate": size // RANKS_PER_HOST}
+    return plans
+
+
+def prepared(size: int, plan: dict[str, int]) -> float:
+    """Seconds of processor time of `Accelerator()` and `prepare` on one rank of a world of `size`."""
     taken: list[float] = []
 
     def work() -> None:
         model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)])
         optimizer = torch.optim.AdamW(model.parameters())
-        began = time.perf_counter()
-        accelerator = Accelerator(plan={axis: size})
+        began = time.process_time()
+        accelerator = Accelerator(plan=plan)
         accelerator.prepare(model, optimizer)
-        taken.append(time.perf_counter() - began)
+        taken.append(time.process_time() - began)
         raise SystemExit
 
     def timed() -> float:
@@ -190,15 +200,16 @@ def table(sizes: tuple[int, ...] = SIZES) -> str:
     """Times, bytes and requests by ranks, as Markdown."""
     rows: dict[str, dict[int, float]] = {}
     for size in sizes:
-        for axis in ("replicate", "shard"):
-            row = rows.setdefault(f"`Accelerator()` and `prepare`, {axis}, one rank", {})
-            row[size] = prepared(size, axis)
+        for name, plan in layouts(size).items():
+            row = rows.setdefault(f"`Accelerator()` and `prepare`, {name}, one rank", {})
+            row[size] = prepared(size, plan)
         for name, value in result(lambda size=size: saved(size)).items():
             rows.setdefault(name, {})[size] = value
     heads = " | ".join(map(str, sizes))
     lines = [f"| what | {heads} | exponent |", "|---|" + "---|" * (len(sizes) + 1)]
     for name, by_size in rows.items():
         is_time = "bytes" not in name and "requests" not in name
-        cells = [growth.shown(value) if is_time else f"{value:,.0f}" for value in by_size.values()]
+        cells = ["" for size in sizes if size not in by_size]
+        cells += [growth.shown(value) if is_time else f"{value:,.0f}" for value in by_size.values()]
         lines.append(f"| {name} | {' | '.join(cells)} | {growth.exponent(by_size):.2f} |")
     return "\n".join(lines)

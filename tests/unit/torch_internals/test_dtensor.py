@@ -119,14 +119,15 @@ def test_a_slice_of_rows_knows_what_it_was_taken_of(mesh: DeviceMesh) -> None:
     assert whole.tolist() == [[0, 1], [0, 0], [0, 0], [6, 7]]
 
 
-def test_a_shard_is_cut_into_runs_of_rows() -> None:
-    parts = dtensor.cut(torch.arange(5), Shard(0), 4)
-    assert [part.tolist() for part in parts] == [[0, 1], [2, 3], [4], []]
-
-
-def test_a_strided_shard_is_cut_into_runs_of_each_run() -> None:
-    parts = dtensor.cut(torch.arange(8), _StridedShard(0, split_factor=2), 2)
-    assert [part.tolist() for part in parts] == [[0, 1, 4, 5], [2, 3, 6, 7]]
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 12])
+@pytest.mark.parametrize("rows", [1, 5, 8])
+@pytest.mark.parametrize("placement", [Shard(0), _StridedShard(0, split_factor=2), Shard(1), Shard(-1)], ids=str)
+def test_a_rank_gets_the_part_that_torch_cuts_for_it(placement: Any, rows: int, size: int) -> None:
+    tensor = torch.arange(rows * 4).view(rows, 4)
+    expected, _ = placement._split_tensor(tensor, size, with_padding=False)
+    parts = [dtensor.shard_of(tensor, placement, size, rank) for rank in range(size)]
+    assert [part.tolist() for part in parts if part.numel()] == [part.tolist() for part in expected if part.numel()]
+    assert [part.numel() for part in parts] == [part.numel() for part in expected]
 
 
 def test_a_dim_is_divided_a_second_time_by_a_placement_of_its_own() -> None:

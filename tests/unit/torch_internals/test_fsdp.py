@@ -66,6 +66,20 @@ def test_a_whole_parameter_is_there_once_it_was_gathered(model: nn.Module) -> No
     assert fsdp.whole_parameter(parameter).shape == model[1].weight.shape
 
 
+@pytest.mark.parametrize(("rows", "dim"), [(8, 0), (5, 0), (1, 0), (6, 1)])
+def test_a_parameter_is_cut_into_the_chunks_that_torch_makes(rows: int, dim: int) -> None:
+    from torch.distributed.fsdp._fully_shard import _fsdp_param
+
+    parameter = torch.arange(rows * 6).view(rows, 6)
+    expected = _fsdp_param._chunk_with_empty(parameter, 3, dim=dim)
+    with fsdp.own_chunks_only():
+        chunks: Any = _fsdp_param._chunk_with_empty(parameter, 3, dim=dim)
+        for rank in range(3):
+            # Of an empty chunk FSDP2 reads that alone.
+            assert chunks[rank].numel() == expected[rank].numel()
+            assert not expected[rank].numel() or torch.equal(chunks[rank], expected[rank])
+
+
 def test_grad_follows_shards_to_whole_parameters(model: nn.Module) -> None:
     for parameter in parameters_of(model):
         fsdp.let_grad_find(parameter)

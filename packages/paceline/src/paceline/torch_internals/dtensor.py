@@ -168,10 +168,25 @@ def unanswered(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) 
         handlers[operation] = function
 
 
-def cut(tensor: Tensor, placement: Placement, size: int) -> list[Tensor]:
-    """The parts into which `Shard` or its strided form cuts a tensor for `size` ranks, as views where that is possible.
+def chunk(tensor: Tensor, chunks: int, index: int, dim: int = 0) -> Tensor:
+    """One of the views that `torch.chunk` makes, without the others: thousands of ranks would each make thousands of views.
 
-    Shape: tensor as it is cut along `placement.dim`; the parts of the last ranks may be smaller there, or empty.
+    Shape: as `tensor`, with ceil(rows / chunks) rows along `dim`; the last chunks may have fewer, or none.
     """
-    parts: list[Tensor] = placement._split_tensor(tensor, size, with_padding=False, contiguous=False)[0]
-    return parts
+    rows = tensor.shape[dim]
+    rows_of_chunk = -(-rows // chunks)
+    start = min(index * rows_of_chunk, rows)
+    stop = min(start + rows_of_chunk, rows)
+    return tensor.narrow(dim, start, stop - start)
+
+
+def shard_of(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tensor:
+    """The part of a tensor that `Shard`, or its strided form, gives to one of `size` ranks; a view where that is possible.
+
+    Shape: as `tensor`, shorter along `placement.dim`; the parts of the last ranks may be smaller than the others, or empty.
+    """
+    dim: int = placement.dim
+    runs = getattr(placement, "split_factor", 1)
+    if runs == 1:
+        return chunk(tensor, size, rank, dim)
+    return torch.cat([chunk(run, size, rank, dim) for run in tensor.chunk(runs, dim)], dim)

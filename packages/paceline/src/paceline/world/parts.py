@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.torch_internals.dtensor import cut
+from paceline.torch_internals.dtensor import shard_of
 from paceline.world.mesh import Group
 from paceline.world.sharded import is_sharded
 from paceline.world.works import wait_all
@@ -42,8 +42,7 @@ def part_of_whole(tensor: Tensor) -> Part:
         own = rows.get(dim, torch.arange(tensor.shape[dim], device="cpu"))
         shape = [1] * tensor.ndim
         shape[dim] = -1
-        pieces = cut(own.view(shape), placement, mesh.size(axis))
-        rows[dim] = pieces[coordinate[axis]].reshape(-1)
+        rows[dim] = shard_of(own.view(shape), placement, mesh.size(axis), coordinate[axis]).reshape(-1)
     part: list[tuple[Run, ...]] = [((0, size),) for size in tensor.shape]
     for dim, own_rows in rows.items():
         part[dim] = _runs(own_rows)

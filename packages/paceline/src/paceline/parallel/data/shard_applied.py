@@ -33,6 +33,7 @@ from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import within_some
 from paceline.plan.plan import Decision, Plan
+from paceline.torch_internals.fsdp import own_chunks_only
 from paceline.torch_internals.modules import computes_weight
 from paceline.torch_internals.tensors import is_view
 from paceline.world.layout import GRADIENT_AXES
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Shard
 
 
+@own_chunks_only()
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     """Shards the model in place. Ranks: all."""
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard

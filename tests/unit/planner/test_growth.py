@@ -1,0 +1,45 @@
+"""What one rank does in `prepare` must not grow with the number of ranks: it is counted, in worlds of which one rank exists."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from paceline import Accelerator
+from paceline.planner.rehearsal import SimulatedWorld, rehearse
+
+
+class OperationCount(TorchDispatchMode):
+    """Counts the operations on tensors."""
+
+    operations = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return operation(*args, **(kwargs or {}))
+
+
+def operations_of_prepare(plan: dict[str, int], ranks: int, file: Path) -> int:
+    """Returns how many operations rank 0 of `ranks` carries out in `prepare`, of a rehearsal that does no more."""
+
+    def work() -> None:
+        model = nn.Sequential(nn.Linear(8, 20), nn.Linear(20, 8))
+        accelerator = Accelerator(plan=plan)
+        with OperationCount() as count:
+            accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+        file.write_text(str(count.operations))
+
+    rehearse(work, SimulatedWorld(ranks, local_size=8))
+    return int(file.read_text())
+
+
+@pytest.mark.parametrize("axis", ["shard", "replicate"])
+def test_prepare_takes_as_many_operations_on_few_ranks_as_on_many(axis: str, tmp_path: Path) -> None:
+    few = operations_of_prepare({axis: 8}, 8, tmp_path / "few")
+    many = operations_of_prepare({axis: 256}, 256, tmp_path / "many")
+    assert many == few > 0
