@@ -1,0 +1,112 @@
+"""Formulas of `paceline rehearse` beside published values, its command line, and the store that keeps checkpoints apart."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from paceline.base.errors import CheckpointError, ConfigError
+from paceline.cli._parser import Parser
+from paceline_lens.cli import rehearse
+from paceline_lens.rehearse import report
+from paceline_lens.rehearse.apart import StoreApart
+from paceline_lens.rehearse.intervals import JobCosts, daly_interval, forecast, useful_share, young_interval
+
+HOUR, MINUTE = 3600.0, 60.0
+
+
+@pytest.mark.parametrize(("mtbf_s", "minutes"), [(24 * HOUR, 117), (6 * HOUR, 57), (15 * MINUTE, 9.1)])
+def test_daly_interval_is_that_of_the_paper(mtbf_s: float, minutes: float) -> None:
+    # The captions of figures 3, 4 and 5: a save of 5 minutes.
+    assert daly_interval(5 * MINUTE, mtbf_s) / MINUTE == pytest.approx(minutes, rel=0.01)
+
+
+def test_daly_interval_has_its_limits() -> None:
+    assert daly_interval(1.0, 1e6) == pytest.approx(young_interval(1.0, 1e6), rel=1e-3)
+    assert daly_interval(100.0, 50.0) == 50.0
+
+
+@pytest.mark.parametrize("mtbf_s", [HOUR, 24 * HOUR])
+def test_no_other_interval_leaves_more_useful_time(mtbf_s: float) -> None:
+    best = daly_interval(30.0, mtbf_s)
+    shares = [useful_share(best * factor, 30.0, 120.0, mtbf_s) for factor in (0.8, 0.9, 1.0, 1.1, 1.2)]
+    assert max(shares) == shares[2]
+    # To the first order: half of an interval, the recovery, and the saves.
+    lost = 30.0 / best + (best / 2 + 120.0) / mtbf_s
+    assert shares[2] == pytest.approx(1 - lost, abs=0.02)
+
+
+def test_useful_share_of_a_job_that_fails_all_the_time() -> None:
+    assert useful_share(1.0, 1.0, 1.0, 1e-6) == 0.0
+
+
+def test_forecast_falls_with_the_number_of_devices() -> None:
+    costs = JobCosts(step_s=5.0, save_s=2.0, late_s=20.0, recovery_s=300.0)
+    sizes = forecast(costs, [1024, 16_384, 131_072], report.LLAMA_3_DEVICE_HOURS * HOUR)
+    assert sizes[1].failures_per_day == pytest.approx(419 / 54)
+    assert sizes[0].useful > sizes[1].useful > sizes[2].useful > sizes[2].useful_slower
+    assert all(size.useful > size.useful_slower for size in sizes)
+    # No save begins before the one before is complete.
+    (crowded,) = forecast(JobCosts(0.1, 0.01, 60.0, 1.0), [131_072], report.LLAMA_3_DEVICE_HOURS * HOUR)
+    assert crowded.daly_s == 60.0
+    assert crowded.steps == 600
+
+
+def test_store_apart_writes_nowhere_else(tmp_path: Path) -> None:
+    real = tmp_path / "run"
+    real.mkdir()
+    (real / "weights").write_bytes(b"real")
+    store = StoreApart(tmp_path / "drill")
+    assert store.list(store.resolve(str(real))) == []  # `resume()` finds none of the user's checkpoints
+    path = store.join(store.resolve(str(real)), "weights")
+    with store.open(path, "rb") as file:  # weights to start from
+        assert file.read() == b"real"
+    with store.open(path, "wb") as file:
+        file.write(b"drill")
+    with store.open(store.resolve(str(real / "weights")), "rb") as file:
+        assert file.read() == b"drill"
+    store.remove(path)
+    assert (real / "weights").read_bytes() == b"real"
+    assert math.isclose(len(list(real.iterdir())), 1)
+    with pytest.raises(CheckpointError) as error:
+        store.resolve("s3://bucket/run")
+    assert error.value.code == "rehearse-store"
+
+
+@pytest.mark.parametrize(
+    ("words", "code"),
+    [
+        (["--failures", "rank,earthquake"], "rehearse-value"),
+        (["--devices", "1024,0"], "rehearse-value"),
+        (["--mtbf-hours", "0"], "rehearse-value"),
+        (["--failures-per-day", "-1"], "rehearse-value"),
+        (["--failures-per-day", "nan"], "rehearse-value"),
+        (["--failures-per-day", "1", "--mtbf-hours", "1"], "rehearse-value"),
+        (["--repeat", "0"], "rehearse-value"),
+        (["--minutes", "0"], "rehearse-value"),
+        (["--nodes", "1:2"], "rehearse-value"),
+        (["--folder", "."], "rehearse-value"),
+        (["--compat", "accelerate"], "rehearse-folder"),
+    ],
+)
+def test_options_without_sense(
+    words: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    parser = Parser("paceline rehearse", "")
+    rehearse.configure(parser)
+    with pytest.raises(ConfigError) as error:
+        rehearse.run(parser.parse_args([*words, "train.py"]))
+    assert error.value.code == code
+
+
+def test_failures_per_day_are_those_of_the_first_number_of_devices() -> None:
+    parser = Parser("paceline rehearse", "")
+    rehearse.configure(parser)
+    args = parser.parse_args(["--failures-per-day", "2", "--devices", "100,1000", "train.py"])
+    device_mtbf_s = rehearse._device_mtbf_s(args, [100, 1000])
+    first, second = forecast(JobCosts(1.0, 1.0, 0.0, 1.0), [100, 1000], device_mtbf_s)
+    assert (first.failures_per_day, second.failures_per_day) == (2.0, 20.0)
