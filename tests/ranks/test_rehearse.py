@@ -51,7 +51,9 @@ def rehearsed(
     # The launchers and their processes are forks of a Python that has imported torch.
     monkeypatch.setattr("sys.executable", executable())
 
-    def run(*words: str, edits: dict[str, str] | None = None, project: str = "'run'") -> tuple[int, dict[str, Any], str]:
+    def run(
+        *words: str, edits: dict[str, str] | None = None, project: str = "'run'"
+    ) -> tuple[int, dict[str, Any], str]:
         text = TRAIN
         for old, new in (edits or {}).items():
             assert old in text
@@ -59,7 +61,18 @@ def rehearsed(
         (tmp_path / "train.py").write_text(text.replace("PROJECT", project))
         parser = Parser("paceline rehearse", "")
         rehearse.configure(parser)
-        arguments = ["--cpu", "--threads", "1", "--timeout-s", "3", "--monitor-interval-s", "0.02", *words, "--json", "train.py"]
+        arguments = [
+            "--cpu",
+            "--threads",
+            "1",
+            "--timeout-s",
+            "3",
+            "--monitor-interval-s",
+            "0.02",
+            *words,
+            "--json",
+            "train.py",
+        ]
         code = rehearse.run(parser.parse_args(arguments))
         out, err = capsys.readouterr()
         return code, json.loads(out) if out.startswith("{") else {}, err
@@ -81,7 +94,9 @@ def test_each_failure_of_two_processes_is_survived(rehearsed, tmp_path: Path) ->
         assert each["compared"] > 2 * each["step"]
         assert each["change"] is None
         assert each["resumed_step"] > 0
-        parts = [value for name, value in each.items() if name.endswith("_s") and name not in ("recovery_s", "new_step_s")]
+        parts = [
+            value for name, value in each.items() if name.endswith("_s") and name not in ("recovery_s", "new_step_s")
+        ]
         total = sum(value for value in parts if value is not None)
         assert total == pytest.approx(each["recovery_s"], abs=0.5)
         assert each["new_step_s"] >= each["recovery_s"]

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+import subprocess
 from pathlib import Path
 
 import pytest
 
-from paceline.base.errors import CheckpointError, ConfigError
+from paceline.base.errors import CheckpointError, ConfigError, LaunchError
 from paceline.cli._parser import Parser
+from paceline.config import schema
+from paceline.config.sources import resolve_launch
 from paceline_lens.cli import rehearse
-from paceline_lens.rehearse import report
+from paceline_lens.rehearse import cable, report
 from paceline_lens.rehearse.apart import StoreApart
 from paceline_lens.rehearse.intervals import JobCosts, daly_interval, forecast, useful_share, young_interval
 
@@ -91,9 +94,7 @@ def test_store_apart_writes_nowhere_else(tmp_path: Path) -> None:
         (["--compat", "accelerate"], "rehearse-folder"),
     ],
 )
-def test_options_without_sense(
-    words: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_without_sense(words: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
     parser = Parser("paceline rehearse", "")
@@ -110,3 +111,23 @@ def test_failures_per_day_are_those_of_the_first_number_of_devices() -> None:
     device_mtbf_s = rehearse._device_mtbf_s(args, [100, 1000])
     first, second = forecast(JobCosts(1.0, 1.0, 0.0, 1.0), [100, 1000], device_mtbf_s)
     assert (first.failures_per_day, second.failures_per_day) == (2.0, 20.0)
+
+
+def test_hosts_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = subprocess.CompletedProcess(["ip"], 1, stdout="", stderr="Operation not permitted")
+    monkeypatch.setattr(cable, "_ip", lambda *words: refused)
+    with pytest.raises(LaunchError) as error:
+        cable.HostsWithCable(2)
+    assert error.value.code == "rehearse-link"
+
+
+def test_a_job_keeps_the_options_of_its_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    parser = Parser("paceline rehearse", "")
+    rehearse.configure(parser)
+    words = ["--procs", "2", "--max-restarts", "7", "--timeout-s", "9", "--zero", "2", "train.py", "--lr", "1"]
+    args = parser.parse_args(words)
+    job = rehearse._job(args, resolve_launch(schema.given(args)))
+    assert job.options == ("--procs", "2", "--timeout-s", "9", "--zero", "2")
+    assert (job.script, job.args, job.timeout_s) == ("train.py", ("--lr", "1"), 9.0)

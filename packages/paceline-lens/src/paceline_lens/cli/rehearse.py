@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -30,14 +31,18 @@ if TYPE_CHECKING:
 
 _FAILURES = ("rank", "hang", "host", "preempt", "link")
 _OWN: dict[str, dict[str, Any]] = {
-    "--failures": {"metavar": "NAME,...", "default": ",".join(_FAILURES), "help": f"any of {','.join(_FAILURES)} [all]"},
+    "--failures": {
+        "metavar": "NAME,...",
+        "default": ",".join(_FAILURES),
+        "help": f"some of {','.join(_FAILURES)} [all]",
+    },
     "--seed": {"type": int, "metavar": "N", "default": 0, "help": "draws the steps and ranks [0]"},
     "--repeat": {"type": int, "metavar": "N", "default": 1, "help": "how often each failure is rehearsed [1]"},
     "--minutes": {
         "type": float,
         "metavar": "N",
         "default": 10.0,
-        "help": "longest time of the run without a failure, which ends soon after its second save [10]",
+        "help": "longest time of the run without a failure, which ends after its second save [10]",
     },
     "--devices": {
         "metavar": "N,N",
@@ -62,7 +67,7 @@ _OWN: dict[str, dict[str, Any]] = {
 # What has no meaning for a job that is disturbed on this machine, or is chosen by the rehearsal.
 _WITHOUT = (
     "dry_run", "exclude", "hostfile", "include", "launcher", "launcher_args", "log_dir", "main_address", "main_port",
-    "max_restarts", "metrics_port", "no_python", "node_rank", "resume", "ssh_port", "store", "tee", "wait", "watch", "watch_dir",
+    "metrics_port", "no_python", "node_rank", "resume", "ssh_port", "store", "tee", "wait", "watch", "watch_dir",
 )  # fmt: skip
 
 
@@ -93,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
     limits = RehearsalLimits(args.seed, args.repeat, args.minutes * 60)
     drills = _folder(args.folder)
+    # Otherwise the launchers of a drill would outlive this command.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     progress = ScriptProgress("paceline rehearse")
     try:
         with drills as folder:
@@ -125,9 +132,12 @@ def _job(args: argparse.Namespace, resolved: Launch) -> RehearsedJob:
             why=given,
             fix="`--nodes 2` lets this machine stand for two hosts",
         )
-    passed_on = [value for value in schema.given(args) if value.name != "module"]
+    # The drills have restarts of their own.
+    passed_on = [value for value in schema.given(args) if value.name not in ("module", "max_restarts")]
     kind = "module" if launch.module else "script"
-    job = RehearsedJob(tuple(schema.words(passed_on)), kind, args.script, tuple(words), nodes, env=environment.snapshot())
+    job = RehearsedJob(
+        tuple(schema.words(passed_on)), kind, args.script, tuple(words), nodes, env=environment.snapshot()
+    )
     if resolved.run.timeout_s is not None:
         job = RehearsedJob(**{**vars(job), "timeout_s": resolved.run.timeout_s})
     if launch.compat and not job.names_folder:
@@ -169,7 +179,9 @@ def _failures(text: str) -> list[str]:
     names = list(dict.fromkeys(text.split(",")))
     for name in names:
         if name not in _FAILURES:
-            raise _wrong("--failures", name, f"names out of {', '.join(_FAILURES)}, joined by commas", "--failures rank,hang")
+            raise _wrong(
+                "--failures", name, f"names out of {', '.join(_FAILURES)}, joined by commas", "--failures rank,hang"
+            )
     return names
 
 
@@ -186,7 +198,9 @@ def _device_mtbf_s(args: argparse.Namespace, devices: list[int]) -> float:
 
     hours, per_day = args.mtbf_hours, args.failures_per_day
     if hours is not None and per_day is not None:
-        raise _wrong("--failures-per-day", f"{per_day:g}", "one of both: --mtbf-hours says it too", f"--mtbf-hours {hours:g}")
+        raise _wrong(
+            "--failures-per-day", f"{per_day:g}", "one of both: --mtbf-hours says it too", f"--mtbf-hours {hours:g}"
+        )
     for flag, value in (("--mtbf-hours", hours), ("--failures-per-day", per_day)):
         if value is not None and not 0 < value < float("inf"):
             raise _wrong(flag, f"{value:g}", "a number above 0", f"{flag} {7.8 if per_day is not None else 50700:g}")

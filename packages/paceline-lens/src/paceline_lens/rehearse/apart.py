@@ -49,7 +49,7 @@ class StoreApart:
                 "rehearse-store",
                 f"checkpoints in {path!r} cannot be rehearsed.",
                 why="a rehearsal writes to a folder of its own, and this is the store of the real ones",
-                fix="let the script save to a folder on a disk, by its own arguments: `paceline rehearse train.py --out {folder}`",
+                fix="let the script save to a disk, by its own arguments: `paceline rehearse train.py --out {folder}`",
             )
         return self._inside(self._local.resolve(path))
 

@@ -1,13 +1,14 @@
 """From the lines of a drill to `Recovery`: what a failure costs, and whether the run goes on with the same losses.
 
-    fault --detected--> first other process ended --started--> new process --imports--> script --builds--> prepare
-          --prepare--> --load--> first batch --first step--> first step after the failure ... first step that is new
+fault --detected--> first other process ended --started--> new process --imports--> script --builds--> prepare
+      --prepare--> --load--> first batch --first step--> first step after the failure ... first step that is new
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from paceline_lens.rehearse.drill import DrillRecord, Strike
 from paceline_lens.rehearse.lines import DrillLine
@@ -95,7 +96,8 @@ class Undisturbed:
         stall_s: how long a save keeps the training waiting, on average.
         save_s: how long it takes in all.
         bytes: of the last checkpoint.
-        silence_s: the longest time in which some process wrote no line.
+        silence_s: the longest time for which some process may wait for another one: without a line, from `prepare` on, or from
+            the first process that reaches it to the last.
         seconds: from the first process to the last step.
         losses: (rank, step) -> loss, in hexadecimal.
         samples: step -> samples of all ranks until then.
@@ -122,7 +124,7 @@ def undisturbed(lines: Sequence[DrillLine]) -> Undisturbed | None:
     if len(steps) < 2:
         return None
     # From a step to the next: with the median, saves and evaluations between some of them do not count.
-    times = sorted(after.t - before.t for before, after in zip(steps, steps[1:], strict=False))
+    times = sorted(after.t - before.t for before, after in pairwise(steps))
     saves = [line for line in lines if line.event == "saved" and line.values["ok"]]
     first_save = None
     save_steps = None
@@ -154,11 +156,16 @@ def _has_loss(line: DrillLine) -> bool:
 
 
 def _longest_silence(lines: Sequence[DrillLine]) -> float:
-    longest = 0.0
-    last: dict[int, float] = {}
+    arrivals: dict[int, float] = {}  # when each rank has called `prepare`; before that it waits for nobody
     for line in lines:
-        longest = max(longest, line.t - last.get(line.rank, line.t))
-        last[line.rank] = line.t
+        if line.event == "preparing":
+            arrivals.setdefault(line.rank, line.t)
+    longest = max(arrivals.values(), default=0.0) - min(arrivals.values(), default=0.0)
+    last = dict(arrivals)
+    for line in lines:
+        if line.rank in last and line.t > last[line.rank]:
+            longest = max(longest, line.t - last[line.rank])
+            last[line.rank] = line.t
     return longest
 
 
@@ -265,9 +272,7 @@ def _samples(samples: Mapping[int, int], resumed: int | None, done: int, twice: 
     return None if before is None else samples[done] - before
 
 
-def _compare(
-    lines: Sequence[DrillLine], struck: float, reference: Undisturbed
-) -> tuple[LossChange | None, int, bool]:
+def _compare(lines: Sequence[DrillLine], struck: float, reference: Undisturbed) -> tuple[LossChange | None, int, bool]:
     """Compares every loss that was computed, those of steps that were done twice included.
 
     Returns:

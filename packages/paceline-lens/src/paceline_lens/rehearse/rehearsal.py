@@ -1,4 +1,4 @@
-"""`Rehearsal`: the job without a failure first, then each failure in a run of its own, and what follows from the measurements."""
+"""`Rehearsal`: the job without a failure first, then each failure in a run of its own; and what follows from them."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ class Rehearsal:
                 "rehearse-script",
                 "the job took fewer than two optimizer steps, so there is nothing to compare.",
                 why=f"it ran for at most {self._limits.alone_s / 60:g} minutes (--minutes), and printed last:\n{last_lines}",
-                fix="let `accelerator.prepare` prepare the optimizer, and the script take some steps; or give it more `--minutes`",
+                fix="let `accelerator.prepare` prepare the optimizer, and let the script take some steps",
             )
         self._need_checkpoint(reference, is_over=record.end == "over")
         return reference
@@ -204,7 +204,9 @@ class Rehearsal:
 
         def reached(lines: Sequence[DrillLine]) -> bool:
             struck = any(line.event == "strikes" for line in lines) or not strike.kind.strike
-            return struck and any(line.event == "step" and line.rank == 0 and line.values["step"] >= goal for line in lines)
+            return struck and any(
+                line.event == "step" and line.rank == 0 and line.values["step"] >= goal for line in lines
+            )
 
         limit_s = 120 + 3 * reference.seconds + 2 * (job.timeout_s or 0)
         folder = self._folder / f"{strike.kind.name}-{number}"

@@ -72,7 +72,9 @@ def text(result: RehearsalResult) -> str:
     else:
         lines += [*_proposals(result), "", *_sizes(result), ""]
     passed = sum(each.passed for each in result.recoveries)
-    lines.append(f"{len(result.recoveries)} failures rehearsed: {passed} survived, {len(result.skipped)} not rehearsed.")
+    lines.append(
+        f"{len(result.recoveries)} failures rehearsed: {passed} survived, {len(result.skipped)} not rehearsed."
+    )
     return "\n".join(lines)
 
 
@@ -83,7 +85,7 @@ def _alone(result: RehearsalResult) -> str:
     every = "" if reference.save_steps is None else f" every {reference.save_steps} steps"
     return (
         f"Without a failure: {reference.steps} steps on {reference.ranks} process{plural}, {_seconds(reference.step_s)} each. "
-        f"A save{every} keeps them waiting for {_seconds(reference.stall_s)} and takes {_seconds(reference.save_s)} in all{size}."
+        f"A save{every} keeps them waiting for {_seconds(reference.stall_s)}, and takes {_seconds(reference.save_s)}{size}."
     )
 
 
@@ -97,7 +99,13 @@ def _table(recoveries: Sequence[Recovery]) -> list[str]:
         verdict = "survived" if each.passed else "NOT SURVIVED"
         rows.append([each.failure, str(each.step), *times, _twice(each), _losses(each), verdict])
     lines = text_table(rows)
-    return ["Seconds after each failure, in the process of the first rank:", "", lines[0], "-" * max(map(len, lines)), *lines[1:]]
+    return [
+        "Seconds after each failure, in the process of the first rank:",
+        "",
+        lines[0],
+        "-" * max(map(len, lines)),
+        *lines[1:],
+    ]
 
 
 def _twice(each: Recovery) -> str:
@@ -140,7 +148,10 @@ def _proposals(result: RehearsalResult) -> list[str]:
     timeout = f"three times the longest silence of a process ({_seconds(reference.silence_s)}), at least 10 s"
     rows = [
         [f"--timeout-s {proposed.timeout_s:g}", timeout + "; the hang was found with it" * found],
-        [f"--max-restarts {proposed.max_restarts}", "as many failures as a week has, and three standard deviations more"],
+        [
+            f"--max-restarts {proposed.max_restarts}",
+            "as many failures as a week has, and three standard deviations more",
+        ],
         [f"--grace-s {proposed.grace_s:g}", "three times what a save at SIGTERM took, at least 30 s"],
         [
             f"save every {proposed.save_steps:,} steps",
@@ -175,7 +186,9 @@ def _without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 def _sizes(result: RehearsalResult) -> list[str]:
     costs = result.costs
     assert costs is not None
-    rows = [["devices", "failures a day", "between two", "save every", "useful time", f"if {SLOWER:g}x slower", "source"]]
+    rows = [
+        ["devices", "failures a day", "between two", "save every", "useful time", f"if {SLOWER:g}x slower", "source"]
+    ]
     for size in result.sizes:
         every = f"{_seconds(size.daly_s)} ({size.steps:,} steps)"
         shares = [f"{size.useful:.2%}", f"{size.useful_slower:.2%}"]
@@ -192,11 +205,12 @@ def _sizes(result: RehearsalResult) -> list[str]:
         "",
         *(f"  {name}: {source}." for name, source in SOURCES.items()),
         "",
-        f"  It assumes: one failure of a device in {device_years:.2g} years (--mtbf-hours), independent of all others and of time;",
-        f"  each costs a recovery of {_seconds(costs.recovery_s)} and what was computed since the last complete save; a save",
-        f"  costs {_seconds(costs.save_s)} and is complete {_seconds(costs.late_s)} later; at every number of devices, as here. In the column",
-        f"  'if {SLOWER:g}x slower' saves and recoveries take {SLOWER:g} times as long. The wait for a new host, and failures that are",
-        "  seen only by --timeout-s, come on top.",
+        "  Assumptions:",
+        f"  - A device fails once in {device_years:.2g} years (--mtbf-hours), independently of all others and of time.",
+        f"  - A failure costs a recovery of {_seconds(costs.recovery_s)}, and what was computed since the last complete save.",
+        f"  - A save costs {_seconds(costs.save_s)}, and is complete {_seconds(costs.late_s)} later.",
+        "  - All of this is the same at every number of devices. In the column with 'slower', saves and recoveries are slower.",
+        "  - The wait for a new host, and failures that are seen only by --timeout-s, come on top.",
     ]
 
 

@@ -25,7 +25,7 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
         "paceline.strategies": ("context", "experts", "fp8", "pipeline", "tensor"),
     },
     "lens": {
-        "paceline.commands": ("metrics", "ps", "tune", "verify", "watch"),
+        "paceline.commands": ("metrics", "ps", "rehearse", "tune", "verify", "watch"),
         "paceline.run_views": ("metrics", "page", "status_line"),
         "paceline.trackers": (
             "aim", "clearml", "comet_ml", "dvclive", "mlflow", "opentelemetry", "swanlab", "trackio", "wandb",
