@@ -139,11 +139,18 @@ class Drill:
         self._launchers: list[subprocess.Popen[bytes]] = []
         self._cable: HostsWithCable | None = None
         self._mends_at: float | None = None
+        # Lines after this moment count for the goal; None before the fault, or while the link is cut.
+        self._counts_from: float | None = 0.0 if strike is None else None
         self._env = {**job.env, "PACELINE_RUN_SECRET": secrets.token_hex(32)}
         self._port = _free_port()
 
     def run(self, reached: Callable[[Sequence[DrillLine]], bool], limit_s: float) -> DrillRecord:
-        """Runs the job until `reached` says so of the lines, or it ends by itself, or `limit_s` is over."""
+        """Runs the job to its goal, or until it ends by itself, or `limit_s` is over.
+
+        Args:
+            reached: returns whether the goal is reached, given the lines after the fault.
+            limit_s: seconds.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         kind = None if self._strike is None else self._strike.kind
         try:
@@ -194,9 +201,11 @@ class Drill:
             self._act_on_link()
             for line in new:
                 if line.event == "strikes":
-                    self._record.struck = line.t
-            if new and reached(self._reader.lines):
-                return "reached"
+                    self._record.struck = self._counts_from = line.t
+            if new and self._counts_from is not None:
+                counted = [line for line in self._reader.lines if line.t > self._counts_from]
+                if reached(counted):
+                    return "reached"
             end = self._look_at_launchers()
             if end:
                 return end
@@ -221,6 +230,7 @@ class Drill:
         elif self._mends_at is not None and time.monotonic() > self._mends_at:
             self._mends_at = None
             self._cable.mend()
+            self._counts_from = time.time()
 
     def _look_at_launchers(self) -> str:
         """Starts launchers again where the fault wants it; returns how the job has ended, "" while it goes on."""

@@ -196,7 +196,9 @@ def recovery(strike: Strike, record: DrillRecord, reference: Undisturbed) -> Rec
         parts, resumed = _parts(struck, begun[-1], lines, _first_end(record, strike, struck))
         twice = max(0, done - resumed) if resumed is not None else 0
     elif new:
-        parts = {"recovery_s": new[0].t - struck}
+        # A step that was under way may end after a link was cut, so the longest pause is the recovery.
+        times = [struck, *(line.t for line in new)]
+        parts = {"recovery_s": max(after - before for before, after in pairwise(times))}
     fresh = [line.t for line in new if line.values["step"] > done]
     why, fix = _verdict(record, struck, resumed, bool(fresh))
     return Recovery(

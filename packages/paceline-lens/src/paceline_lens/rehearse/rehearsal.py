@@ -203,10 +203,13 @@ class Rehearsal:
         goal = max(reference.steps, strike.step + 1)
 
         def reached(lines: Sequence[DrillLine]) -> bool:
-            struck = any(line.event == "strikes" for line in lines) or not strike.kind.strike
-            return struck and any(
-                line.event == "step" and line.rank == 0 and line.values["step"] >= goal for line in lines
-            )
+            own = [line for line in lines if line.rank == 0]
+            begun = [line.t for line in own if line.event == "ready"]
+            # Only a link can be cut without a new start. Before that, a rank may still end the step that was under way.
+            if strike.kind.strike and not begun:
+                return False
+            steps = [line.values["step"] for line in own if line.event == "step" and line.t > max(begun, default=0.0)]
+            return bool(steps) and steps[-1] >= goal
 
         limit_s = 120 + 3 * reference.seconds + 2 * (job.timeout_s or 0)
         folder = self._folder / f"{strike.kind.name}-{number}"
