@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -10,12 +11,16 @@ import pytest
 
 from paceline.base.errors import CheckpointError, ConfigError, LaunchError
 from paceline.cli._parser import Parser
+from paceline.cli.main import main
 from paceline.config import schema
 from paceline.config.sources import resolve_launch
 from paceline_lens.cli import rehearse
 from paceline_lens.rehearse import cable, report
 from paceline_lens.rehearse.apart import StoreApart
+from paceline_lens.rehearse.drill import RehearsedJob
 from paceline_lens.rehearse.intervals import JobCosts, daly_interval, forecast, useful_share, young_interval
+from paceline_lens.rehearse.measure import Undisturbed
+from paceline_lens.rehearse.rehearsal import ProposedSettings, RehearsalResult
 
 HOUR, MINUTE = 3600.0, 60.0
 
@@ -131,3 +136,26 @@ def test_a_job_keeps_the_options_of_its_launch(tmp_path: Path, monkeypatch: pyte
     job = rehearse._job(args, resolve_launch(schema.given(args)))
     assert job.options == ("--procs", "2", "--timeout-s", "9", "--zero", "2")
     assert (job.script, job.args, job.timeout_s) == ("train.py", ("--lr", "1"), 9.0)
+
+
+def test_proposed_settings_work_when_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").write_text("")
+    job = RehearsedJob(
+        ("--procs", "2", "--cpu", "--timeout-s", "900"), "script", "train.py", ("--name", "a b"), timeout_s=12.0
+    )
+    costs = JobCosts(step_s=0.5, save_s=1.0, late_s=0.0, recovery_s=20.0)
+    sizes = forecast(costs, [1024], report.LLAMA_3_DEVICE_HOURS * HOUR)
+    alone = Undisturbed(20, 2, 0.5, 4, 2, 4, 1.0, 1.0, 10, 3.9, 9.0, {}, {})
+    proposed = ProposedSettings(12.0, 9, 30, 1024, sizes[0].steps, sizes[0].daly_s)
+    shown = report.text(RehearsalResult(job, alone, [], {}, costs, proposed, sizes))
+    (command,) = [line.strip() for line in shown.splitlines() if line.strip().startswith("paceline launch")]
+    program, *words = shlex.split(command)
+    assert program == "paceline"
+    assert words.count("--timeout-s") == 1
+    assert main([words[0], "--dry-run", *words[1:]]) == 0
+    told = capsys.readouterr().out
+    assert "'a b'" in told
+    assert "12" in told

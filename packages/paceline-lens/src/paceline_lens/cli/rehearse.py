@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
         say(notice)
     job = _job(args, resolved)
     from paceline_lens.rehearse import report
-    from paceline_lens.rehearse.rehearsal import Rehearsal, RehearsalLimits
+    from paceline_lens.rehearse.rehearsal import FailureRehearsal, RehearsalLimits
 
     limits = RehearsalLimits(args.seed, args.repeat, args.minutes * 60)
     drills = _folder(args.folder)
@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     progress = ScriptProgress("paceline rehearse")
     try:
         with drills as folder:
-            result = Rehearsal(job, Path(folder), limits, progress.show).run(failures, devices, device_mtbf_s)
+            result = FailureRehearsal(job, Path(folder), limits, progress.show).run(failures, devices, device_mtbf_s)
     except PacelineError as error:
         progress.clear()
         print(f"paceline.{type(error).__name__}: {error}", file=sys.stderr)

@@ -16,14 +16,18 @@ import shutil
 import subprocess
 from collections.abc import Sequence
 
+from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 
-_PATH = os.pathsep.join((os.environ.get("PATH", ""), "/usr/sbin", "/sbin"))
+
+def _path() -> str:
+    """Returns where programs are looked for; `ip` may be where only the administrator's shell looks."""
+    return os.pathsep.join((environment.snapshot().get("PATH", ""), "/usr/sbin", "/sbin"))
 
 
 def obstacle() -> str:
     """Returns why no link can be cut on this machine; "" if it can."""
-    if shutil.which("ip", path=_PATH) is None:
+    if shutil.which("ip", path=_path()) is None:
         return "it needs network namespaces, and `ip` (iproute2) is not installed"
     if os.geteuid() != 0:
         return "it needs network namespaces, which only root may make"
@@ -60,7 +64,7 @@ class HostsWithCable:
 
     def prefix(self, number: int) -> Sequence[str]:
         """Returns the words before a command that runs it on a host."""
-        ip = shutil.which("ip", path=_PATH) or "ip"
+        ip = shutil.which("ip", path=_path()) or "ip"
         return [ip, "netns", "exec", self._hosts[number], "env", "GLOO_SOCKET_IFNAME=eth0"]
 
     def cut(self) -> None:
@@ -94,7 +98,12 @@ class HostsWithCable:
 
 def _ip(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["ip", *words], env={**os.environ, "PATH": _PATH}, capture_output=True, text=True, timeout=30, check=False
+        ["ip", *words],
+        env={**environment.snapshot(), "PATH": _path()},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
     )
 
 

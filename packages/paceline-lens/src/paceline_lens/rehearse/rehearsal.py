@@ -1,4 +1,4 @@
-"""`Rehearsal`: the job without a failure first, then each failure in a run of its own; and what follows from them."""
+"""`FailureRehearsal`: the job without a failure first, then each failure in a run of its own; and what follows from them."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class RehearsalLimits:
     alone_s: float = 600.0
 
 
-class Rehearsal:
+class FailureRehearsal:
     """Rehearses the failures of one job.
 
     Args:
