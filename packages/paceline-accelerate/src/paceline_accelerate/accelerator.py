@@ -127,9 +127,8 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         self._window = asked.window
         self._sync_each_batch = asked.window.sync_each_batch
         self._start(asked.native())
-        self._trackers = TrackerList(
-            log_with, self.logging_dir, is_main=self.is_main_process and self.run.runtime.keeps_files
-        )
+        tracks = self.run.runtime.keeps_files and self.run.runtime.tracks
+        self._trackers = TrackerList(log_with, self.logging_dir, is_main=self.is_main_process and tracks)
         self.log_with = self._trackers.asked
         self.step = 0
         self.native_amp = self.run.precision.name != "no"

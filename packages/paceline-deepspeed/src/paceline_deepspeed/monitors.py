@@ -133,7 +133,8 @@ class StepEvents:
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        is_writer = engine.accelerator.is_main_process and engine.accelerator.run.runtime.keeps_files
+        runtime = engine.accelerator.run.runtime
+        is_writer = engine.accelerator.is_main_process and runtime.keeps_files and runtime.tracks
         self.monitors = Monitors(engine.config, is_main=is_writer)
         self.timers = Timers(engine)
 

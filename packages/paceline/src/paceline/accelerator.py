@@ -181,7 +181,7 @@ class Accelerator(Participant):
         """The trackers that `log_with` asks for."""
         from paceline.observe.trackers.group import Trackers
 
-        is_writer = self.run.world.is_main and self.run.runtime.keeps_files
+        is_writer = self.run.world.is_main and self.run.runtime.keeps_files and self.run.runtime.tracks
         return Trackers(self._log_with, self.logging_dir, is_main=is_writer)
 
     # -- what this run is --------------------------------------------------------------------------------------

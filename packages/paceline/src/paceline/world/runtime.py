@@ -4,6 +4,7 @@
     RehearsalRuntime    `planner.rehearsal`: ranks that do not exist, tensors without values, no files
     ScriptNotes, Trial  `planner.trial`: the run is looked at, writes no files, and ends after the last measured step
     Recorder            `verify.recorder`: the same, and what it computes is recorded
+    DrilledRank         `rehearse.job_in_drill`: a real run that is disturbed; only its trackers are silent
 
 A script constructs its `Accelerator` itself, so a runtime cannot be passed to it as an argument. The code that builds a run
 calls `current` once. `use` sets another runtime, in a process that does nothing else afterwards.
@@ -58,6 +59,7 @@ class Runtime:
 
     Attributes:
         keeps_files: whether checkpoints and trackers write, and whether a run looks for a checkpoint to go on from.
+        tracks: whether trackers write, where files are kept.
         others_answer: whether the other ranks exist, and so take part in collectives.
         compares_widths: whether runs of several widths are compared, so that samples come in one order at each, also where
             another library's own order is another on one process.
@@ -66,6 +68,7 @@ class Runtime:
     """
 
     keeps_files = True
+    tracks = True
     others_answer = True
     compares_widths = False
     backend = ""
