@@ -30,7 +30,7 @@ from paceline.config.sources import Launch, resolve_launch
 
 if TYPE_CHECKING:
     from paceline.launch.job import Target
-    from paceline_lens.verify.verifier import Verification
+    from paceline_lens.verify.result import Verification
 
 _OWN: dict[str, dict[str, Any]] = {
     "--procs": {"metavar": "N,N", "default": "1,2", "help": "numbers of processes to compare [1,2]"},

@@ -20,6 +20,7 @@ from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
 from paceline.launch.launcher import LAUNCHERS, Outcome
+from paceline_lens.verify.bare.recorder import BareRecorder
 from paceline_lens.verify.case import RunFailed, VerifyCase
 from paceline_lens.verify.plain import PlainRecorder
 from paceline_lens.verify.recorder import Recorder
@@ -75,7 +76,7 @@ class LaunchedRuns:
         """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         recorder = Recorder(folder, self._steps, double=double, nudge=nudge, as_written=as_written)
-        return self._run(folder, recorder, self._job.target, case, again)
+        return self._run(folder, self._recorded(recorder, self._job.target), case, again)
 
     def run_plain(self) -> Sequence[Recording]:
         """Runs the script from before as it is, and returns its recording.
@@ -86,11 +87,30 @@ class LaunchedRuns:
         assert self.plain is not None
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         recorder = PlainRecorder(folder, self._steps, environment.snapshot())
-        return self._run(folder, recorder, self.plain, VerifyCase(1), again=False)
+        return self._run(folder, self._recorded(recorder, self.plain), VerifyCase(1), again=False)
 
-    def _run(
-        self, folder: Path, recorder: Recorder, script: Target, case: VerifyCase, again: bool
+    def run_bare(
+        self, case: VerifyCase, *, parts: Sequence[int] = (), share: int = 1, nudge: float = 0.0, again: bool = False
     ) -> Sequence[Recording]:
+        """Runs a script that has nothing of Paceline in it, and returns the recordings of all ranks.
+
+        Args:
+            case: the number of processes.
+            parts, share, nudge: see `BareRecorder`.
+            again: as for a script with Paceline.
+
+        Raises:
+            RunFailed: if a process ended with an error, or took no step.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        recorder = BareRecorder(folder, self._steps, parts=parts, share=share, nudge=nudge)
+        target = Target("function", self._job.target.name, self._job.target.args, partial(recorder.run, self._job.target))
+        return self._run(folder, target, case, again)
+
+    def _recorded(self, recorder: Recorder, script: Target) -> Target:
+        return Target("function", script.name, script.args, partial(recorder.run, script, self._job.compat))
+
+    def _run(self, folder: Path, target: Target, case: VerifyCase, again: bool) -> Sequence[Recording]:
         log_dir = folder / "output"
         log_dir.mkdir()
         variables = {**self._job.env, HANDED: self._handed(case)}
@@ -98,7 +118,7 @@ class LaunchedRuns:
             variables["PYTHONHASHSEED"] = _OTHER_HASH_SEED
         job = replace(
             self._job,
-            target=Target("function", script.name, script.args, partial(recorder.run, script, self._job.compat)),
+            target=target,
             procs=case.procs,
             env=variables,
             start="exec" if again else self._job.start,

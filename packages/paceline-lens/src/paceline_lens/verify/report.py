@@ -12,7 +12,7 @@ from typing import Any
 from paceline.base.text_table import text_table
 from paceline_lens.verify.compare import FIELDS, ValueDifference
 from paceline_lens.verify.diagnose import Diagnosis
-from paceline_lens.verify.verifier import Result, Verification
+from paceline_lens.verify.result import Result, Verification
 
 _RULES = {
     "float64": "runs in float64",
