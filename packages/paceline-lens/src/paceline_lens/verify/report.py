@@ -54,7 +54,7 @@ def _table(results: Sequence[Result]) -> list[str]:
 
 
 def _size(result: Result, field: str) -> str:
-    if result.status == "failed" and not result.steps:
+    if field not in result.compared or (result.status == "failed" and not result.steps):
         return "-"
     size = result.largest.get(field, (0.0, None))[0]
     if field == "rows":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline_lens.verify.case import VerifyCase
-from paceline_lens.verify.compare import ValueDifference
+from paceline_lens.verify.compare import FIELDS, ValueDifference
 from paceline_lens.verify.diagnose import Diagnosis
 
 Status = Literal["same", "different", "failed"]
@@ -29,6 +29,7 @@ class Result:
         findings: causes of the difference, and of what the run does by itself.
         largest: by field, the largest difference in the precision of the script, and (under the rule "float64") in float64.
         steps: the number of steps that were compared.
+        compared: the fields that were compared.
         left_out: logged values that are not compared, since they differ in two runs on one process.
     """
 
@@ -41,6 +42,7 @@ class Result:
     largest: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
     steps: int = 0
     left_out: Sequence[str] = ()
+    compared: Sequence[str] = FIELDS
 
     @property
     def causes(self) -> list[str]:

@@ -152,6 +152,10 @@ def data_overlap(account: Account) -> str:
     return ""
 
 
+def batch_divided(account: Account) -> str:
+    return f"the script gives each of {account.world} ranks the batch of one process" if account.shared else ""
+
+
 def batch_by_rank(account: Account) -> str:
     if account.rows != "more":
         return ""
@@ -565,6 +569,11 @@ CAUSES_OF_RUN: tuple[DifferenceCause, ...] = (
         "copy-by-rank", "A copy of the weights, such as an average, differs between ranks",
         "Update it on all ranks alike and from the same weights, after the optimizer's step, or broadcast it before it is used.",
         copy_by_rank, explains="ranks",
+    ),
+    DifferenceCause(
+        "batch-divided", "Batch sizes were divided by the number of ranks, so that the global batch is that of one process",
+        "Nothing has to be changed: a learning rate that grows with the ranks is not looked at here.",
+        batch_divided, explains="ranks", is_error=False,
     ),
     DifferenceCause(
         "batch-by-rank", "The global batch grows with the number of ranks",

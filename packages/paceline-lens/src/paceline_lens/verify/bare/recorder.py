@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial, wraps
 from pathlib import Path
 from types import FrameType
@@ -42,6 +42,7 @@ from paceline.world.sharded import is_sharded, local, whole
 from paceline.world.tree import tensors
 from paceline_lens.verify.quiet import Quiet
 from paceline_lens.verify.recording import Event, Recording
+from paceline_lens.verify.replaced import replaced
 from paceline_lens.verify.sketch import rows, sketch
 
 # Steps of which gradients before their reduction are recorded: mistakes in the reduction show in the first step, or in the
@@ -108,12 +109,12 @@ class BareRecorder:
             ):
                 hooks.callback(handle.remove)
             # Torch's hooks on all modules do not see keyword arguments.
-            hooks.enter_context(_replaced(nn.Module, "__call__", self._noting_forward))
-            hooks.enter_context(_replaced(dist, "all_reduce", self._noting_reduction))
+            hooks.enter_context(replaced(nn.Module, "__call__", self._noting_forward))
+            hooks.enter_context(replaced(dist, "all_reduce", self._noting_reduction))
             for module in (nn.utils, nn.utils.clip_grad):
-                hooks.enter_context(_replaced(module, "clip_grad_norm_", self._noting_clip))
+                hooks.enter_context(replaced(module, "clip_grad_norm_", self._noting_clip))
             if self._share > 1:
-                hooks.enter_context(_replaced(DataLoader, "__init__", self._sharing))
+                hooks.enter_context(replaced(DataLoader, "__init__", self._sharing))
             hooks.callback(self._write)
             with self._quiet:
                 try:
@@ -402,14 +403,3 @@ def _line() -> str:
     if frame is None:
         return "an unknown line"
     return f"{Path(frame.f_code.co_filename).name}:{line_of(frame)}"
-
-
-@contextmanager
-def _replaced(owner: Any, name: str, replacement: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Iterator[None]:
-    """Replaces a function by what `replacement` makes of it, and puts it back at the end."""
-    original = getattr(owner, name)
-    setattr(owner, name, replacement(original))
-    try:
-        yield
-    finally:
-        setattr(owner, name, original)

@@ -100,4 +100,5 @@ def _judged(case: VerifyCase, account: Account, *, alone: bool = False) -> Resul
         largest["rows"] = (1.0, None)
     if account.largest:
         largest["gradient"] = (account.largest, None)
-    return Result(case, status, why, findings=findings, largest=largest, steps=account.num_steps)
+    compared = ("rows", "gradient") if account.compares_gradients else ("rows",)
+    return Result(case, status, why, findings=findings, largest=largest, steps=account.num_steps, compared=compared)
