@@ -30,7 +30,10 @@ data = TensorDataset(inputs, inputs.sum(1).sin())
 sampler = DistributedSampler(data, shuffle=True)
 """
 
-DDP_SCRIPT = _HEAD + _DATA + """
+DDP_SCRIPT = (
+    _HEAD
+    + _DATA
+    + """
 loader = DataLoader(data, batch_size=8 // world, sampler=sampler)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(0.1), nn.Linear(8, 1))
 model = DDP(model)
@@ -48,9 +51,13 @@ for epoch in range(2):
             for a, p in zip(average.parameters(), model.module.parameters()):
                 a.lerp_(p, 0.5)
 """
+)
 
 # By hand: two micro-batches in a step, then one all-reduce of each gradient.
-HAND_SCRIPT = _HEAD + _DATA + """
+HAND_SCRIPT = (
+    _HEAD
+    + _DATA
+    + """
 loader = DataLoader(data, batch_size=8 // world, sampler=sampler)
 model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -67,9 +74,12 @@ for epoch in range(2):
             optimizer.step()
             optimizer.zero_grad()
 """
+)
 
 # A language model with tokens to ignore, whose loss is the mean over all tokens of the batch.
-TOKENS_SCRIPT = _HEAD + """
+TOKENS_SCRIPT = (
+    _HEAD
+    + """
 tokens = torch.randint(0, 11, (32, 6))
 labels = tokens.roll(-1, 1)
 labels[::3, 2:] = -100
@@ -86,8 +96,12 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
+)
 
-FSDP_SCRIPT = _HEAD + _DATA + """
+FSDP_SCRIPT = (
+    _HEAD
+    + _DATA
+    + """
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.device_mesh import init_device_mesh
 loader = DataLoader(data, batch_size=8 // world, sampler=sampler)
@@ -106,9 +120,12 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
+)
 
 # Tensor parallel by hand: a layer divided by columns, then one by rows, with their two collectives.
-TP_SCRIPT = _HEAD + """
+TP_SCRIPT = (
+    _HEAD
+    + """
 class ToParts(torch.autograd.Function):
     @staticmethod
     def forward(context, x):
@@ -161,9 +178,12 @@ for step in range(5):
     optimizer.step()
     optimizer.zero_grad()
 """
+)
 
 # Sequence parallel by hand: each rank normalizes its part of the sequence; the rest sees all of it.
-SEQUENCE_SCRIPT = _HEAD + """
+SEQUENCE_SCRIPT = (
+    _HEAD
+    + """
 class Gather(torch.autograd.Function):
     @staticmethod
     def forward(context, x):
@@ -196,9 +216,13 @@ for step in range(5):
     optimizer.step()
     optimizer.zero_grad()
 """
+)
 
 # Experts by hand: four experts, divided by the ranks; each sample goes to the rank of its expert, and comes back.
-EXPERTS_SCRIPT = _HEAD + _DATA + """
+EXPERTS_SCRIPT = (
+    _HEAD
+    + _DATA
+    + """
 class Exchange(torch.autograd.Function):
     @staticmethod
     def forward(context, x):
@@ -242,13 +266,20 @@ for x, y in loader:
     optimizer.step()
     optimizer.zero_grad()
 """
+)
 
 # A second head for some samples: a rank may have none of them.
 _EXTRA: Sequence[Edit] = [
     ("model = nn", "extra = nn.Linear(6, 1)\nmodel = nn"),
-    ("y) / 2\n", "y) / 2\n        some = x[x[:, 0] > 1.5]\n        if len(some):\n            loss = loss + (extra(some) ** 2).sum() / len(x) / 2\n"),
+    (
+        "y) / 2\n",
+        "y) / 2\n        some = x[x[:, 0] > 1.5]\n        if len(some):\n            loss = loss + (extra(some) ** 2).sum() / len(x) / 2\n",
+    ),
     ("model.parameters()", "[*model.parameters(), *extra.parameters()]"),
-    ("dist.all_reduce(p.grad)", "if p.grad is None:\n                    p.grad = torch.zeros_like(p)\n                dist.all_reduce(p.grad)"),
+    (
+        "dist.all_reduce(p.grad)",
+        "if p.grad is None:\n                    p.grad = torch.zeros_like(p)\n                dist.all_reduce(p.grad)",
+    ),
     ("0.3)", "1e9)"),
 ]
 

@@ -73,7 +73,9 @@ def recorded(folder: Path, is_correct: bool, long: bool) -> Path:
                 continue
             script = compile(text, str(place / "train.py"), "exec")
             try:
-                BareRecorder(own, _STEPS, **options).record(lambda script=script: exec(script, {"__name__": "__main__"}))
+                BareRecorder(own, _STEPS, **options).record(
+                    lambda script=script: exec(script, {"__name__": "__main__"})
+                )
             except Exception:
                 (own / f"failed{options}").write_text(traceback.format_exc())
 
@@ -115,7 +117,9 @@ def test_what_is_broken(folder, name):
     assert causes[:1] == [BROKEN_BARE[name][0]], [(result.why, result.findings) for result in found]
     # The line of the script, for what happens in a line.
     evidence = next(finding.evidence for result in found for finding in result.findings if finding.cause.is_error)
-    assert "train.py:" in evidence or causes[0].startswith(("data", "model", "epoch", "copy", "weights", "batch", "rate"))
+    assert "train.py:" in evidence or causes[0].startswith(
+        ("data", "model", "epoch", "copy", "weights", "batch", "rate")
+    )
 
 
 @pytest.mark.long
@@ -129,7 +133,11 @@ def test_the_command_on_a_script_for_torchrun(tmp_path, monkeypatch, capfd):
     assert "2 the same, 0 different" in capfd.readouterr().out
     assert command_line.main([*words, "--json", "bad.py"]) == 1
     finding = json.loads(capfd.readouterr().out)["results"][1]["findings"][0]
-    assert finding["cause"] == "reduction-missing" and "0.weight" in finding["evidence"] and "bad.py:" in finding["evidence"]
+    assert (
+        finding["cause"] == "reduction-missing"
+        and "0.weight" in finding["evidence"]
+        and "bad.py:" in finding["evidence"]
+    )
     # No plan can be applied to it.
     assert command_line.main([*words, "--plans", "zero=2", "good.py"]) == 2
 

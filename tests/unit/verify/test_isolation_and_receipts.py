@@ -98,8 +98,8 @@ def test_a_correct_model_is_isolated():
 @pytest.mark.parametrize(
     ("law", "mask"),
     [
-        ("causal", lambda q, k, dq, dk: ((k <= q + 1) & (dq == dk))),
-        ("documents", lambda q, k, dq, dk: (k <= q) & (dq >= dk)),
+        ("causal", lambda q, k, dq, dk: (k <= q + 1) & (q - k < 3) & (dq == dk)),
+        ("documents", lambda q, k, dq, dk: (k <= q) & (q - k < 3)),
         ("reach", lambda q, k, dq, dk: (k <= q) & (dq == dk)),
     ],
 )
@@ -213,7 +213,7 @@ def test_a_receipt_of_weights_that_arrived():
     sent.check(copy.state_dict())
     # Another process gets it as text, and a wrapper changes nothing.
     again = Receipt.of_dict(json.loads(json.dumps(sent.to_dict())))
-    again.check(torch.compile(copy))
+    again.check({f"_orig_mod.{name}": value for name, value in copy.state_dict().items()})
 
 
 @pytest.mark.parametrize(
@@ -221,9 +221,18 @@ def test_a_receipt_of_weights_that_arrived():
     [
         (lambda state: state.pop("2.weight"), "2.weight: it is missing"),
         (lambda state: state.update({"3.weight": torch.ones(1)}), "3.weight: it was not sent"),
-        (lambda state: state.update({"0.weight": state["0.weight"].T.contiguous()}), "0.weight: the same values arrived in another order"),
-        (lambda state: state.update({"0.weight": state["0.weight"][:2]}), "0.weight: the shape (4, 4) was sent, and (2, 4)"),
-        (lambda state: state.update({"0.weight": state["0.weight"].bfloat16()}), "0.weight: float32 was sent, and bfloat16"),
+        (
+            lambda state: state.update({"0.weight": state["0.weight"].T.contiguous()}),
+            "0.weight: the same values arrived in another order",
+        ),
+        (
+            lambda state: state.update({"0.weight": state["0.weight"][:2]}),
+            "0.weight: the shape (4, 4) was sent, and (2, 4)",
+        ),
+        (
+            lambda state: state.update({"0.weight": state["0.weight"].bfloat16()}),
+            "0.weight: float32 was sent, and bfloat16",
+        ),
         (lambda state: state["0.bias"].view(torch.int32)[2].bitwise_xor_(1), "0.bias: other values arrived"),
         (lambda state: state["1.running_var"].fill_(2), "1.running_var: other values arrived"),
     ],

@@ -119,9 +119,7 @@ def isolation(
     Ranks: with `ranks`, or if the model communicates, all must call it together.
     """
     args, kwargs = _call_of(batch)
-    return probed(
-        model, args, kwargs, samples=samples, causal=causal, documents=documents, reach=reach, ranks=ranks
-    )
+    return probed(model, args, kwargs, samples=samples, causal=causal, documents=documents, reach=reach, ranks=ranks)
 
 
 def probed(
@@ -147,7 +145,9 @@ def probed(
     if documents is not False:
         numbers = documents if isinstance(documents, Tensor) else _documents(args, kwargs)
         table = numbers.reshape(-1, probe.num_positions).tolist()
-        laws["documents"] = lambda sample, source, target: table[sample % len(table)][source] == table[sample % len(table)][target]
+        laws["documents"] = lambda sample, source, target: (
+            table[sample % len(table)][source] == table[sample % len(table)][target]
+        )
     if reach is not None:
         laws["reach"] = lambda sample, source, target: abs(target - source) <= reach
     if laws and not probe.num_positions:
@@ -211,7 +211,10 @@ class _ModelProbe:
         self._base = self._run(self.input)
         for (name, _, value), (_, _, again) in zip(self._base, self._run(self.input), strict=False):
             if bool(_changed(value, again).any()):
-                raise _cannot("it does not repeat its own outputs", f"{name or 'the model'} returns other values for the same batch")
+                raise _cannot(
+                    "it does not repeat its own outputs",
+                    f"{name or 'the model'} returns other values for the same batch",
+                )
 
     def _input(self) -> Tensor:
         named = [self._kwargs[name] for name in _INPUTS if isinstance(self._kwargs.get(name), Tensor)]
@@ -273,8 +276,19 @@ class _ModelProbe:
                     changed[sample] = False
                     if bool(changed.any()):
                         other = int(changed.nonzero()[0])
-                        return [Leak("samples", name, kind, f"another sample {sample} changes the output of sample {other}")]
+                        what = f"another sample {sample} changes the output of sample {other}"
+                        return [Leak("samples", *self._batch_norm_in(name, kind), what)]
         return []
+
+    def _batch_norm_in(self, name: str, kind: str) -> tuple[str, str]:
+        """Returns the name and class of a batch norm inside of a module; those of the module itself if it has none.
+
+        A batch norm over samples and positions at once returns no dimension of samples alone, so that the module around it is found.
+        """
+        for inner_name, inner in self._model.get_submodule(name).named_modules():
+            if isinstance(inner, nn.modules.batchnorm._BatchNorm) and inner.training:
+                return ".".join(filter(None, (name, inner_name))), type(inner).__name__
+        return name, kind
 
     def position_leaks(self, law: Law, may: Callable[[int, int, int], bool]) -> list[Leak]:
         """Changes one position after the other, and then looks at gradients.

@@ -107,7 +107,9 @@ class LaunchedRuns:
         """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         recorder = BareRecorder(folder, self._steps, parts=parts, share=share, nudge=nudge)
-        target = Target("function", self._job.target.name, self._job.target.args, partial(recorder.run, self._job.target))
+        target = Target(
+            "function", self._job.target.name, self._job.target.args, partial(recorder.run, self._job.target)
+        )
         return self._run(folder, target, case, again)
 
     def probe(self, laws: dict[str, Any]) -> IsolationReport:

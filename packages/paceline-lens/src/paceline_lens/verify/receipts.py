@@ -82,7 +82,9 @@ class Receipt:
     @classmethod
     def of_dict(cls, content: Mapping[str, Any]) -> Receipt:
         """Reads what `to_dict` returned."""
-        return cls({name: TensorReceipt(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in content.items()})
+        return cls(
+            {name: TensorReceipt(**{**entry, "shape": tuple(entry["shape"])}) for name, entry in content.items()}
+        )
 
 
 def receipt(weights: nn.Module | Mapping[str, Any]) -> Receipt:

@@ -294,9 +294,7 @@ class Account:
         if are_alike:
             return ("factor" if factors else "differs"), factors
         raws = {rank: step.raw(unit.holders[rank]) for rank, step in steps.items()}
-        are_own = all(
-            raw is not None and _norm(present[rank] - raw) <= NEAR * _norm(raw) for rank, raw in raws.items()
-        )
+        are_own = all(raw is not None and _norm(present[rank] - raw) <= NEAR * _norm(raw) for rank, raw in raws.items())
         if self.rows != "divided" and _norm(sum(present.values()) - expected) <= NEAR * size:
             return "partial", {}
         if are_own:
@@ -355,9 +353,7 @@ class Account:
         return None if parts is None else (parts[:count], parts[count:])
 
 
-def _one_factor_a_rank(
-    judged: Iterable[tuple[HeldUnit, Kind, dict[int, float]]], world: int
-) -> dict[int, float]:
+def _one_factor_a_rank(judged: Iterable[tuple[HeldUnit, Kind, dict[int, float]]], world: int) -> dict[int, float]:
     """Returns by rank the factor of all of its gradients, if each rank has one and they are not alike; {} otherwise."""
     found: dict[int, list[float]] = {rank: [] for rank in range(world)}
     for unit, kind, factors in judged:
@@ -369,7 +365,9 @@ def _one_factor_a_rank(
     if not all(found.values()):
         return {}
     means = {rank: float(np.median(values)) for rank, values in found.items()}
-    is_one = all(abs(value - means[rank]) <= NEAR * abs(means[rank]) for rank, values in found.items() for value in values)
+    is_one = all(
+        abs(value - means[rank]) <= NEAR * abs(means[rank]) for rank, values in found.items() for value in values
+    )
     differ = max(means.values()) - min(means.values()) > NEAR * max(map(abs, means.values()))
     return means if is_one and differ else {}
 

@@ -276,8 +276,14 @@ def partial_sum(account: Account, group: GradientGroup) -> str:
 def reduction_missing(account: Account, group: GradientGroup) -> str:
     if group.kind != "own":
         return ""
-    extent = "all parameters" if len(group.units) == len(account.held.units) else f"of {len(account.held.units)} parameters only these"
-    return f"{group.names}: each rank steps with the gradient of its own samples ({extent}), {_reduced_at(account, group)}"
+    extent = (
+        "all parameters"
+        if len(group.units) == len(account.held.units)
+        else f"of {len(account.held.units)} parameters only these"
+    )
+    return (
+        f"{group.names}: each rank steps with the gradient of its own samples ({extent}), {_reduced_at(account, group)}"
+    )
 
 
 def reduced_early(account: Account, group: GradientGroup) -> str:
@@ -304,7 +310,9 @@ def gradient_sum(account: Account, group: GradientGroup) -> str:
     if group.by_rank is not None:
         if not _all_near(group.by_rank, 1):
             return ""
-    elif not _loss_is_right(account) or any(len(unit.holders) < account.world and not unit.part for unit in group.units):
+    elif not _loss_is_right(account) or any(
+        len(unit.holders) < account.world and not unit.part for unit in group.units
+    ):
         return ""
     return f"{group.names}: {group.factor:.3g} times those of one process on {account.world} ranks; {_reduced_at(account, group)}"
 
@@ -346,7 +354,9 @@ def scaled_before(account: Account, group: GradientGroup) -> str:
     step = account.at(0)
     clips = _calls(step, "clip_grad_norm_")
     where = f"`clip_grad_norm_` at {step.order[clips[0]]['line']}" if clips else _reduced_at(account, group)
-    return f"{group.names}: the ranks count {_shown([part * account.world for part in parts])} times in the mean; {where}"
+    return (
+        f"{group.names}: the ranks count {_shown([part * account.world for part in parts])} times in the mean; {where}"
+    )
 
 
 def batch_norm(account: Account, group: GradientGroup) -> str:
@@ -479,7 +489,9 @@ def accumulation_twice(account: Account) -> str:
     count, divided = _divided_by(account)
     if not count or not _near(divided, count**2):
         return ""
-    return f"{count} backward passes add up in a step, and are divided by {divided:.4g}; {_backward(account.reference[0])}"
+    return (
+        f"{count} backward passes add up in a step, and are divided by {divided:.4g}; {_backward(account.reference[0])}"
+    )
 
 
 def weights_stand_still(account: Account) -> str:
@@ -488,7 +500,9 @@ def weights_stand_still(account: Account) -> str:
         return ""
     if any(values != last["weights"][name] for name, values in first["weights"].items()):
         return ""
-    return f"after {len(account.reference)} steps the weights of the model are what they were; `step` at {first['line']}"
+    return (
+        f"after {len(account.reference)} steps the weights of the model are what they were; `step` at {first['line']}"
+    )
 
 
 CAUSES_OF_REPEAT: tuple[DifferenceCause, ...] = (

@@ -186,7 +186,16 @@ class BareRecorder:
                     parameter.register_hook(partial(self._note_raw, name))
         norms = [name for name, layer in inner.named_modules() if _has_own_statistics(layer)]
         gathers = any("FSDPModule" in (kind.__name__ for kind in type(layer).__mro__) for layer in inner.modules())
-        self._add("model", number=number, parameters=described, weights=weights, batch_norms=norms, gathers=gathers)
+        self._add(
+            "model",
+            number=number,
+            parameters=described,
+            weights=weights,
+            batch_norms=norms,
+            gathers=gathers,
+            # A model that is first called after a step may have other weights by then.
+            is_late=bool(self._optimizers),
+        )
         if self.recording.rank == 0 and described:
             self.recording.dtype = next(iter(described.values()))["dtype"]
         self._models[id(module)] = number

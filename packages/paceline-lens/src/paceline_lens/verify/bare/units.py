@@ -98,7 +98,10 @@ def _note_values(
     """Notes a parameter whose initial values are not those of one process, or not the same on all of its ranks."""
     values = []
     for events, own_name in zip(models, names.values(), strict=True):
-        values += [event["weights"][own_name][""] for event in events if own_name in event["weights"]]
+        known = [event for event in events if not event["is_late"] and own_name in event["weights"]]
+        values += [event["weights"][own_name][""] for event in known]
+    if not values:
+        return
     if not all(_equal(value, values[0]) for value in values):
         result.unequal.append(name)
     elif expected is not None and not _equal(values[0], expected):
@@ -108,7 +111,9 @@ def _note_values(
 def _found(whole: _Weights, own: _Weights, rank: int, world: int) -> dict[str, tuple[str, str]]:
     """Returns the parameter and part of one process for each parameter of a rank."""
     found: dict[str, tuple[str, str]] = {}
-    modules: dict[str, tuple[str, str]] = {}  # a module's name on this rank -> on one process, and the part of its tensors
+    modules: dict[
+        str, tuple[str, str]
+    ] = {}  # a module's name on this rank -> on one process, and the part of its tensors
     late: list[str] = []
     for name, description in own.described.items():
         place = description["place"]
@@ -169,7 +174,9 @@ def _by_module(
 def _parts(whole: _Weights, name: str, rank: int) -> Iterator[str]:
     """Yields the parts of a tensor, the whole first and then this rank's own: the order of ranks is the likely one."""
     parts = list(whole.initial[name])
-    yield from sorted(parts, key=lambda part: bool(part) and 1 + (int(part.split(":")[2]) != rank % int(part.split(":")[1])))
+    yield from sorted(
+        parts, key=lambda part: bool(part) and 1 + (int(part.split(":")[2]) != rank % int(part.split(":")[1]))
+    )
 
 
 def _module_of(name: str) -> str:

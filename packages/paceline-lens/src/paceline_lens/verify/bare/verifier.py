@@ -1,9 +1,9 @@
 """`BareVerifier` judges a script without Paceline, in this order.
 
-    one process            the reference, with parts of its tensors as ranks may hold them
-    one process, again     what differs here is not due to ranks
-    nudged                 one process, its initial weights changed by one rounding: how far does rounding go?
-    each width             the script as it is; if the ranks read more samples together, with batch sizes divided by their number
+one process            the reference, with parts of its tensors as ranks may hold them
+one process, again     what differs here is not due to ranks
+nudged                 one process, its initial weights changed by one rounding: how far does rounding go?
+each width             the script as it is; if the ranks read more samples together, with batch sizes divided by their number
 """
 
 from __future__ import annotations
