@@ -273,7 +273,7 @@ _EXTRA: Sequence[Edit] = [
     ("model = nn", "extra = nn.Linear(6, 1)\nmodel = nn"),
     (
         "y) / 2\n",
-        "y) / 2\n        some = x[x[:, 0] > 1.5]\n        if len(some):\n            loss = loss + (extra(some) ** 2).sum() / len(x) / 2\n",
+        "y) / 2\n        some = x[x[:, 0] > 1.5]\n        if len(some):\n            loss = loss + (extra(some) ** 2).sum() / len(x) / 2\n",  # noqa: E501
     ),
     ("model.parameters()", "[*model.parameters(), *extra.parameters()]"),
     (
@@ -296,19 +296,28 @@ CORRECT_BARE: dict[str, str] = {
         HAND_SCRIPT,
         [
             ("optimizer = torch", "model = DDP(model)\noptimizer = torch"),
-            ("        loss = F.mse_loss(model(x)[:, 0], y) / 2\n        loss.backward()\n",
-             "        import contextlib\n"
-             "        with contextlib.nullcontext() if number % 2 else model.no_sync():\n"
-             "            loss = F.mse_loss(model(x)[:, 0], y) / 2\n            loss.backward()\n"),
-            ("            for p in model.parameters():\n                dist.all_reduce(p.grad)\n                p.grad /= world\n", ""),
+            (
+                "        loss = F.mse_loss(model(x)[:, 0], y) / 2\n        loss.backward()\n",
+                "        import contextlib\n"
+                "        with contextlib.nullcontext() if number % 2 else model.no_sync():\n"
+                "            loss = F.mse_loss(model(x)[:, 0], y) / 2\n            loss.backward()\n",
+            ),
+            (
+                "            for p in model.parameters():\n                dist.all_reduce(p.grad)\n                p.grad /= world\n",  # noqa: E501
+                "",
+            ),
         ],
     ),
     "an average after each micro-batch": edited(
         HAND_SCRIPT,
-        [("        if number % 2:\n            for p in model.parameters():\n                dist.all_reduce(p.grad)\n"
-          "                p.grad /= world\n",
-          "        for p in model.parameters():\n            dist.all_reduce(p.grad)\n            p.grad /= world\n"
-          "        if number % 2:\n")],
+        [
+            (
+                "        if number % 2:\n            for p in model.parameters():\n                dist.all_reduce(p.grad)\n"
+                "                p.grad /= world\n",
+                "        for p in model.parameters():\n            dist.all_reduce(p.grad)\n            p.grad /= world\n"
+                "        if number % 2:\n",
+            )
+        ],
     ),
     "synchronized batch norm by hand": edited(
         DDP_SCRIPT, [("nn.Tanh(), nn.Dropout(0.1)", "nn.Tanh(), nn.LayerNorm(8)")]
@@ -316,20 +325,31 @@ CORRECT_BARE: dict[str, str] = {
     "a head that some ranks use": edited(HAND_SCRIPT, _EXTRA),
     "the loss is averaged to be read": edited(
         DDP_SCRIPT,
-        [("        optimizer.step()\n", "        shown = loss.detach().clone()\n        dist.all_reduce(shown)\n"
-          "        shown.div_(world).item()\n        optimizer.step()\n")],
+        [
+            (
+                "        optimizer.step()\n",
+                "        shown = loss.detach().clone()\n        dist.all_reduce(shown)\n"
+                "        shown.div_(world).item()\n        optimizer.step()\n",
+            )
+        ],
     ),
     "a master copy of the weights": edited(
         HAND_SCRIPT,
-        [("optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
-          "masters = [p.detach().clone() for p in model.parameters()]\noptimizer = torch.optim.SGD(masters, lr=0.1)"),
-         ("            optimizer.step()\n            optimizer.zero_grad()\n",
-          "            for m, p in zip(masters, model.parameters()):\n                m.grad = p.grad.clone()\n"
-          "            optimizer.step()\n"
-          "            for m, p in zip(masters, model.parameters()):\n                p.data.copy_(m)\n"
-          "            model.zero_grad()\n")],
+        [
+            (
+                "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)",
+                "masters = [p.detach().clone() for p in model.parameters()]\noptimizer = torch.optim.SGD(masters, lr=0.1)",
+            ),
+            (
+                "            optimizer.step()\n            optimizer.zero_grad()\n",
+                "            for m, p in zip(masters, model.parameters()):\n                m.grad = p.grad.clone()\n"
+                "            optimizer.step()\n"
+                "            for m, p in zip(masters, model.parameters()):\n                p.data.copy_(m)\n"
+                "            model.zero_grad()\n",
+            ),
+        ],
     ),
-}  # fmt: skip
+}
 
 _REDUCE = "                dist.all_reduce(p.grad)\n                p.grad /= world\n"
 _STEP = "            optimizer.step()\n            optimizer.zero_grad()\n"
@@ -337,44 +357,233 @@ _WHEN = "        if number % 2:\n            for p in model.parameters():\n"
 
 # What is broken -> the cause, the script, the edits.
 BROKEN_BARE: dict[str, tuple[str, str, Sequence[Edit]]] = {
-    "a sum without a division": ("gradient-sum", HAND_SCRIPT, [("                p.grad /= world\n", ""), ("            nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n", "")]),
+    "a sum without a division": (
+        "gradient-sum",
+        HAND_SCRIPT,
+        [
+            ("                p.grad /= world\n", ""),
+            ("            nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n", ""),
+        ],
+    ),
     "divided twice": ("divided-twice", HAND_SCRIPT, [("p.grad /= world", "p.grad /= world ** 2"), ("0.3)", "1e9)")]),
-    "the loss of DDP divided by the ranks": ("loss-scaled", DDP_SCRIPT, [("mse_loss(model(x)[:, 0], y)", "mse_loss(model(x)[:, 0], y) / world"), ("0.5)\n", "1e9)\n")]),
-    "the loss times the ranks": ("loss-scaled", DDP_SCRIPT, [("mse_loss(model(x)[:, 0], y)", "mse_loss(model(x)[:, 0], y) * world"), ("0.5)\n", "1e9)\n")]),
-    "a sum over the samples": ("loss-scaled", DDP_SCRIPT, [("mse_loss(model(x)[:, 0], y)", "mse_loss(model(x)[:, 0], y, reduction='sum')"), ("0.5)\n", "1e9)\n")]),
-    "divided by the root of the ranks": ("gradient-factor", HAND_SCRIPT, [("p.grad /= world", "p.grad /= world ** 0.5"), ("0.3)", "1e9)")]),
-    "a parameter is forgotten": ("reduction-missing", HAND_SCRIPT, [("for p in model.parameters():\n                dist", "for p in list(model.parameters())[1:]:\n                dist"), ("0.3)", "1e9)")]),
+    "the loss of DDP divided by the ranks": (
+        "loss-scaled",
+        DDP_SCRIPT,
+        [("mse_loss(model(x)[:, 0], y)", "mse_loss(model(x)[:, 0], y) / world"), ("0.5)\n", "1e9)\n")],
+    ),
+    "the loss times the ranks": (
+        "loss-scaled",
+        DDP_SCRIPT,
+        [("mse_loss(model(x)[:, 0], y)", "mse_loss(model(x)[:, 0], y) * world"), ("0.5)\n", "1e9)\n")],
+    ),
+    "a sum over the samples": (
+        "loss-scaled",
+        DDP_SCRIPT,
+        [("mse_loss(model(x)[:, 0], y)", "mse_loss(model(x)[:, 0], y, reduction='sum')"), ("0.5)\n", "1e9)\n")],
+    ),
+    "divided by the root of the ranks": (
+        "gradient-factor",
+        HAND_SCRIPT,
+        [("p.grad /= world", "p.grad /= world ** 0.5"), ("0.3)", "1e9)")],
+    ),
+    "a parameter is forgotten": (
+        "reduction-missing",
+        HAND_SCRIPT,
+        [
+            (
+                "for p in model.parameters():\n                dist",
+                "for p in list(model.parameters())[1:]:\n                dist",
+            ),
+            ("0.3)", "1e9)"),
+        ],
+    ),
     "nothing is reduced": ("reduction-missing", HAND_SCRIPT, [(_REDUCE, "                pass\n"), ("0.3)", "1e9)")]),
-    "the inner module of DDP is called": ("reduction-missing", DDP_SCRIPT, [("model(x)[:, 0]", "model.module(x)[:, 0]"), ("0.5)\n", "1e9)\n")]),
-    "reduced before the last micro-batch": ("reduced-too-early", HAND_SCRIPT, [(_WHEN + _REDUCE, "        if not number % 2:\n            for p in model.parameters():\n" + _REDUCE + "        if number % 2:\n"), ("0.3)", "1e9)")]),
-    "summed after each micro-batch": ("reduced-again", HAND_SCRIPT, [(_WHEN + _REDUCE, "        for p in model.parameters():\n            dist.all_reduce(p.grad)\n        if number % 2:\n            for p in model.parameters():\n                p.grad /= world\n"), ("0.3)", "1e9)")]),
+    "the inner module of DDP is called": (
+        "reduction-missing",
+        DDP_SCRIPT,
+        [("model(x)[:, 0]", "model.module(x)[:, 0]"), ("0.5)\n", "1e9)\n")],
+    ),
+    "reduced before the last micro-batch": (
+        "reduced-too-early",
+        HAND_SCRIPT,
+        [
+            (
+                _WHEN + _REDUCE,
+                "        if not number % 2:\n            for p in model.parameters():\n"
+                + _REDUCE
+                + "        if number % 2:\n",
+            ),
+            ("0.3)", "1e9)"),
+        ],
+    ),
+    "summed after each micro-batch": (
+        "reduced-again",
+        HAND_SCRIPT,
+        [
+            (
+                _WHEN + _REDUCE,
+                "        for p in model.parameters():\n            dist.all_reduce(p.grad)\n        if number % 2:\n            for p in model.parameters():\n                p.grad /= world\n",  # noqa: E501
+            ),
+            ("0.3)", "1e9)"),
+        ],
+    ),
     "micro-batches are not divided": ("accumulation-not-divided", HAND_SCRIPT, [("y) / 2", "y)"), ("0.3)", "1e9)")]),
-    "micro-batches are divided twice": ("accumulation-divided-twice", HAND_SCRIPT, [("p.grad /= world", "p.grad /= world * 2"), ("            nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n", "")]),
-    "micro-batches are divided twice in the loss": ("accumulation-divided-twice", HAND_SCRIPT, [("loss.backward()", "(loss / 2).backward()")]),
-    "a mean over the tokens of a rank": ("mean-of-means", TOKENS_SCRIPT, [('reduction="sum") / count * world', 'reduction="mean")')]),
-    "clipped before the reduction": ("scaled-before-reduction", HAND_SCRIPT, [("            nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n", ""), (_WHEN, "        if number % 2:\n            nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n            for p in model.parameters():\n")]),
-    "no DistributedSampler": ("data-repeated", DDP_SCRIPT, [("batch_size=8 // world, sampler=sampler", "batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(0)")]),
-    "no DistributedSampler under FSDP2": ("data-repeated", FSDP_SCRIPT, [("batch_size=8 // world, sampler=sampler", "batch_size=8")]),
-    "each rank shuffles by itself": ("data-overlap", DDP_SCRIPT, [("batch_size=8 // world, sampler=sampler", "batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank)")]),
+    "micro-batches are divided twice": (
+        "accumulation-divided-twice",
+        HAND_SCRIPT,
+        [
+            ("p.grad /= world", "p.grad /= world * 2"),
+            ("            nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n", ""),
+        ],
+    ),
+    "micro-batches are divided twice in the loss": (
+        "accumulation-divided-twice",
+        HAND_SCRIPT,
+        [("loss.backward()", "(loss / 2).backward()")],
+    ),
+    "a mean over the tokens of a rank": (
+        "mean-of-means",
+        TOKENS_SCRIPT,
+        [('reduction="sum") / count * world', 'reduction="mean")')],
+    ),
+    "clipped before the reduction": (
+        "scaled-before-reduction",
+        HAND_SCRIPT,
+        [
+            ("            nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n", ""),
+            (
+                _WHEN,
+                "        if number % 2:\n            nn.utils.clip_grad_norm_(model.parameters(), 0.3)\n            for p in model.parameters():\n",  # noqa: E501
+            ),
+        ],
+    ),
+    "no DistributedSampler": (
+        "data-repeated",
+        DDP_SCRIPT,
+        [
+            (
+                "batch_size=8 // world, sampler=sampler",
+                "batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(0)",
+            )
+        ],
+    ),
+    "no DistributedSampler under FSDP2": (
+        "data-repeated",
+        FSDP_SCRIPT,
+        [("batch_size=8 // world, sampler=sampler", "batch_size=8")],
+    ),
+    "each rank shuffles by itself": (
+        "data-overlap",
+        DDP_SCRIPT,
+        [
+            (
+                "batch_size=8 // world, sampler=sampler",
+                "batch_size=4, shuffle=True, generator=torch.Generator().manual_seed(rank)",
+            )
+        ],
+    ),
     "set_epoch is forgotten": ("epoch-repeats", DDP_SCRIPT, [("    sampler.set_epoch(epoch)\n", "")]),
     "a seed of the rank": ("model-by-rank", HAND_SCRIPT, [("model = nn", "torch.manual_seed(rank)\nmodel = nn")]),
     "a seed of the ranks": ("model-by-width", DDP_SCRIPT, [("model = nn", "torch.manual_seed(world)\nmodel = nn")]),
-    "a head that some ranks use": ("gradient-on-some-ranks", edited(HAND_SCRIPT, _EXTRA), [("if p.grad is None:\n                    p.grad = torch.zeros_like(p)\n                dist.all_reduce(p.grad)", "if not any(p is e for e in extra.parameters()):\n                    dist.all_reduce(p.grad)"), ("p.grad /= world", "if p.grad is not None: p.grad /= world")]),
+    "a head that some ranks use": (
+        "gradient-on-some-ranks",
+        edited(HAND_SCRIPT, _EXTRA),
+        [
+            (
+                "if p.grad is None:\n                    p.grad = torch.zeros_like(p)\n                dist.all_reduce(p.grad)",
+                "if not any(p is e for e in extra.parameters()):\n                    dist.all_reduce(p.grad)",
+            ),
+            ("p.grad /= world", "if p.grad is not None: p.grad /= world"),
+        ],
+    ),
     "batch norm": ("batch-norm-by-rank", DDP_SCRIPT, [("nn.Dropout(0.1)", "nn.BatchNorm1d(8)")]),
-    "the rate by a rank's own loss": ("rate-by-rank", DDP_SCRIPT, [("        optimizer.step()\n", "        optimizer.param_groups[0]['lr'] = 0.01 * loss.item()\n        optimizer.step()\n")]),
+    "the rate by a rank's own loss": (
+        "rate-by-rank",
+        DDP_SCRIPT,
+        [
+            (
+                "        optimizer.step()\n",
+                "        optimizer.param_groups[0]['lr'] = 0.01 * loss.item()\n        optimizer.step()\n",
+            )
+        ],
+    ),
     "the rate times the ranks": ("rate-by-ranks", DDP_SCRIPT, [("lr=0.01", "lr=0.01 * world")]),
-    "noise of a rank's own": ("weights-by-rank", DDP_SCRIPT, [("        optimizer.zero_grad()\n", "        optimizer.zero_grad()\n        with torch.no_grad():\n            for p in model.parameters():\n                p += 0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(rank))\n")]),
-    "an average of rank 0": ("copy-by-rank", DDP_SCRIPT, [("        with torch.no_grad():", "        with torch.no_grad() if rank == 0 else torch.no_grad():"), ("                a.lerp_(p, 0.5)", "                a.lerp_(p, 0.5 if rank == 0 else 0.0)")]),
-    "an optimizer of copies": ("optimizer-of-copies", HAND_SCRIPT, [("SGD(model.parameters()", "SGD([p.detach().clone().requires_grad_() for p in model.parameters()]")]),
-    "the loss of FSDP2 times the ranks": ("loss-scaled", FSDP_SCRIPT, [("mse_loss(model(x)[:, 0], y)", "mse_loss(model(x)[:, 0], y) * world"), ("        p.grad.mul_(0.1 / total.sqrt())", "        pass")]),
-    "FSDP2 divided twice": ("divided-twice", FSDP_SCRIPT, [("        p.grad.mul_(0.1 / total.sqrt())", "        p.grad.div_(world)")]),
-    "FSDP2 clipped by the norm of a rank's shards": ("scaled-by-rank", FSDP_SCRIPT, [("    dist.all_reduce(total)\n", "")]),
-    "tensor parallel without the all-reduce backward": ("partial-gradient", TP_SCRIPT, [("        dist.all_reduce(gradient)\n        return", "        return"), ("        p.grad *= 0.1 / squares.sqrt()", "        pass")]),
-    "tensor parallel clipped by a rank's own norm": ("scaled-by-rank", TP_SCRIPT, [("    dist.all_reduce(squares)\n", "")]),
-    "sequence parallel without the sum": ("norm-gradient-partial", SEQUENCE_SCRIPT, [("        dist.all_reduce(p.grad)", "        pass")]),
-    "experts times ranks": ("expert-gradient-scaled", EXPERTS_SCRIPT, [("        p.grad /= world", "            p.grad /= world")]),
-    "features gathered without a gradient": ("loss-scaled", DDP_SCRIPT, [("loss = F.mse_loss(model(x)[:, 0], y)", "own = model(x)[:, 0]\n        parts = [torch.empty_like(own) for _ in range(world)]\n        dist.all_gather(parts, own.detach())\n        parts[rank] = own\n        everyone = torch.cat(parts)\n        loss = (everyone ** 2).mean() + everyone.mean() ** 2"), ("0.5)\n", "1e9)\n")]),
-}  # fmt: skip
+    "noise of a rank's own": (
+        "weights-by-rank",
+        DDP_SCRIPT,
+        [
+            (
+                "        optimizer.zero_grad()\n",
+                "        optimizer.zero_grad()\n        with torch.no_grad():\n            for p in model.parameters():\n                p += 0.01 * torch.randn(p.shape, generator=torch.Generator().manual_seed(rank))\n",  # noqa: E501
+            )
+        ],
+    ),
+    "an average of rank 0": (
+        "copy-by-rank",
+        DDP_SCRIPT,
+        [
+            ("        with torch.no_grad():", "        with torch.no_grad() if rank == 0 else torch.no_grad():"),
+            ("                a.lerp_(p, 0.5)", "                a.lerp_(p, 0.5 if rank == 0 else 0.0)"),
+        ],
+    ),
+    "an optimizer of copies": (
+        "optimizer-of-copies",
+        HAND_SCRIPT,
+        [("SGD(model.parameters()", "SGD([p.detach().clone().requires_grad_() for p in model.parameters()]")],
+    ),
+    "the loss of FSDP2 times the ranks": (
+        "loss-scaled",
+        FSDP_SCRIPT,
+        [
+            ("mse_loss(model(x)[:, 0], y)", "mse_loss(model(x)[:, 0], y) * world"),
+            ("        p.grad.mul_(0.1 / total.sqrt())", "        pass"),
+        ],
+    ),
+    "FSDP2 divided twice": (
+        "divided-twice",
+        FSDP_SCRIPT,
+        [("        p.grad.mul_(0.1 / total.sqrt())", "        p.grad.div_(world)")],
+    ),
+    "FSDP2 clipped by the norm of a rank's shards": (
+        "scaled-by-rank",
+        FSDP_SCRIPT,
+        [("    dist.all_reduce(total)\n", "")],
+    ),
+    "tensor parallel without the all-reduce backward": (
+        "partial-gradient",
+        TP_SCRIPT,
+        [
+            ("        dist.all_reduce(gradient)\n        return", "        return"),
+            ("        p.grad *= 0.1 / squares.sqrt()", "        pass"),
+        ],
+    ),
+    "tensor parallel clipped by a rank's own norm": (
+        "scaled-by-rank",
+        TP_SCRIPT,
+        [("    dist.all_reduce(squares)\n", "")],
+    ),
+    "sequence parallel without the sum": (
+        "norm-gradient-partial",
+        SEQUENCE_SCRIPT,
+        [("        dist.all_reduce(p.grad)", "        pass")],
+    ),
+    "experts times ranks": (
+        "expert-gradient-scaled",
+        EXPERTS_SCRIPT,
+        [("        p.grad /= world", "            p.grad /= world")],
+    ),
+    "features gathered without a gradient": (
+        "loss-scaled",
+        DDP_SCRIPT,
+        [
+            (
+                "loss = F.mse_loss(model(x)[:, 0], y)",
+                "own = model(x)[:, 0]\n        parts = [torch.empty_like(own) for _ in range(world)]\n        dist.all_gather(parts, own.detach())\n        parts[rank] = own\n        everyone = torch.cat(parts)\n        loss = (everyone ** 2).mean() + everyone.mean() ** 2",  # noqa: E501
+            ),
+            ("0.5)\n", "1e9)\n"),
+        ],
+    ),
+}
 
 
 def broken_bare(name: str) -> tuple[str, str]:

@@ -24,8 +24,8 @@ from paceline_lens.verify.recording import read_all
 
 SHORT = {
     "ddp", "by hand", "fsdp2", "experts", "a batch of each rank", "a head that some ranks use",
-    "a sum without a division", "a parameter is forgotten", "reduced before the last micro-batch", "summed after each micro-batch",
-    "micro-batches are divided twice", "a mean over the tokens of a rank", "clipped before the reduction", "no DistributedSampler",
+    "a sum without a division", "a parameter is forgotten", "reduced before the last micro-batch", "summed after each micro-batch",  # noqa: E501
+    "micro-batches are divided twice", "a mean over the tokens of a rank", "clipped before the reduction", "no DistributedSampler",  # noqa: E501
     "each rank shuffles by itself", "set_epoch is forgotten", "a seed of the rank", "an average of rank 0",
     "FSDP2 clipped by the norm of a rank's shards", "tensor parallel without the all-reduce backward",
     "sequence parallel without the sum", "experts times ranks", "batch norm",

@@ -6,8 +6,10 @@
     reach       a token must not act further than a sliding window lets it: (window - 1) * layers positions
     ranks       the batch of rank 0 must not act on another rank
 
-Each probe runs the model as it is (in train or eval mode) with dropout off, the same random numbers and the same buffers, and compares
-what each module returns. The first module whose output changes where it may not is the one that leaks. Gradients are probed the other
+Each probe runs the model as it is (in train or eval mode) with dropout off, the same random numbers and the same buffers, and
+compares
+what each module returns. The first module whose output changes where it may not is the one that leaks. Gradients are probed
+the other
 way round: which inputs does the output at one position depend on?
 """
 
@@ -33,9 +35,11 @@ _INPUTS = ("input_ids", "inputs_embeds", "pixel_values", "x", "inputs", "input")
 _HINTS = {
     "samples": "Normalize or reduce over the features of each sample, and not over the batch.",
     "causal": "Mask later positions: `is_causal=True`, or a mask that is true on and below the diagonal.",
-    "documents": "Give attention the bounds of the documents: a block-diagonal mask, or cu_seqlens; a causal mask alone is not enough.",
+    "documents": "Give attention the bounds of the documents: a block-diagonal "
+    "mask, or cu_seqlens; a causal mask alone is not enough.",
     "reach": "Give attention the sliding window in each layer; a hook or another kernel may have dropped it.",
-    "ranks": "Reduce over ranks only gradients and what is meant to be shared, such as statistics of a synchronized batch norm.",
+    "ranks": "Reduce over ranks only gradients and what is meant to be "
+    "shared, such as statistics of a synchronized batch norm.",
 }
 
 
@@ -172,7 +176,8 @@ def _cannot(what: str, why: str) -> ConfigError:
         "verify-isolation",
         f"the model cannot be probed: {what}.",
         why=why,
-        fix="call `isolation(model, batch)` with the batch that the model is called with, in `model.eval()` if it draws numbers",
+        fix="call `isolation(model, batch)` with the batch that the "
+        "model is called with, in `model.eval()` if it draws numbers",
     )
 
 
@@ -283,7 +288,8 @@ class _ModelProbe:
     def _batch_norm_in(self, name: str, kind: str) -> tuple[str, str]:
         """Returns the name and class of a batch norm inside of a module; those of the module itself if it has none.
 
-        A batch norm over samples and positions at once returns no dimension of samples alone, so that the module around it is found.
+        A batch norm over samples and positions at once returns no dimension of samples alone, so that the module around it is
+        found.
         """
         for inner_name, inner in self._model.get_submodule(name).named_modules():
             if isinstance(inner, nn.modules.batchnorm._BatchNorm) and inner.training:

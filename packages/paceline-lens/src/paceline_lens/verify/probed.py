@@ -49,7 +49,7 @@ class ProbedScript:
             report = probed(module, args, kwargs, **self._laws)
             content = {"laws": report.laws, "leaks": list(map(asdict, report.leaks))}
             (self._folder / _FILE).write_text(json.dumps(content), encoding="utf-8")
-            leave(0)
+            return leave(0)
 
         return call
 

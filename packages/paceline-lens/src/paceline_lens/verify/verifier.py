@@ -14,7 +14,7 @@ It does not start processes itself: `LaunchedRuns` forks them as `paceline launc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 from paceline_lens.verify.bare.verifier import BareVerifier
 from paceline_lens.verify.case import RunFailed, VerifyCase

@@ -1,6 +1,7 @@
 """The table of causes for scripts without Paceline: evidence, sentence, fix. Pure.
 
-`CAUSES_OF_RUN` look at the whole run and are all asked. Of `CAUSES_OF_GRADIENTS`, the first that has evidence explains a group of
+`CAUSES_OF_RUN` look at the whole run and are all asked. Of `CAUSES_OF_GRADIENTS`, the first that has evidence explains a group
+of
 gradients; the later ones rely on the earlier ones having found nothing.
 """
 
@@ -21,7 +22,8 @@ def diagnose_account(account: Account) -> list[Diagnosis]:
         sentence = cause.evidence_for(account)
         if sentence:
             findings.append(Diagnosis(cause, sentence))
-    # Gradients of ranks that begin with other weights, or read the same samples, differ for this reason alone, and those of later
+    # Gradients of ranks that begin with other weights, or read the same samples, differ for this reason alone, and those of
+    # later
     # steps because of what has become of the weights before.
     names = {finding.cause.name for finding in findings if finding.cause.is_error}
     if names & {"model-by-rank", "data-repeated"} or (names and account.step > 1):
@@ -160,7 +162,10 @@ def batch_by_rank(account: Account) -> str:
     if account.rows != "more":
         return ""
     count = sum(len(steps[0].rows) for steps in account.ranks)
-    return f"step 1 reads {count} samples on {account.world} ranks together, and {len(account.reference[0].rows)} on one process"
+    return (
+        f"step 1 reads {count} samples on {account.world} ranks "
+        f"together, and {len(account.reference[0].rows)} on one process"
+    )
 
 
 def rows_differ(account: Account) -> str:
@@ -174,7 +179,10 @@ def rate_by_rank(account: Account) -> str:
         rates = [steps[number].event["rates"] for steps in account.ranks]
         if any(rate != rates[0] for rate in rates):
             shown = "; ".join(f"rank {rank}: {_shown(rate)}" for rank, rate in enumerate(rates))
-            return f"the learning rates of step {number + 1} differ ({shown}); `step` at {account.ranks[0][number].event['line']}"
+            return (
+                f"the learning rates of step {number + 1} differ ({shown}); "
+                f"`step` at {account.ranks[0][number].event['line']}"
+            )
     return ""
 
 
@@ -254,7 +262,10 @@ def on_some_ranks(account: Account, group: GradientGroup) -> str:
         return ""
     unit = group.units[0]
     with_one = [rank for rank, name in unit.holders.items() if account.at(rank).gradient(name) is not None]
-    return f"{group.names}: only ranks {', '.join(map(str, with_one))} of {account.world} have a gradient, {_reduced_at(account, group)}"
+    return (
+        f"{group.names}: only ranks {', '.join(map(str, with_one))} of "
+        f"{account.world} have a gradient, {_reduced_at(account, group)}"
+    )
 
 
 def norm_partial(account: Account, group: GradientGroup) -> str:
@@ -269,7 +280,10 @@ def partial_sum(account: Account, group: GradientGroup) -> str:
         return f"{group.names}: the gradients of the ranks differ, and their sum is that of one process; {line}"
     has_parts = any(len(unit.holders) < account.world for unit in account.held.units)
     if has_parts and account.rows in ("whole", "sliced") and group.kind in ("own", "differs"):
-        return f"{group.names}: ranks that read the same samples have different gradients of these, while others are divided; {line}"
+        return (
+            f"{group.names}: ranks that read the same samples have "
+            f"different gradients of these, while others are divided; {line}"
+        )
     return ""
 
 
@@ -292,7 +306,10 @@ def reduced_early(account: Account, group: GradientGroup) -> str:
     means, own = group.by_pass
     if not _near(means[-1], 0) or _near(own[-1], 0) or any(_near(mean, 0) for mean in means[:1]):
         return ""
-    return f"{group.names}: of {len(own)} backward passes the last one is that of the rank alone, the first is reduced; {_reduced_at(account, group)}"
+    return (
+        f"{group.names}: of {len(own)} backward passes the last one is that of "
+        f"the rank alone, the first is reduced; {_reduced_at(account, group)}"
+    )
 
 
 def reduced_again(account: Account, group: GradientGroup) -> str:
@@ -314,7 +331,10 @@ def gradient_sum(account: Account, group: GradientGroup) -> str:
         len(unit.holders) < account.world and not unit.part for unit in group.units
     ):
         return ""
-    return f"{group.names}: {group.factor:.3g} times those of one process on {account.world} ranks; {_reduced_at(account, group)}"
+    return (
+        f"{group.names}: {group.factor:.3g} times those of one process "
+        f"on {account.world} ranks; {_reduced_at(account, group)}"
+    )
 
 
 def _loss_is_right(account: Account) -> bool:
@@ -342,7 +362,10 @@ def expert_scaled(account: Account, group: GradientGroup) -> str:
     holders = len(group.units[0].holders)
     if not _near(group.factor, account.world / holders) or len(group.units) == len(account.held.units):
         return ""
-    return f"{group.names}: {group.factor:.3g} times those of one process; each is held by {holders} of {account.world} ranks; {_reduced_at(account, group)}"
+    return (
+        f"{group.names}: {group.factor:.3g} times those of one process; each is "
+        f"held by {holders} of {account.world} ranks; {_reduced_at(account, group)}"
+    )
 
 
 def scaled_before(account: Account, group: GradientGroup) -> str:
@@ -374,7 +397,10 @@ def mean_of_means(account: Account, group: GradientGroup) -> str:
     if shares is None or not _is_mean(account, group) or _are_alike(shares):
         return ""
     shares = [share / sum(shares) for share in shares]
-    return f"{group.names}: on one process the ranks' samples count {_shown(shares)}, and here 1/{account.world} each; {_backward(account.at(0))}"
+    return (
+        f"{group.names}: on one process the ranks' samples count {_shown(shares)}, "
+        f"and here 1/{account.world} each; {_backward(account.at(0))}"
+    )
 
 
 def scaled_by_rank(account: Account, group: GradientGroup) -> str:
@@ -512,7 +538,8 @@ CAUSES_OF_REPEAT: tuple[DifferenceCause, ...] = (
     ),
     DifferenceCause(
         "unseeded-order", "The order or the values of samples change from run to run",
-        "Seed what shuffles and changes samples, or use `DistributedSampler`, which has a seed.", unseeded_order, explains="ranks",
+        "Seed what shuffles and changes samples, or "
+            "use `DistributedSampler`, which has a seed.", unseeded_order, explains="ranks",
     ),
     DifferenceCause(
         "unseeded-draws", "The same samples and weights give another gradient in a second run",
@@ -541,7 +568,8 @@ CAUSES_OF_ONE: tuple[DifferenceCause, ...] = (
 CAUSES_OF_RUN: tuple[DifferenceCause, ...] = (
     DifferenceCause(
         "model-by-rank", "Ranks start with different weights",
-        "Call `torch.manual_seed` with the same seed on all ranks before the model is created, or broadcast the weights of rank 0.",
+        "Call `torch.manual_seed` with the same seed on all ranks before "
+            "the model is created, or broadcast the weights of rank 0.",
         model_by_rank, explains="ranks",
     ),
     DifferenceCause(
@@ -581,7 +609,8 @@ CAUSES_OF_RUN: tuple[DifferenceCause, ...] = (
     ),
     DifferenceCause(
         "copy-by-rank", "A copy of the weights, such as an average, differs between ranks",
-        "Update it on all ranks alike and from the same weights, after the optimizer's step, or broadcast it before it is used.",
+        "Update it on all ranks alike and from the same weights, after "
+            "the optimizer's step, or broadcast it before it is used.",
         copy_by_rank, explains="ranks",
     ),
     DifferenceCause(
@@ -629,7 +658,8 @@ CAUSES_OF_GRADIENTS: tuple[DifferenceCause, ...] = (
     ),
     DifferenceCause(
         "reduction-missing", "Gradients are not reduced: the replicas drift apart",
-        "All-reduce these gradients after the last backward pass, and divide by the ranks; or wrap the model in DDP and run that.",
+        "All-reduce these gradients after the last backward pass, and "
+            "divide by the ranks; or wrap the model in DDP and run that.",
         reduction_missing, explains="ranks",
     ),
     DifferenceCause(

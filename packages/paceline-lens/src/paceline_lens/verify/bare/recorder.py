@@ -11,7 +11,8 @@ Each is a short sketch of a tensor (`sketch.py`). The sketch of a sum is the sum
 what was added and by what it was divided. A rank sketches its own part of a divided tensor, so that recording needs no
 collective. The run on one process also sketches the parts that ranks may hold.
 
-While the script runs, dropout drops nothing, as in `Recorder`. Nothing else is changed, except for what `share` and `nudge` say.
+While the script runs, dropout drops nothing, as in `Recorder`. Nothing else is changed, except for what `share` and `nudge`
+say.
 """
 
 from __future__ import annotations
@@ -234,7 +235,7 @@ class BareRecorder:
         """Notes a number that the script itself reads from a loss."""
         own = user_frame()
         if own is frame and tensor.numel() == 1 and tensor.is_floating_point() and self._taken < _RAW_STEPS:
-            self._add("read", value=float(tensor.detach().double().tolist()), line=_line())
+            self._add("read", value=tensor.detach().double().reshape(-1).tolist()[0], line=_line())
 
     def _noting_reduction(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)

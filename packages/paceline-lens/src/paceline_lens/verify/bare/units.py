@@ -1,6 +1,7 @@
 """Which tensor of one process, or which part of one, each rank holds. Pure.
 
-Ranks may hold whole parameters (data parallel), parts (tensor parallel, FSDP2), or parameters that one process has under another
+Ranks may hold whole parameters (data parallel), parts (tensor parallel, FSDP2), or parameters that one process has under
+another
 name (experts: a rank's `experts.0` is another rank's `experts.2` of one process). A DTensor says what it is. Everything else is
 found by the initial weights: a rank's tensor is that part of that tensor of one process that has the same values.
 """
@@ -195,5 +196,6 @@ def _is_constant(values: Sequence[float]) -> bool:
 def _equal(values: Sequence[float], others: Sequence[float]) -> bool:
     if len(values) != len(others):
         return False
-    distance = np.linalg.norm(np.subtract(values, others))
-    return bool(distance <= _EQUAL * max(np.linalg.norm(others), 1e-12))
+    distance = float(np.linalg.norm(np.subtract(values, others)))
+    size = float(np.linalg.norm(others))
+    return distance <= _EQUAL * max(size, 1e-12)
