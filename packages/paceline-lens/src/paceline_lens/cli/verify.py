@@ -7,8 +7,7 @@ The command's own options may also follow the script, if the script does not men
 
 The script runs unchanged for some optimizer steps: on one process, once more on one process, and under each plan at each
 width, at the same global batch. A script without Paceline (torchrun, DDP, FSDP2) runs without plans; it is found out what
-became of
-each gradient. With `--plain before.py`, the script from before it used Paceline runs too, as it is. Exit
+became of each gradient. With `--plain before.py`, the script from before it used Paceline runs too, as it is. Exit
 code: 0 where all is the same but for rounding, 1 where something differs, 2 where something could not be compared.
 """
 

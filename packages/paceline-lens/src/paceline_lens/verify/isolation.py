@@ -7,10 +7,8 @@
     ranks       the batch of rank 0 must not act on another rank
 
 Each probe runs the model as it is (in train or eval mode) with dropout off, the same random numbers and the same buffers, and
-compares
-what each module returns. The first module whose output changes where it may not is the one that leaks. Gradients are probed
-the other
-way round: which inputs does the output at one position depend on?
+compares what each module returns. The first module whose output changes where it may not is the one that leaks. Gradients are
+probed the other way round: which inputs does the output at one position depend on?
 """
 
 from __future__ import annotations

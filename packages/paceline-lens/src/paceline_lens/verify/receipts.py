@@ -4,10 +4,9 @@
     receipt.check(generation_model)                after it: raises, and names the first tensor that did not arrive
 
 A tensor's sums are computed on its device over its bits as whole numbers, once plain and once weighted by position, and only
-these two
-numbers leave it. Whole numbers wrap around, so that every device and every order of additions gives the same sums. They tell a
-changed
-bit, and tensors whose values stand in another order; they are no protection against someone who wants to deceive.
+these two numbers leave it. Whole numbers wrap around, so that every device and every order of additions gives the same sums.
+They tell a changed bit, and tensors whose values stand in another order; they are no protection against someone who wants to
+deceive.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """`Account`: what became of each gradient between the backward pass and the optimizer, on every rank. Pure.
 
 For the first step whose gradients differ from those of one process, each unit (`units.py`) gets a kind, and units of one kind
-form
-a `GradientGroup`:
+form a `GradientGroup`:
 
     factor    all holders have the gradient of one process, times one number
     own       each holder has what its own backward passes gave
@@ -36,8 +35,7 @@ Kind = Literal["same", "factor", "own", "partial", "scaled", "some", "none", "di
 Rows = Literal["divided", "whole", "sliced", "more", "other"]
 
 # Two numbers that explain a gradient count as equal if they differ by less. A factor so close to 2 is no coincidence, and what
-# is
-# explained by rounding never gets here.
+# is explained by rounding never gets here.
 NEAR = 2e-3
 _SMALL_PART = 1e-6  # of the norm of all gradients: below this, a gradient is zero but for rounding
 
@@ -108,8 +106,7 @@ class GradientGroup:
         units: they.
         factor: by which the gradients are too large, if `kind` is "factor".
         factors: the same by rank, if `kind` is "scaled".
-        by_rank: how much of what each rank's passes added is in the gradients: for rank 0, by rank; None if that explains
-        nothing.
+        by_rank: how much of what each rank's passes added is in the gradients: for rank 0, by rank; None if nothing fits.
         by_pass: the same by backward pass, of the mean over ranks; then of the rank's own.
         reference_by_rank: how much of it is in the gradients of one process.
     """

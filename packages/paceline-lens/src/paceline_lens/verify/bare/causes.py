@@ -1,8 +1,7 @@
 """The table of causes for scripts without Paceline: evidence, sentence, fix. Pure.
 
 `CAUSES_OF_RUN` look at the whole run and are all asked. Of `CAUSES_OF_GRADIENTS`, the first that has evidence explains a group
-of
-gradients; the later ones rely on the earlier ones having found nothing.
+of gradients; the later ones rely on the earlier ones having found nothing.
 """
 
 from __future__ import annotations
@@ -23,8 +22,7 @@ def diagnose_account(account: Account) -> list[Diagnosis]:
         if sentence:
             findings.append(Diagnosis(cause, sentence))
     # Gradients of ranks that begin with other weights, or read the same samples, differ for this reason alone, and those of
-    # later
-    # steps because of what has become of the weights before.
+    # later steps because of what has become of the weights before.
     names = {finding.cause.name for finding in findings if finding.cause.is_error}
     if names & {"model-by-rank", "data-repeated"} or (names and account.step > 1):
         return findings

@@ -1,9 +1,9 @@
 """Which tensor of one process, or which part of one, each rank holds. Pure.
 
 Ranks may hold whole parameters (data parallel), parts (tensor parallel, FSDP2), or parameters that one process has under
-another
-name (experts: a rank's `experts.0` is another rank's `experts.2` of one process). A DTensor says what it is. Everything else is
-found by the initial weights: a rank's tensor is that part of that tensor of one process that has the same values.
+another name (experts: a rank's `experts.0` is another rank's `experts.2` of one process). A DTensor says what it is.
+Everything else is found by the initial weights: a rank's tensor is that part of that tensor of one process that has the same
+values.
 """
 
 from __future__ import annotations
