@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.base.errors import ConfigError
+from paceline.torch_internals.modules import BatchNormBase
 from paceline.world.tree import map_tensors, tensors
 from paceline_lens.verify.quiet import Quiet
 
@@ -290,7 +291,7 @@ class _ModelProbe:
         found.
         """
         for inner_name, inner in self._model.get_submodule(name).named_modules():
-            if isinstance(inner, nn.modules.batchnorm._BatchNorm) and inner.training:
+            if isinstance(inner, BatchNormBase) and inner.training:
                 return ".".join(filter(None, (name, inner_name))), type(inner).__name__
         return name, kind
 

@@ -37,6 +37,7 @@ from paceline.data.unprepared import iterated_loaders
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
 from paceline.torch_internals.loss_graph import divisors
+from paceline.torch_internals.modules import BatchNormBase
 from paceline.world.param_groups import parameters_of
 from paceline.world.places import line_of, user_frame
 from paceline.world.sharded import is_sharded, local, whole
@@ -381,7 +382,7 @@ def _place(tensor: Any) -> list[int] | None:
 
 
 def _has_own_statistics(layer: nn.Module) -> bool:
-    is_batch_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
+    is_batch_norm = isinstance(layer, BatchNormBase) and not isinstance(layer, nn.SyncBatchNorm)
     return is_batch_norm and layer.training
 
 

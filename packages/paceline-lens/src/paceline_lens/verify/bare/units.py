@@ -55,7 +55,7 @@ class HeldUnits:
     unequal: list[str] = field(default_factory=list)
 
 
-class _Weights:
+class _InitialWeights:
     """The parameters of one process's models: their descriptions, and sketches of their initial values."""
 
     def __init__(self, recording: Recording) -> None:
@@ -76,11 +76,11 @@ class _Weights:
 
 def held_units(reference: Recording, ranks: Sequence[Recording]) -> HeldUnits:
     """Finds what each rank holds."""
-    whole = _Weights(reference)
+    whole = _InitialWeights(reference)
     result = HeldUnits()
     holders: dict[tuple[str, str], dict[int, str]] = {}
     for recording in ranks:
-        own = _Weights(recording)
+        own = _InitialWeights(recording)
         found = _found(whole, own, recording.rank, len(ranks))
         for name in own.described:
             if name in found:
@@ -109,7 +109,7 @@ def _note_values(
         result.reseeded.append(name)
 
 
-def _found(whole: _Weights, own: _Weights, rank: int, world: int) -> dict[str, tuple[str, str]]:
+def _found(whole: _InitialWeights, own: _InitialWeights, rank: int, world: int) -> dict[str, tuple[str, str]]:
     """Returns the parameter and part of one process for each parameter of a rank."""
     found: dict[str, tuple[str, str]] = {}
     modules: dict[
@@ -139,7 +139,7 @@ def _found(whole: _Weights, own: _Weights, rank: int, world: int) -> dict[str, t
     return found
 
 
-def _by_values(whole: _Weights, own: _Weights, name: str, rank: int) -> tuple[str, str] | None:
+def _by_values(whole: _InitialWeights, own: _InitialWeights, name: str, rank: int) -> tuple[str, str] | None:
     """Finds a tensor with the same values: under the same name first, then under another one with the same last word."""
     shape = own.described[name]["shape"]
     values = own.initial[name][""]
@@ -153,7 +153,7 @@ def _by_values(whole: _Weights, own: _Weights, name: str, rank: int) -> tuple[st
 
 
 def _by_module(
-    whole: _Weights, own: _Weights, name: str, modules: Mapping[str, tuple[str, str]], rank: int
+    whole: _InitialWeights, own: _InitialWeights, name: str, modules: Mapping[str, tuple[str, str]], rank: int
 ) -> tuple[str, str] | None:
     """Finds a tensor of constant values: in the module in which its neighbours were found."""
     shape = own.described[name]["shape"]
@@ -172,7 +172,7 @@ def _by_module(
     return None
 
 
-def _parts(whole: _Weights, name: str, rank: int) -> Iterator[str]:
+def _parts(whole: _InitialWeights, name: str, rank: int) -> Iterator[str]:
     """Yields the parts of a tensor, the whole first and then this rank's own: the order of ranks is the likely one."""
     parts = list(whole.initial[name])
     yield from sorted(
