@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -308,13 +308,16 @@ class Account:
         if raws is None:
             return group
         targets = self._targets(number, units, rank=0)
+        by_rank = None
+        by_pass = None
         if targets is not None:
-            group.by_rank = _solved(raws, targets)
-            group.by_pass = self._by_pass(number, units, targets)
+            by_rank = _solved(raws, targets)
+            by_pass = self._by_pass(number, units, targets)
         expected = [self.reference[number].gradient(unit.name, unit.part) for unit in units]
+        of_reference = None
         if all(value is not None for value in expected):
-            group.reference_by_rank = _solved(raws, np.concatenate([v for v in expected if v is not None]))
-        return group
+            of_reference = _solved(raws, np.concatenate([value for value in expected if value is not None]))
+        return replace(group, by_rank=by_rank, by_pass=by_pass, reference_by_rank=of_reference)
 
     def _raws(self, number: int, units: Sequence[HeldUnit]) -> list[Vector] | None:
         """Returns what the passes of each rank added to the gradients of the units, one long vector a rank."""
