@@ -267,6 +267,11 @@ class Account:
             found = [value for value in own if value is not None]
             expected = sum(found[1:], found[0]) / len(found) if len(found) > 1 else None
         values = {rank: step.gradient(unit.holders[rank]) for rank, step in steps.items()}
+        # A rank that has not called the model yet does not know the name, and has recorded the gradient by its number.
+        for rank, step in steps.items():
+            has_unnamed = any(name.startswith("optimizer") for name in step.event["gradients"])
+            if has_unnamed and unit.holders[rank] not in step.event["weights"]:
+                del values[rank]
         present = {rank: value for rank, value in values.items() if value is not None and value.size}
         small = _SMALL_PART * total
         if expected is None and not self.compares_gradients:
@@ -274,6 +279,8 @@ class Account:
         if expected is None or _norm(expected) <= small:
             is_zero = all(_norm(value) <= max(small, limit * total) for value in present.values())
             return ("same" if is_zero else "differs"), {}
+        if not values:
+            return "same", {}
         if not present:
             return "none", {}
         size = _norm(expected)
@@ -293,7 +300,7 @@ class Account:
         are_alike = all(_norm(value - first) <= limit * max(size, _norm(first)) for value in present.values())
         if are_alike:
             return ("factor" if factors else "differs"), factors
-        raws = {rank: step.raw(unit.holders[rank]) for rank, step in steps.items()}
+        raws = {rank: steps[rank].raw(unit.holders[rank]) for rank in present}
         are_own = all(raw is not None and _norm(present[rank] - raw) <= NEAR * _norm(raw) for rank, raw in raws.items())
         if self.rows != "divided" and _norm(sum(present.values()) - expected) <= NEAR * size:
             return "partial", {}
