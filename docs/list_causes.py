@@ -10,8 +10,10 @@ import re
 import sys
 from pathlib import Path
 
+from paceline_lens.verify.bare.causes import CAUSES_OF_GRADIENTS, CAUSES_OF_ONE, CAUSES_OF_REPEAT, CAUSES_OF_RUN
 from paceline_lens.verify.diagnose import CAUSES
 
+BARE_CAUSES = (*CAUSES_OF_REPEAT, *CAUSES_OF_ONE, *CAUSES_OF_RUN, *CAUSES_OF_GRADIENTS)
 PAGE = Path(__file__).parent / "how-to" / "verify.md"
 _SHOWN = {
     "repeat": "one process, twice",
@@ -30,11 +32,20 @@ def table(errors: bool) -> str:
     return "\n".join(lines)
 
 
+def bare_table() -> str:
+    """The rows of the table for scripts without Paceline."""
+    lines = ["| cause | what it means | fix |", "|---|---|---|"]
+    for cause in BARE_CAUSES:
+        name = f"`{cause.name}`" if cause.is_error else f"`{cause.name}` (note)"
+        lines.append(f"| {name} | {cause.title} | {cause.fix} |")
+    return "\n".join(lines)
+
+
 def written(page: str) -> str:
     """The page with the tables of today."""
-    for mark, errors in (("causes", True), ("notes", False)):
+    for mark, rows in (("causes", table(True)), ("notes", table(False)), ("bare causes", bare_table())):
         pattern = rf"(<!-- {mark} -->\n).*?(<!-- end of {mark} -->)"
-        content = f"\n{table(errors)}\n\n"
+        content = f"\n{rows}\n\n"
         page = re.sub(pattern, lambda match, content=content: match[1] + content + match[2], page, flags=re.DOTALL)
     return page
 

@@ -33,7 +33,8 @@ from paceline_lens.verify.diagnose import CAUSES
 from paceline_lens.verify.plain import PlainRecorder
 from paceline_lens.verify.recorder import Recorder
 from paceline_lens.verify.recording import read_all
-from paceline_lens.verify.verifier import Verification, Verifier
+from paceline_lens.verify.result import Verification
+from paceline_lens.verify.verifier import Verifier
 
 # Those that `make test-all` runs: one of each way of telling; the others take minutes together.
 SHORT = {

@@ -1,11 +1,13 @@
 """Checks that a script computes the same numbers on several processes and plans.
 
 paceline verify [--procs 1,2,4] [--plans zero=2,shard=2,tp=2] [options] script.py [arguments of the script]
+paceline verify --isolation samples,causal,documents,reach=8 script.py [arguments of the script]
 
 The command's own options may also follow the script, if the script does not mention them.
 
 The script runs unchanged for some optimizer steps: on one process, once more on one process, and under each plan at each
-width, at the same global batch. With `--plain before.py`, the script from before it used Paceline runs too, as it is. Exit
+width, at the same global batch. A script without Paceline (torchrun, DDP, FSDP2) runs without plans; it is found out what
+became of each gradient. With `--plain before.py`, the script from before it used Paceline runs too, as it is. Exit
 code: 0 where all is the same but for rounding, 1 where something differs, 2 where something could not be compared.
 """
 
@@ -15,6 +17,8 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +34,8 @@ from paceline.config.sources import Launch, resolve_launch
 
 if TYPE_CHECKING:
     from paceline.launch.job import Target
-    from paceline_lens.verify.verifier import Verification
+    from paceline_lens.verify.launched import LaunchedRuns
+    from paceline_lens.verify.result import Verification
 
 _OWN: dict[str, dict[str, Any]] = {
     "--procs": {"metavar": "N,N", "default": "1,2", "help": "numbers of processes to compare [1,2]"},
@@ -45,6 +50,11 @@ _OWN: dict[str, dict[str, Any]] = {
         "default": "",
         "help": "also compare with the script from before it used Paceline, on one process; in quotes with its arguments, "
         "otherwise it gets those of the script [none]",
+    },
+    "--isolation": {
+        "metavar": "LAW,LAW",
+        "default": "",
+        "help": "instead, probe the model with the script's first batch: samples, causal, documents, reach=N [none]",
     },
     "--json": {"action": "store_true", "default": False, "help": "print JSON"},
 }
@@ -68,9 +78,12 @@ def run(args: argparse.Namespace) -> int:
     plans = _plans(args.plans)
     if args.steps < 1:
         raise _wrong("--steps", str(args.steps), "a whole number, 1 or more", "--steps 20")
+    laws = _laws(args.isolation)
     resolved = resolve_launch(schema.given(args))
     try:
         words = script_words(args)
+        if laws:
+            return _probe(resolved, args.script, words, laws, as_json=args.json)
         plain = _plain_target(args.plain, words)
         verification = _verify(resolved, args.script, words, widths, plans, args.steps, plain)
     except PacelineError as error:
@@ -121,6 +134,41 @@ def _verify(
     plain: Target | None,
 ) -> Verification:
     """Runs the script in each case, and compares what it has computed."""
+    from paceline_lens.verify.case import cases_of
+    from paceline_lens.verify.verifier import Verifier
+
+    with _runs(resolved, script, words, max(widths), steps, plain) as runs:
+        progress = ScriptProgress("paceline verify")
+        verifier = Verifier(runs, lambda case: progress.show(f"running {case}"))
+        try:
+            return verifier.verify(cases_of(widths, plans))
+        finally:
+            progress.clear()
+
+
+def _probe(resolved: Launch, script: str, words: list[str], laws: dict[str, Any], *, as_json: bool) -> int:
+    """Probes the model of the script; returns the exit code: 0 if it is isolated, 1 if it leaks, 2 if it cannot be probed."""
+    from dataclasses import asdict
+
+    from paceline_lens.verify.case import RunFailed
+
+    with _runs(resolved, script, words, 1, 1, None) as runs:
+        try:
+            report = runs.probe(laws)
+        except RunFailed as error:
+            print(error, file=sys.stderr)
+            return 2
+    code = int(bool(report.leaks))
+    leaks = [{**asdict(leak), "fix": leak.fix} for leak in report.leaks]
+    print(json.dumps({"exit_code": code, "laws": report.laws, "leaks": leaks}, indent=2) if as_json else report)
+    return code
+
+
+@contextmanager
+def _runs(
+    resolved: Launch, script: str, words: list[str], procs: int, steps: int, plain: Target | None
+) -> Iterator[LaunchedRuns]:
+    """Yields what runs the script on this host."""
     import tempfile  # `--help` needs none of this
 
     from paceline.launch.host import check_target
@@ -131,7 +179,7 @@ def _verify(
     if plain is not None:
         check_target(plain)
     # A separate process counts the accelerators, because a process that has used them cannot be forked any more.
-    resolved = replace(resolved, launch=replace(resolved.launch, procs=max(widths)))
+    resolved = replace(resolved, launch=replace(resolved.launch, procs=procs))
     kind, value = in_child(lambda: job_of(resolved, script, words, environment.snapshot()))
     if kind == "ours":
         raise value
@@ -141,18 +189,10 @@ def _verify(
     for notice in (*resolved.notices, *notices):
         say(notice)
 
-    from paceline_lens.verify.case import cases_of
     from paceline_lens.verify.launched import LaunchedRuns
-    from paceline_lens.verify.verifier import Verifier
 
     with tempfile.TemporaryDirectory(prefix="paceline-verify-") as folder:
-        runs = LaunchedRuns(job, resolved.not_in_environment, steps, Path(folder), plain)
-        progress = ScriptProgress("paceline verify")
-        verifier = Verifier(runs, lambda case: progress.show(f"running {case}"))
-        try:
-            return verifier.verify(cases_of(widths, plans))
-        finally:
-            progress.clear()
+        yield LaunchedRuns(job, resolved.not_in_environment, steps, Path(folder), plain)
 
 
 def _plain_target(text: str, words: list[str]) -> Target | None:
@@ -185,6 +225,21 @@ def _plans(text: str) -> list[str]:
             if name not in settings or not equals or not value:
                 raise _wrong("--plans", pair, "NAME=VALUE with the name of a setting", "--plans zero=2,shard=2+tp=2")
     return plans
+
+
+def _laws(text: str) -> dict[str, Any]:
+    """Returns the keyword arguments of `isolation` that `--isolation` names."""
+    laws: dict[str, Any] = {}
+    for word in filter(None, text.split(",")):
+        name, equals, value = word.partition("=")
+        if name in ("samples", "causal", "documents") and not equals:
+            laws[name] = True
+        elif name == "reach" and value.isdigit():
+            laws[name] = int(value)
+        else:
+            expected = "samples, causal, documents, reach=N, joined by commas"
+            raise _wrong("--isolation", word, expected, "--isolation samples,causal")
+    return {"samples": False, **laws} if laws else {}
 
 
 def _wrong(flag: str, value: str, expected: str, fix: str) -> ConfigError:

@@ -14,7 +14,7 @@ from typing import Literal
 from paceline_lens.verify import predicates
 from paceline_lens.verify.predicates import Evidence
 
-Kind = Literal["difference", "repeat", "plain", "itself"]
+Kind = Literal["difference", "repeat", "plain", "itself", "ranks"]
 
 
 @dataclass(frozen=True)
@@ -27,15 +27,15 @@ class DifferenceCause:
         fix: what to do, in one or two sentences.
         evidence_for: returns a sentence with the evidence, or "" if there is none.
         explains: "difference" for a difference from the run on one process, "repeat" for a difference between two runs on one
-            process, "plain" for a difference from the script from before, and "itself" for a mistake that one run shows
-            without any comparison.
+            process, "plain" for a difference from the script from before, "itself" for a mistake that one run shows without
+            any comparison, and "ranks" for scripts without Paceline (`bare/causes.py`).
         is_error: whether the numbers are wrong; otherwise it is a note.
     """
 
     name: str
     title: str
     fix: str
-    evidence_for: Callable[[Evidence], str]
+    evidence_for: Callable[..., str]
     explains: Kind = "difference"
     is_error: bool = True
 

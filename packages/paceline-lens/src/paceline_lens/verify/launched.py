@@ -13,15 +13,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from paceline.base import env as environment
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
-from paceline.launch.launcher import LAUNCHERS, Outcome
+from paceline.launch.launcher import LAUNCHERS
+from paceline_lens.verify.bare.recorder import BareRecorder
 from paceline_lens.verify.case import RunFailed, VerifyCase
+from paceline_lens.verify.isolation import IsolationReport
 from paceline_lens.verify.plain import PlainRecorder
+from paceline_lens.verify.probed import ProbedScript, read_report
 from paceline_lens.verify.recorder import Recorder
 from paceline_lens.verify.recording import Recording, read_all
 
@@ -75,7 +79,7 @@ class LaunchedRuns:
         """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         recorder = Recorder(folder, self._steps, double=double, nudge=nudge, as_written=as_written)
-        return self._run(folder, recorder, self._job.target, case, again)
+        return self._run(folder, self._recorded(recorder, self._job.target), case, again)
 
     def run_plain(self) -> Sequence[Recording]:
         """Runs the script from before as it is, and returns its recording.
@@ -86,19 +90,62 @@ class LaunchedRuns:
         assert self.plain is not None
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         recorder = PlainRecorder(folder, self._steps, environment.snapshot())
-        return self._run(folder, recorder, self.plain, VerifyCase(1), again=False)
+        return self._run(folder, self._recorded(recorder, self.plain), VerifyCase(1), again=False)
 
-    def _run(
-        self, folder: Path, recorder: Recorder, script: Target, case: VerifyCase, again: bool
+    def run_bare(
+        self, case: VerifyCase, *, parts: Sequence[int] = (), share: int = 1, nudge: float = 0.0, again: bool = False
     ) -> Sequence[Recording]:
+        """Runs a script that has nothing of Paceline in it, and returns the recordings of all ranks.
+
+        Args:
+            case: the number of processes.
+            parts, share, nudge: see `BareRecorder`.
+            again: as for a script with Paceline.
+
+        Raises:
+            RunFailed: if a process ended with an error, or took no step.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        recorder = BareRecorder(folder, self._steps, parts=parts, share=share, nudge=nudge)
+        target = Target(
+            "function", self._job.target.name, self._job.target.args, partial(recorder.run, self._job.target)
+        )
+        return self._run(folder, target, case, again)
+
+    def probe(self, laws: dict[str, Any]) -> IsolationReport:
+        """Runs the script on one process up to the first call of its model, and probes that (`isolation.py`).
+
+        Raises:
+            RunFailed: if the script ended with an error, or called no model in training.
+        """
+        folder = Path(tempfile.mkdtemp(dir=self._folder))
+        probe = ProbedScript(folder, laws)
+        script = self._job.target
+        target = Target("function", script.name, script.args, partial(probe.run, script, self._job.compat))
+        job = self._job_of(folder, target, VerifyCase(1), again=False)
+        self._finished(job)
+        report = read_report(folder)
+        if report is None:
+            raise RunFailed("the script ended before it called a model in training")
+        return report
+
+    def _recorded(self, recorder: Recorder, script: Target) -> Target:
+        return Target("function", script.name, script.args, partial(recorder.run, script, self._job.compat))
+
+    def _run(self, folder: Path, target: Target, case: VerifyCase, again: bool) -> Sequence[Recording]:
+        job = self._job_of(folder, target, case, again)
+        self._finished(job)
+        return self._read(folder, job)
+
+    def _job_of(self, folder: Path, target: Target, case: VerifyCase, again: bool) -> Job:
         log_dir = folder / "output"
         log_dir.mkdir()
         variables = {**self._job.env, HANDED: self._handed(case)}
         if again:
             variables["PYTHONHASHSEED"] = _OTHER_HASH_SEED
-        job = replace(
+        return replace(
             self._job,
-            target=Target("function", script.name, script.args, partial(recorder.run, script, self._job.compat)),
+            target=target,
             procs=case.procs,
             env=variables,
             start="exec" if again else self._job.start,
@@ -108,11 +155,22 @@ class LaunchedRuns:
             ranks=frozenset(),
             cores=(),
         )
+
+    def _finished(self, job: Job) -> None:
+        """Runs a job to its end.
+
+        Raises:
+            RunFailed: if a process ended with an error.
+        """
         launcher = LAUNCHERS.get("local")
         outcome = launcher.submit(launcher.render(job)).wait()
         if outcome.failure is None and outcome.exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt
-        return self._read(folder, job, outcome)
+        if outcome.failure is not None:
+            report = outcome.failure.report.strip() or problem_of(outcome, job).what
+            ours = report.find("paceline.")
+            lines = report[max(ours, 0) :].splitlines() if ours >= 0 else report.splitlines()[-3:]
+            raise RunFailed("\n".join(lines[:6]))
 
     def _handed(self, case: VerifyCase) -> str:
         """Settings for the processes: what was said, and in its place what the case says."""
@@ -121,12 +179,7 @@ class LaunchedRuns:
         choices += [Choice(name, value, "command line", "--plans") for name, value in case.settings.items()]
         return hand_over(choices)
 
-    def _read(self, folder: Path, job: Job, outcome: Outcome) -> Sequence[Recording]:
-        if outcome.failure is not None:
-            report = outcome.failure.report.strip() or problem_of(outcome, job).what
-            ours = report.find("paceline.")
-            lines = report[max(ours, 0) :].splitlines() if ours >= 0 else report.splitlines()[-3:]
-            raise RunFailed("\n".join(lines[:6]))
+    def _read(self, folder: Path, job: Job) -> Sequence[Recording]:
         recordings = read_all(folder)
         if len(recordings) < job.procs:
             raise RunFailed(f"{job.procs - len(recordings)} of {job.procs} processes left without a recording")

@@ -8,7 +8,9 @@ masks. Other random functions are not changed, and what they draw is reported.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
+from types import FrameType
 from typing import Any
 
 import torch
@@ -38,6 +40,8 @@ _DRAWING: frozenset[Callable[..., object]] = frozenset(
     )
 )  # fmt: skip
 
+_READING = (torch.Tensor.item, torch.Tensor.__float__)
+
 
 class Quiet(TorchFunctionMode):
     """Turns dropout off, and reports the state of the generator where it would have drawn.
@@ -49,6 +53,7 @@ class Quiet(TorchFunctionMode):
         tell: called with a digest of torch's generator for each dropout in training.
         tell_draw: called with what another function has drawn.
         tell_loss: called with each tensor whose `backward` is called, before it runs.
+        tell_read: called with each tensor of which Python reads a number, and the frame that reads it.
     """
 
     def __init__(self, drops_nothing: bool = True) -> None:
@@ -56,6 +61,7 @@ class Quiet(TorchFunctionMode):
         self._drops_nothing = drops_nothing
         self.stream = ""
         self.tell_loss: Callable[[torch.Tensor], object] = lambda loss: None
+        self.tell_read: Callable[[torch.Tensor, FrameType], object] | None = None
         self.tell: Callable[[str], object] = lambda stream: None
         self.tell_draw: Callable[[torch.Tensor], object] = lambda drawn: None
 
@@ -65,6 +71,8 @@ class Quiet(TorchFunctionMode):
         keywords = dict(kwargs or {})
         if func is torch.Tensor.backward:
             self.tell_loss(args[0])
+        if self.tell_read is not None and func in _READING:
+            self.tell_read(args[0], sys._getframe(1))
         if not self._drops_nothing:
             return func(*args, **keywords)
         if func in _PYTHON_SIGNATURES:

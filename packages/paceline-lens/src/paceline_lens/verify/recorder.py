@@ -57,7 +57,7 @@ class Recorder(Runtime):
     def __init__(
         self, folder: Path, steps: int, *, double: bool = False, nudge: float = 0.0, as_written: bool = False
     ) -> None:
-        self.recording = Recording()
+        self.recording = Recording(bare=not as_written)
         self.compares_widths = not as_written
         self._as_written = as_written
         self._folder = folder
@@ -107,6 +107,7 @@ class Recorder(Runtime):
 
     def settings(self, settings: RunSettings) -> RunSettings:
         """Makes the global batch the same for every width, and turns mixed precision off if the run computes in float64."""
+        self.recording.bare = False
         if self._as_written:
             return replace(settings, resume="no")
         precision = "no" if self._double else settings.mixed_precision
@@ -297,7 +298,8 @@ class Recorder(Runtime):
         weights = _sketches(self._parameters(optimizer))
         self._step |= {"weights": weights, "buffers": _sketches(buffers), "random": self._random()}
         taken = sum(event["optimizer"] == 0 for event in self.recording.of_kind("step"))
-        if self._step["optimizer"] == 0 and taken >= self._steps:
+        # A script that has no `Accelerator` when it steps is one for `BareRecorder`: this run has nothing more to find out.
+        if self.recording.bare or (self._step["optimizer"] == 0 and taken >= self._steps):
             self._write()
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()  # a rank that ended earlier would close connections that others still use

@@ -39,6 +39,7 @@ class Recording:
         samplers: classes of the samplers of loaders that the script iterates without having prepared them.
         trainable: trainable parameters of prepared models.
         dtype: in which most of the first model is computed, such as "float32".
+        bare: whether the script has constructed no `Accelerator`.
         events: what happened, in order.
     """
 
@@ -53,6 +54,7 @@ class Recording:
     samplers: list[str] = field(default_factory=list)
     trainable: list[str] = field(default_factory=list)
     dtype: str = "float32"
+    bare: bool = False
     events: list[Event] = field(default_factory=list)
 
     def write(self, path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 from paceline.base.text_table import text_table
 from paceline_lens.verify.compare import FIELDS, ValueDifference
 from paceline_lens.verify.diagnose import Diagnosis
-from paceline_lens.verify.verifier import Result, Verification
+from paceline_lens.verify.result import Result, Verification
 
 _RULES = {
     "float64": "runs in float64",
@@ -54,7 +54,7 @@ def _table(results: Sequence[Result]) -> list[str]:
 
 
 def _size(result: Result, field: str) -> str:
-    if result.status == "failed" and not result.steps:
+    if field not in result.compared or (result.status == "failed" and not result.steps):
         return "-"
     size = result.largest.get(field, (0.0, None))[0]
     if field == "rows":

@@ -7,16 +7,16 @@
     float64                  the reference and the case once more: rounding almost vanishes, and what remains is real
     nudged                   if the script does not run in float64: one process, its initial weights changed by one rounding
 
+A script that constructs no `Accelerator` is verified by `BareVerifier`.
 It does not start processes itself: `LaunchedRuns` forks them as `paceline launch` does.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from collections.abc import Callable, Sequence
 
+from paceline_lens.verify.bare.verifier import BareVerifier
 from paceline_lens.verify.case import RunFailed, VerifyCase
 from paceline_lens.verify.compare import (
     EPS,
@@ -29,61 +29,10 @@ from paceline_lens.verify.compare import (
     judged_by_growth,
     judged_by_onset,
 )
-from paceline_lens.verify.diagnose import Diagnosis, diagnose
+from paceline_lens.verify.diagnose import diagnose
 from paceline_lens.verify.launched import LaunchedRuns
 from paceline_lens.verify.predicates import Evidence
-
-Status = Literal["same", "different", "failed"]
-Rule = Literal["float64", "growth", "onset", "plain", "none"]
-
-
-@dataclass(frozen=True)
-class Result:
-    """The result of one case.
-
-    Attributes:
-        case: the case.
-        status: "same" except for rounding, "different", or "failed" if there is nothing to compare.
-        why: why it failed.
-        rule: how rounding was distinguished from real differences: by runs in "float64", by the measured "growth" of
-            rounding, or by the size of the difference where it began ("onset"); "plain" if rounding cannot have made it, and
-            "none" if there is no difference.
-        first: the first real difference; None if there is none.
-        findings: causes of the difference, and of what the run does by itself.
-        largest: by field, the largest difference in the precision of the script, and (under the rule "float64") in float64.
-        steps: the number of steps that were compared.
-        left_out: logged values that are not compared, since they differ in two runs on one process.
-    """
-
-    case: VerifyCase
-    status: Status
-    why: str = ""
-    rule: Rule = "none"
-    first: ValueDifference | None = None
-    findings: Sequence[Diagnosis] = field(default_factory=list)
-    largest: Mapping[str, tuple[float, float | None]] = field(default_factory=dict)
-    steps: int = 0
-    left_out: Sequence[str] = ()
-
-    @property
-    def causes(self) -> list[str]:
-        """The names of the causes that make the numbers wrong."""
-        return [finding.cause.name for finding in self.findings if finding.cause.is_error]
-
-
-@dataclass(frozen=True)
-class Verification:
-    """The results of all cases; the first one is the repeated run on one process."""
-
-    results: Sequence[Result]
-
-    @property
-    def exit_code(self) -> int:
-        """0 if all are the same, 1 if one differs, and 2 if none differs but one could not be compared."""
-        statuses = {result.status for result in self.results}
-        if "different" in statuses:
-            return 1
-        return 2 if "failed" in statuses else 0
+from paceline_lens.verify.result import Result, Rule, Status, Verification
 
 
 class Verifier:
@@ -112,6 +61,8 @@ class Verifier:
             self._reference = RecordedRun.of(alone.name, self._runs(alone))
         except RunFailed as error:
             return Verification([Result(alone, "failed", why=str(error))])
+        if self._reference.recordings[0].bare:
+            return Verification(BareVerifier(self._runs, self._tell).verify(cases))
         repeat = self._repeated(alone)
         results = [repeat]
         # If one process does not repeat its own numbers, or this is unknown, a comparison with several processes says nothing.

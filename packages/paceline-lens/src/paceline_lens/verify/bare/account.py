@@ -1,0 +1,427 @@
+"""`Account`: what became of each gradient between the backward pass and the optimizer, on every rank. Pure.
+
+For the first step whose gradients differ from those of one process, each unit (`units.py`) gets a kind, and units of one kind
+form a `GradientGroup`:
+
+    factor    all holders have the gradient of one process, times one number
+    own       each holder has what its own backward passes gave
+    partial   the same, and these add up to the gradient of one process
+    scaled    each rank has the gradient of one process, times a number of its own
+    some      only some holders have a gradient
+    none      no holder has one, but one process has
+    differs   anything else
+
+For a group, least squares say of which backward passes of which ranks the gradients are made, and those of one process. All
+tensors are sketches, for which sums and factors hold exactly (`sketch.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paceline_lens.verify.bare.units import HeldUnit, HeldUnits, held_units
+from paceline_lens.verify.compare import EPS, GROWTH_MARGIN, ONSET_MARGIN
+from paceline_lens.verify.recording import Event, Recording
+
+Vector = NDArray[np.float64]
+Kind = Literal["same", "factor", "own", "partial", "scaled", "some", "none", "differs"]
+Rows = Literal["divided", "whole", "sliced", "more", "other"]
+
+# Two numbers that explain a gradient count as equal if they differ by less. A factor so close to 2 is no coincidence, and what
+# is explained by rounding never gets here.
+NEAR = 2e-3
+_SMALL_PART = 1e-6  # of the norm of all gradients: below this, a gradient is zero but for rounding
+
+
+@dataclass
+class BareStep:
+    """One optimizer step of one rank.
+
+    Attributes:
+        event: the step itself.
+        passes: the backward passes since the step before.
+        forwards: the forward passes, and `calls` the noted calls.
+        order: everything, in order.
+    """
+
+    event: Event
+    order: list[Event]
+
+    def of_kind(self, kind: str) -> list[Event]:
+        """Returns the events of one kind."""
+        return [event for event in self.order if event["kind"] == kind]
+
+    @cached_property
+    def passes(self) -> list[Event]:
+        """The backward passes."""
+        return self.of_kind("backward")
+
+    @cached_property
+    def rows(self) -> list[str]:
+        """Digests of the rows that the first model was called with."""
+        return [row for event in self.of_kind("forward") if event["number"] == 0 for row in event["rows"]]
+
+    @property
+    def loss(self) -> float | None:
+        """The sum of the losses of all passes."""
+        losses = [event["loss"] for event in self.passes if event["loss"] is not None]
+        return sum(losses) if losses else None
+
+    def raw(self, name: str) -> Vector | None:
+        """Returns what all passes added to a gradient."""
+        parts = [np.asarray(event["raw"][name]) for event in self.passes if name in event["raw"]]
+        return sum(parts[1:], parts[0]) if parts else None
+
+    def gradient(self, name: str, part: str = "") -> Vector | None:
+        """Returns the gradient that the optimizer found."""
+        sketches = self.event["gradients"].get(name)
+        return None if sketches is None or part not in sketches else np.asarray(sketches[part])
+
+
+def steps_of(recording: Recording) -> list[BareStep]:
+    """Splits the events of a rank into optimizer steps."""
+    steps: list[BareStep] = []
+    order: list[Event] = []
+    for event in recording.events:
+        order.append(event)
+        if event["kind"] == "step":
+            steps.append(BareStep(event, order))
+            order = []
+    return steps
+
+
+@dataclass
+class GradientGroup:
+    """Units whose gradients differ in the same way.
+
+    Attributes:
+        kind: see the module.
+        units: they.
+        factor: by which the gradients are too large, if `kind` is "factor".
+        factors: the same by rank, if `kind` is "scaled".
+        by_rank: how much of what each rank's passes added is in the gradients: for rank 0, by rank; None if nothing fits.
+        by_pass: the same by backward pass, of the mean over ranks; then of the rank's own.
+        reference_by_rank: how much of it is in the gradients of one process.
+    """
+
+    kind: Kind
+    units: list[HeldUnit]
+    factor: float = 1.0
+    factors: Mapping[int, float] = field(default_factory=dict)
+    by_rank: Sequence[float] | None = None
+    by_pass: tuple[Sequence[float], Sequence[float]] | None = None
+    reference_by_rank: Sequence[float] | None = None
+
+    @property
+    def names(self) -> str:
+        """The first names, for sentences."""
+        names = list(dict.fromkeys(unit.name for unit in self.units))
+        shown = ", ".join(names[:3])
+        return shown + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+
+
+class Account:
+    """Compares the ranks of a script with one process.
+
+    Args:
+        reference: the recording of one process.
+        ranks: the recordings of all ranks.
+        nudged: of one process whose weights were changed by one rounding; None if there is none.
+        shared: whether batch sizes were divided by the number of ranks.
+    """
+
+    def __init__(
+        self, reference: Recording, ranks: Sequence[Recording], nudged: Recording | None = None, shared: bool = False
+    ) -> None:
+        self.reference = steps_of(reference)
+        self.recordings = ranks
+        self.of_one = reference
+        self.ranks = [steps_of(recording) for recording in ranks]
+        self.shared = shared
+        self.held: HeldUnits = held_units(reference, ranks)
+        self.num_steps = min(len(self.reference), *(len(steps) for steps in self.ranks))
+        self._eps = EPS.get(reference.dtype, EPS["float32"])
+        self._growth = _growth(self.reference, steps_of(nudged)) if nudged is not None else []
+        self.rows = self._rows_read()
+        self.largest = 0.0  # the largest relative difference of a gradient that counts as rounding or not
+        self.step = 0  # the first step whose gradients differ; 0 if there is none
+        self.groups: list[GradientGroup] = []
+        if not self.held.unequal:
+            self._look_at_steps()
+
+    @property
+    def world(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def compares_gradients(self) -> bool:
+        """Whether the gradients of one process are those that the ranks should have."""
+        return not self.held.unequal and not self.held.reseeded and self.rows in ("divided", "whole", "sliced")
+
+    def weights_apart(self) -> tuple[int, str]:
+        """Returns the first step after which a weight differs between the ranks that hold it, and its name; (0, "") if none."""
+        ends = [recording.of_kind("end")[-1] for recording in self.recordings]
+        for number in range(1, self.num_steps + 1):
+            for unit in self.held.units:
+                values = []
+                for rank, name in unit.holders.items():
+                    steps = self.ranks[rank]
+                    event = steps[number].event if number < len(steps) else ends[rank]
+                    # A model that a rank has not called yet is not known yet.
+                    if name in event["weights"]:
+                        values.append(np.asarray(event["weights"][name]))
+                if any(_norm(value - values[0]) > NEAR * _norm(values[0]) for value in values):
+                    return number, unit.name
+        return 0, ""
+
+    def at(self, rank: int) -> BareStep:
+        """Returns the step that differs, on a rank; the first one if none does."""
+        return self.ranks[rank][max(self.step, 1) - 1]
+
+    @property
+    def one(self) -> BareStep:
+        """The same step of one process."""
+        return self.reference[max(self.step, 1) - 1]
+
+    # -- samples ------------------------------------------------------------------------------------------------
+
+    def _rows_read(self) -> Rows:
+        """Says how the ranks divide the rows of one process: over all steps, where each counts."""
+        kinds: Counter[Rows] = Counter()
+        for number in range(self.num_steps):
+            kinds[self._rows_of(number)] += 1
+        for kind in ("more", "other", "sliced", "whole"):
+            if kinds[kind]:
+                return kind
+        return "divided"
+
+    def _rows_of(self, number: int) -> Rows:
+        expected = Counter(self.reference[number].rows)
+        # Ranks that read the same rows in the same order read them together, as those of tensor parallelism do.
+        distinct = {tuple(steps[number].rows) for steps in self.ranks}
+        union = Counter(row for rows in distinct for row in rows)
+        if union == expected:
+            return "whole" if len(distinct) == 1 and self.world > 1 else "divided"
+        shapes = [event["shapes"] for event in self.reference[number].of_kind("forward")]
+        own_shapes = [event["shapes"] for event in self.ranks[0][number].of_kind("forward")]
+        if shapes and own_shapes and shapes[0] != own_shapes[0]:
+            return "sliced"
+        if union.total() > expected.total() and number == 0:
+            return "more"
+        return "other"
+
+    # -- gradients ------------------------------------------------------------------------------------------------
+
+    def _look_at_steps(self) -> None:
+        for number in range(self.num_steps):
+            groups = self._groups_of(number)
+            if groups:
+                self.step = number + 1
+                self.groups = groups
+                return
+
+    def _limit(self, number: int) -> float:
+        """Returns the largest relative difference that counts as rounding in a step."""
+        if not self._growth:
+            return ONSET_MARGIN * self._eps
+        return GROWTH_MARGIN * max(self._eps, *self._growth[: number + 1])
+
+    def _groups_of(self, number: int) -> list[GradientGroup]:
+        one = self.reference[number]
+        total = _norm(np.asarray([_norm(one.gradient(name)) for name in one.event["gradients"]]))
+        limit = self._limit(number)
+        judged: list[tuple[HeldUnit, Kind, dict[int, float]]] = []
+        for unit in self.held.units:
+            kind, factors = self._kind(number, unit, limit, total)
+            judged.append((unit, kind, factors))
+        different = [entry for entry in judged if entry[1] != "same"]
+        if not different:
+            return []
+        by_rank = _one_factor_a_rank(judged, self.world)
+        if by_rank:
+            units = [unit for unit, _, factors in judged if factors]
+            return [self._described(number, GradientGroup("scaled", units, factors=by_rank))]
+        # A gradient of one number is a multiple of any other: it says nothing by itself, and goes with the others.
+        weak = [entry for entry in different if _length(one.gradient(entry[0].name, entry[0].part)) == 1]
+        strong = [entry for entry in different if entry not in weak]
+        groups = _grouped(strong or weak)
+        if strong:
+            groups[0].units.extend(unit for unit, _, _ in weak)
+        return [self._described(number, group) for group in groups]
+
+    def _kind(self, number: int, unit: HeldUnit, limit: float, total: float) -> tuple[Kind, dict[int, float]]:
+        """Returns the kind of a unit, and by rank the factor between its gradient and that of one process, if there is one."""
+        steps = {rank: self.ranks[rank][number] for rank in unit.holders}
+        expected = self.reference[number].gradient(unit.name, unit.part)
+        if not self.compares_gradients:
+            # Then the ranks can only be compared with each other: their mean stands for one process.
+            own = [self.ranks[rank][number].gradient(name) for rank, name in unit.holders.items()]
+            found = [value for value in own if value is not None]
+            expected = sum(found[1:], found[0]) / len(found) if len(found) > 1 else None
+        values = {rank: step.gradient(unit.holders[rank]) for rank, step in steps.items()}
+        # A rank that has not called the model yet does not know the name, and has recorded the gradient by its number.
+        for rank, step in steps.items():
+            has_unnamed = any(name.startswith("optimizer") for name in step.event["gradients"])
+            if has_unnamed and unit.holders[rank] not in step.event["weights"]:
+                del values[rank]
+        present = {rank: value for rank, value in values.items() if value is not None and value.size}
+        small = _SMALL_PART * total
+        if expected is None and not self.compares_gradients:
+            return "same", {}
+        if expected is None or _norm(expected) <= small:
+            is_zero = all(_norm(value) <= max(small, limit * total) for value in present.values())
+            return ("same" if is_zero else "differs"), {}
+        if not values:
+            return "same", {}
+        if not present:
+            return "none", {}
+        size = _norm(expected)
+        self.largest = max(self.largest, *(_norm(value - expected) / size for value in present.values()))
+        if len(present) < len(values):
+            return "some", {}
+        factors = {rank: float(value @ expected) / size**2 for rank, value in present.items()}
+        is_multiple = all(
+            _norm(value - factors[rank] * expected) <= max(limit, NEAR) * size * max(abs(factors[rank]), NEAR)
+            for rank, value in present.items()
+        )
+        if not is_multiple:
+            factors = {}
+        if all(_norm(value - expected) <= limit * size for value in present.values()):
+            return "same", factors
+        first = next(iter(present.values()))
+        are_alike = all(_norm(value - first) <= limit * max(size, _norm(first)) for value in present.values())
+        if are_alike:
+            return ("factor" if factors else "differs"), factors
+        raws = {rank: steps[rank].raw(unit.holders[rank]) for rank in present}
+        are_own = all(raw is not None and _norm(present[rank] - raw) <= NEAR * _norm(raw) for rank, raw in raws.items())
+        if self.rows != "divided" and _norm(sum(present.values()) - expected) <= NEAR * size:
+            return "partial", {}
+        if are_own:
+            return "own", {}
+        return ("scaled" if factors else "differs"), factors
+
+    def _described(self, number: int, group: GradientGroup) -> GradientGroup:
+        """Adds to a group of what its gradients are made."""
+        units = [unit for unit in group.units if len(unit.holders) == self.world]
+        raws = self._raws(number, units)
+        if raws is None:
+            return group
+        targets = self._targets(number, units, rank=0)
+        by_rank = None
+        by_pass = None
+        if targets is not None:
+            by_rank = _solved(raws, targets)
+            by_pass = self._by_pass(number, units, targets)
+        expected = [self.reference[number].gradient(unit.name, unit.part) for unit in units]
+        of_reference = None
+        if all(value is not None for value in expected):
+            of_reference = _solved(raws, np.concatenate([value for value in expected if value is not None]))
+        return replace(group, by_rank=by_rank, by_pass=by_pass, reference_by_rank=of_reference)
+
+    def _raws(self, number: int, units: Sequence[HeldUnit]) -> list[Vector] | None:
+        """Returns what the passes of each rank added to the gradients of the units, one long vector a rank."""
+        vectors = []
+        for rank, steps in enumerate(self.ranks):
+            parts = [steps[number].raw(unit.holders[rank]) for unit in units]
+            if not parts or any(part is None for part in parts):
+                return None
+            vectors.append(np.concatenate([part for part in parts if part is not None]))
+        return vectors
+
+    def _targets(self, number: int, units: Sequence[HeldUnit], rank: int) -> Vector | None:
+        values = [self.ranks[rank][number].gradient(unit.holders[rank]) for unit in units]
+        if not values or any(value is None for value in values):
+            return None
+        return np.concatenate([value for value in values if value is not None])
+
+    def _by_pass(
+        self, number: int, units: Sequence[HeldUnit], targets: Vector
+    ) -> tuple[Sequence[float], Sequence[float]] | None:
+        count = len(self.ranks[0][number].passes)
+        if count < 2 or any(len(steps[number].passes) != count for steps in self.ranks):
+            return None
+        means: list[Vector] = []
+        own: list[Vector] = []
+        for place in range(count):
+            vectors = []
+            for rank, steps in enumerate(self.ranks):
+                raw = steps[number].passes[place]["raw"]
+                if any(unit.holders[rank] not in raw for unit in units):
+                    return None
+                vectors.append(np.concatenate([np.asarray(raw[unit.holders[rank]]) for unit in units]))
+            means.append(sum(vectors[1:], vectors[0]) / self.world)
+            own.append(vectors[0])
+        parts = _solved([*means, *own], targets)
+        return None if parts is None else (parts[:count], parts[count:])
+
+
+def _one_factor_a_rank(judged: Iterable[tuple[HeldUnit, Kind, dict[int, float]]], world: int) -> dict[int, float]:
+    """Returns by rank the factor of all of its gradients, if each rank has one and they are not alike; {} otherwise."""
+    found: dict[int, list[float]] = {rank: [] for rank in range(world)}
+    for unit, kind, factors in judged:
+        if not factors and kind != "same":
+            return {}
+        for rank in unit.holders:
+            if rank in factors:
+                found[rank].append(factors[rank])
+    if not all(found.values()):
+        return {}
+    means = {rank: float(np.median(values)) for rank, values in found.items()}
+    is_one = all(
+        abs(value - means[rank]) <= NEAR * abs(means[rank]) for rank, values in found.items() for value in values
+    )
+    differ = max(means.values()) - min(means.values()) > NEAR * max(map(abs, means.values()))
+    return means if is_one and differ else {}
+
+
+def _grouped(different: Sequence[tuple[HeldUnit, Kind, dict[int, float]]]) -> list[GradientGroup]:
+    """Puts units of one kind, and for "factor" of one factor, into one group; the largest groups first."""
+    groups: list[GradientGroup] = []
+    for unit, kind, factors in different:
+        factor = next(iter(factors.values())) if kind == "factor" else 1.0
+        for group in groups:
+            if group.kind == kind and abs(group.factor - factor) <= 2 * NEAR * abs(factor):
+                group.units.append(unit)
+                break
+        else:
+            groups.append(GradientGroup(kind, [unit], factor))
+    return sorted(groups, key=lambda group: -len(group.units))
+
+
+def _solved(parts: Sequence[Vector], target: Vector) -> list[float] | None:
+    """Returns how much of each part adds up to the target; None if no sum of them does."""
+    matrix = np.stack(parts, axis=1)
+    found, *_ = np.linalg.lstsq(matrix, target, rcond=1e-6)
+    if _norm(matrix @ found - target) > NEAR * _norm(target):
+        return None
+    return [float(value) for value in found]
+
+
+def _growth(reference: Sequence[BareStep], nudged: Sequence[BareStep]) -> list[float]:
+    """Returns for each step how far gradients move if initial weights are changed by one rounding."""
+    grown = []
+    for step, other in zip(reference, nudged, strict=False):
+        total = _norm(np.asarray([_norm(step.gradient(name)) for name in step.event["gradients"]]))
+        largest = 0.0
+        for name in step.event["gradients"]:
+            value, moved = step.gradient(name), other.gradient(name)
+            if value is not None and moved is not None and _norm(value) > _SMALL_PART * total:
+                largest = max(largest, _norm(moved - value) / _norm(value))
+        grown.append(largest)
+    return grown
+
+
+def _length(vector: Vector | None) -> int:
+    return 0 if vector is None else len(vector)
+
+
+def _norm(vector: Any) -> float:
+    return 0.0 if vector is None else float(np.linalg.norm(vector))
