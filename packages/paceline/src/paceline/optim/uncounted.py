@@ -135,7 +135,7 @@ class SeenLoss:
 
 
 @dataclass
-class _Part:
+class _PartOfLoss:
     """A place of a graph, before its gradient is known."""
 
     node: Any
@@ -180,7 +180,7 @@ class _Part:
 
 
 @dataclass
-class _Pass:
+class _PassLookedAt:
     """A backward pass that is looked at."""
 
     number: int
@@ -188,7 +188,7 @@ class _Pass:
     rows: int
     has_items: bool
     place: str
-    parts: list[_Part]
+    parts: list[_PartOfLoss]
     handles: list[Any]
     factor: float = 0.0
 
@@ -208,8 +208,8 @@ class LossWeights:
 
     _rows: int = 0  # of the last pass that was looked at
     _others: int = 0  # passes that were looked at after the first ones
-    _open: _Pass | None = None
-    _noted: list[_Pass] = field(default_factory=list)
+    _open: _PassLookedAt | None = None
+    _noted: list[_PassLookedAt] = field(default_factory=list)
     _judged: list[Sequence[SeenLoss]] = field(default_factory=list)  # of earlier passes, each by rank
 
     def look(self, loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool = False) -> None:
@@ -227,7 +227,7 @@ class LossWeights:
         handles = [part.node.register_prehook(part.see) for part in parts]
         frame = user_frame()
         place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        self._open = _Pass(number, window, rows, has_items, place, parts, handles)
+        self._open = _PassLookedAt(number, window, rows, has_items, place, parts, handles)
 
     def wants(self, number: int, rows: int) -> bool:
         """Returns whether a pass is one of the first, or has another number of samples than the last that was looked at."""
@@ -285,7 +285,7 @@ class LossWeights:
 
 
 @dataclass(frozen=True)
-class _Way:
+class _WayToNode:
     """A way from a loss to a node of its graph: what the node's result is divided by, and how."""
 
     node: Any
@@ -294,10 +294,10 @@ class _Way:
     is_curved: bool = False
 
 
-def _parts_of(loss: Tensor) -> list[_Part]:
+def _parts_of(loss: Tensor) -> list[_PartOfLoss]:
     """Returns the places near a loss where it adds up a tensor, in the same order on all ranks."""
-    parts: list[_Part] = []
-    waiting = [_Way(loss.grad_fn)]
+    parts: list[_PartOfLoss] = []
+    waiting = [_WayToNode(loss.grad_fn)]
     met: set[Any] = set()
     for _ in range(_NODES):
         if not waiting:
@@ -309,13 +309,15 @@ def _parts_of(loss: Tensor) -> list[_Part]:
         reduction = reduction_of(way.node)
         if reduction is not None:
             form = (reduction.is_mean, reduction.sizes, reduction.count)
-            parts.append(_Part(way.node, *form, way.divisors, way.is_divided, way.is_curved, _is_of_weights(way.node)))
+            parts.append(
+                _PartOfLoss(way.node, *form, way.divisors, way.is_divided, way.is_curved, _is_of_weights(way.node))
+            )
         if way.node.name().startswith(_LINEAR + _CURVED):
             waiting += _further(way)
     return parts
 
 
-def _further(way: _Way) -> list[_Way]:
+def _further(way: _WayToNode) -> list[_WayToNode]:
     """Returns the ways to the nodes below one."""
     name = way.node.name()
     operands = [below for below, _ in way.node.next_functions]
@@ -327,7 +329,7 @@ def _further(way: _Way) -> list[_Way]:
     for operand, below in enumerate(operands):
         divisor = divisor_of(way.node, operand)
         divisors = way.divisors if divisor is None else (*way.divisors, divisor)
-        ways.append(_Way(below, divisors, is_divided, is_curved))
+        ways.append(_WayToNode(below, divisors, is_divided, is_curved))
     return ways
 
 
