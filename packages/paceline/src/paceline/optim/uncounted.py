@@ -153,6 +153,9 @@ class _PartOfLoss:
         if gradients[0] is not None and gradients[0].numel() == 1:
             self.gradient = gradients[0].detach()
 
+    def forget_graph(self) -> None:
+        self.node = None
+
     def seen(self, factor: float) -> SeenPart:
         """Returns what a rank tells of it, which waits for the device.
 
@@ -191,6 +194,15 @@ class _PassLookedAt:
     parts: list[_PartOfLoss]
     handles: list[Any]
     factor: float = 0.0
+
+    def close(self, factor: float) -> None:
+        """Called after the pass, whose loss was multiplied by a factor; the graph need not live on."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for part in self.parts:
+            part.forget_graph()
+        self.factor = factor
 
     def seen(self) -> SeenLoss:
         rows = self.rows if self.factor else 0
@@ -246,12 +258,7 @@ class LossWeights:
         """
         if self._open is None:
             return
-        for handle in self._open.handles:
-            handle.remove()
-        self._open.handles.clear()
-        for part in self._open.parts:
-            part.node = None  # the graph need not live on
-        self._open.factor = factor
+        self._open.close(factor)
         self._noted.append(self._open)
         self._open = None
 

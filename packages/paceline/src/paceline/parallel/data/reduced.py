@@ -47,7 +47,7 @@ class ReducedGradients(AppliedStrategy):
         self.reducer.finish()
 
     def call_with_others(self, callback: Callable[[], None]) -> None:
-        self.reducer.with_others = callback
+        self.reducer.call_with_others(callback)
 
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
         """Registers the callback at the end of a pass, before the reducer waits for votes and gradients."""

@@ -113,6 +113,10 @@ class Reducer:
             model.register_forward_hook(ReducerHook(model, self._after_forward)),
         ]
 
+    def call_with_others(self, callback: Callable[[], None]) -> None:
+        """Registers a function that is called once a forward pass uses other tensors in the place of parameters."""
+        self.with_others = callback
+
     def release(self) -> None:
         """Takes all hooks back: another reducer may have the parameters from here on."""
         for handle in self._hooks:
