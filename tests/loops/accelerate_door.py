@@ -93,6 +93,8 @@ def _body(body: Body, windows: bool, inside: bool = False) -> Body:
         match statement:
             case ForwardBackward(model, loader):
                 result += [Forward(_NAME, model, loader), Backward((_NAME,))]
+            case Backward(_, "mask"):
+                result.append(replace(statement, items="int"))
             case Clip() if windows:
                 result.append(When("sync", body=(statement,)))
             case Accumulate():

@@ -129,7 +129,7 @@ class _Drawing:
         )
         program = self._with_writes(self._with_save(program))
         # Last, so that the programs of earlier seeds stay the same.
-        return self._with_offload(self._with_muon(program))
+        return self._with_masks(self._with_offload(self._with_muon(program)))
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -565,11 +565,28 @@ class _Drawing:
         optimizers[number] = replace(optimizers[number], kind="Muon")
         return replace(program, optimizers=tuple(optimizers))
 
+    def _with_masks(self, program: Program) -> Program:
+        """Losses over items become losses over the rows that a mask selects."""
+        if not self.chance(0.2):
+            return program
+        return replace(program, body=_masked(program.body))
+
     def _with_offload(self, program: Program) -> Program:
         if not self.chance(0.08):
             return program
         what = self.random.choices(["activations", "optimizer", "optimizer+activations"], [3, 1, 1])[0]
         return replace(program, offload=what)  # type: ignore[arg-type]
+
+
+def _masked(body: Body) -> Body:
+    result: list[Statement] = []
+    for statement in body:
+        if isinstance(statement, Accumulate | When):
+            statement = replace(statement, body=_masked(statement.body))
+        elif isinstance(statement, Backward) and statement.items is not None:
+            statement = replace(statement, items="mask")
+        result.append(statement)
+    return tuple(result)
 
 
 def _after(body: Body, target: Statement, new: Statement, last_backward: Statement) -> Body:

@@ -319,7 +319,12 @@ class Interpreter:
         else:
             loader, names, items = statement.loader, (-1,), None
         x, _, weights = self.batches[loader]
-        weights = weights.to(x.dtype) * (0.3 if items == "float" else 1.0) if items else torch.ones(len(x))
+        if items == "mask":
+            weights = (weights > 3).to(x.dtype)
+        elif items:
+            weights = weights.to(x.dtype) * (0.3 if items == "float" else 1.0)
+        else:
+            weights = torch.ones(len(x))
         count = float(weights.sum())
         if self.window is not None:
             key = (id(statement), self._number_of(self.window))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 ModelPart = Literal["all", "body", "head"]
-ItemCount = Literal["int", "float"]
+ItemCount = Literal["int", "float", "mask"]
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,8 @@ class Backward:
     """`backward` of the sum of the losses of some `Forward`s, which have the same loader.
 
     Attributes:
-        items: None for means over rows; else the kind of the numbers that weight rows, whose sum is `num_items`.
+        items: None for means over rows; else the kind of the numbers that weight rows, whose sum is `num_items`. "mask" selects
+            rows: a rank may have none of them.
     """
 
     names: tuple[int, ...]

@@ -369,6 +369,10 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
         case Backward(names, None):
             loss = " + ".join(f"rows{name}.mean()" for name in names)
             return [f"accelerator.backward({loss})"]
+        case Backward(names, "mask"):
+            mask = f"w{_loader_of(program, names[0])} > 3"
+            loss = " + ".join(f"rows{name}[{mask}].sum()" for name in names)
+            return [f"accelerator.backward({loss}, num_items=({mask}).sum())"]
         case Backward(names, items):
             weight = f"w{_loader_of(program, names[0])}"
             if items == "float":

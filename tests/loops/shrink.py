@@ -131,7 +131,7 @@ def _plainer_statements(statement: Statement) -> Iterator[Statement]:
                 yield replace(statement, names=names[:1])
             if items is not None:
                 yield replace(statement, items=None)
-            if items == "float":
+            if items in ("float", "mask"):
                 yield replace(statement, items="int")
         case ForwardBackward(items=True):
             yield replace(statement, items=False)

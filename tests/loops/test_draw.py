@@ -78,6 +78,7 @@ EXPECTED = {
         "items None",
         "items int",
         "items float",
+        "items mask",
         "sum of losses",
         "forward_backward items True",
         "forward_backward items False",

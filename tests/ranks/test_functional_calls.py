@@ -15,7 +15,7 @@ from paceline import Accelerator
 from paceline.testing import run_ranks
 
 ROWS = 8
-HOWS = ("adapted weights", "averaged weights", "detached weights", "gradients of samples")
+HOWS = ("adapted weights", "adapted by all", "averaged weights", "detached weights", "gradients of samples")
 
 
 def net() -> nn.Module:
@@ -29,11 +29,15 @@ def batches() -> Iterator[tuple[Tensor, Tensor]]:
         yield torch.randn(ROWS, 4, generator=generator, dtype=torch.float64), torch.arange(ROWS) % 3
 
 
-def loss_of(how: str, model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def loss_of(
+    how: str, model: nn.Module, teacher: nn.Module, x: Tensor, y: Tensor, accelerator: Accelerator | None = None
+) -> Tensor:
     own = dict(model.named_parameters())
-    if how == "adapted weights":
+    if how.startswith("adapted"):
         inner = F.cross_entropy(functional_call(model, own, (x,)), y)
         gradients = torch.autograd.grad(inner, list(own.values()), create_graph=True)
+        if how == "adapted by all" and accelerator is not None:
+            gradients = [accelerator.gather(gradient[None], with_gradient=True).mean(0) for gradient in gradients]
         adapted = {name: value - 0.1 * grad for (name, value), grad in zip(own.items(), gradients, strict=True)}
         return F.cross_entropy(functional_call(model, adapted, (x,)), y)
     if how == "gradients of samples":
@@ -64,13 +68,16 @@ def trained(hows: tuple[str, ...]) -> dict[str, list[float]]:
         rows = slice(accelerator.process_index * share, (accelerator.process_index + 1) * share)
         own = accelerator.unwrap_model(model)
         for x, y in batches():
-            accelerator.backward(loss_of(how, own, teacher, x[rows], y[rows]))
+            accelerator.backward(loss_of(how, own, teacher, x[rows], y[rows], accelerator))
             optimizer.step()
             optimizer.zero_grad()
             with torch.no_grad():
                 for average, value in zip(teacher.parameters(), own.parameters(), strict=True):
                     average.lerp_(value, 0.3)
         weights[how] = torch.cat([value.flatten() for value in own.parameters()]).tolist()
+        named = [decision.field for decision in accelerator.plan.decisions]
+        if how.startswith("adapted"):
+            assert "adapted_weights(Sequential)" in named
         accelerator.free_memory()
     return weights
 
@@ -96,4 +103,5 @@ def test_gradients_reach_the_models_own_parameters() -> None:
     results = run_ranks(trained, 2, args=(HOWS,))
     for how in HOWS:
         for result in results:
-            assert result[how] == pytest.approx(by_hand(how, 2), rel=1e-10), how
+            width = 1 if how == "adapted by all" else 2
+            assert result[how] == pytest.approx(by_hand(how, width), rel=1e-10), how

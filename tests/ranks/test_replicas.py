@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 import torch
 from torch import nn
@@ -10,6 +12,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, PacelineError, set_seed
 from paceline.base.errors import TrainError
+from paceline.base.log import forget_warnings
 from paceline.testing import run_ranks
 
 HARMLESS = ("nothing", "reduced rate", "shared noise", "all skip")
@@ -106,3 +109,51 @@ def test_the_error_says_what_differs_and_since_when() -> None:
     differs, since = run_ranks(words_of_the_error, 2)[0]
     assert "`lr` in group 0 of optimizer 0 is" in differs
     assert "pass 2" in since
+
+
+LOSSES = {
+    "mean": lambda z, x, y: F.cross_entropy(z, y),
+    "half of the squares": lambda z, x, y: (z - x[:, :3]).square().sum() / (2 * len(x)),
+    "mean and a penalty": lambda z, x, y: F.smooth_l1_loss(z, x[:, :3]) + 0.01 * z.abs().sum() / z.numel(),
+    "mask inside of a loss": lambda z, x, y: F.mse_loss(z[x[:, 0] > 0], x[x[:, 0] > 0, :3]),
+    "ignored targets": lambda z, x, y: F.cross_entropy(z, y, ignore_index=0),
+    "root": lambda z, x, y: F.mse_loss(z, x[:, :3]).sqrt(),
+    "constant": lambda z, x, y: (z - x[:, :3]).square().sum() / 24,
+}
+
+
+def what_is_told(plan: dict[str, int]) -> dict[str, list[str]]:
+    """Words about each loss; the last batch is shorter, and divided into 3 and 2 samples."""
+    seen = {}
+    said: list[str] = []
+    logger = logging.getLogger("paceline.train")
+    logger.setLevel(logging.DEBUG)
+    logger.handlers = [handler := logging.Handler()]
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    for name, loss_of in LOSSES.items():
+        forget_warnings()
+        said.clear()
+        set_seed(0)
+        accelerator = Accelerator(cpu=True, plan=plan, split_batches=True)
+        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = torch.Generator().manual_seed(2)
+        data = TensorDataset(torch.randn(89, 4, generator=generator), torch.arange(89) ** 2 % 5 % 3)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 12))
+        for x, y in loader:
+            accelerator.backward(loss_of(model(x), x, y))
+            optimizer.step()
+            optimizer.zero_grad()
+        seen[name] = list(said)
+        accelerator.free_memory()
+    return seen
+
+
+@pytest.mark.parametrize("plan", [{}, {"shard": 2}], ids=str)
+def test_a_loss_whose_numbers_depend_on_the_division_is_told(plan: dict[str, int]) -> None:
+    for seen in run_ranks(what_is_told, 2, args=(plan,)):
+        told = {name: " ".join(said) for name, said in seen.items() if said}
+        assert set(told) == {"mask inside of a loss", "ignored targets", "root", "constant"}
+        assert all("test_replicas.py:" in said for said in told.values())
+        assert "only a part" in told["mask inside of a loss"] and "only a part" in told["ignored targets"]
+        assert "computed from a number" in told["root"] and "divided by 24" in told["constant"]

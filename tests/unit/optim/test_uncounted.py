@@ -1,79 +1,188 @@
-"""Losses that are no means over the samples of their micro-batch."""
+"""Losses that are no means over the samples of their micro-batch, as the ranks see them when they compare themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
+from torch import Tensor
 from torch.nn import functional as F
 
 from paceline.optim import uncounted
+from paceline.optim.uncounted import LossWeights, SeenLoss
 
-logits = torch.randn(4, 3, requires_grad=True)
-whole, some = torch.tensor([0, 1, 2, 2]), torch.tensor([0, -100, 2, 2])
-each, mask = (2 * logits).relu(), torch.tensor([[1.0], [0.0], [1.0], [1.0]])
-weight = torch.tensor([1.0, 2.0, 1.0])
+PART, FACTOR, SUM, ITEMS = "only a part", "computed from a number", "is a sum", "no sum over its items"
+CONSTANT, GLOBAL = "does not follow", "of all processes together"
+WEIGHT = torch.tensor([1.0, 2.0, 3.0])
+SOME = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # of the samples: 3 of the first 4, 1 of the others
+TARGETS = torch.tensor([0, 1, 2, 2, 0, 0, 1, 2])
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@pytest.mark.parametrize(
-    ("loss", "is_told"),
-    [
-        (F.cross_entropy(logits, whole), False),
-        (F.cross_entropy(logits, some), True),
-        (F.cross_entropy(logits, whole, weight=weight), True),
-        (F.cross_entropy(logits, some, reduction="sum"), True),
-        (F.cross_entropy(logits, whole, reduction="sum") / 4, False),
-        (F.binary_cross_entropy(logits.sigmoid(), logits.detach().sigmoid(), reduction="sum") + 1, True),
-        ((2 * logits - 1).relu().square().sum(), True),
-        ((2 * logits).relu().sum(1).mean(), False),
-        ((2 * logits).relu().T.sum(), False),
-        ((logits - 1).square().sum(), False),
-        (logits.square().mean() + 0.1 * logits.abs().sum(), False),
-        (F.cross_entropy(logits, some, label_smoothing=0.1), True),
-        (2 * F.cross_entropy(logits, some) / 3 + logits.square().mean(), True),
-        (F.cross_entropy(logits[None].transpose(1, 2), some[None]), True),
-        (F.cross_entropy(logits, some, reduction="none").mean(), False),
-        (logits.square().mean(), False),
-        (each.sum() * (1 / 4), False),
-        (torch.tensor(0.25) * each.sum(), False),
-        (each.sum() / each.numel(), False),
-        (each.sum() / (4 * 784), False),
-        (each.view(-1).sum() / 12, False),
-        (torch.stack([each.mean(), each.square().mean()]).sum() / 2, False),
-        (0.1 * each.sum(), True),
-        (each.sum() / 5, True),
-        ((each * mask).sum() / mask.sum(), True),
-        (0.5 * (each.view(-1)[:8] * mask.repeat(2, 2).view(-1)[:8]).sum() / 5 + each.mean(), True),
-        ((each * torch.ones(4, 1)).sum() / torch.ones(4, 1).sum(), False),
-        (each[mask[:, 0] > 0].mean(), True),
-        (each.sum(0).square().sum() / 3, False),
-    ],
-)
-def test_a_mean_over_some_targets_is_told(loss, is_told, monkeypatch) -> None:
-    told = []
-    monkeypatch.setattr(uncounted, "warn_once", lambda *words: told.append(words))
-    uncounted.look(loss, 1, 4)
-    assert bool(told) is is_told
-    uncounted.look(loss, 100, 4)
-    assert len(told) <= 1
+def seen(
+    loss: Tensor, rows: int, number: int = 1, window: tuple[int, ...] = (0, 1, 0), items: bool = False
+) -> SeenLoss:
+    """What one rank sees of a loss."""
+    weights = LossWeights()
+    weights.look(loss, number, window, rows, items)
+    loss.backward(retain_graph=True)
+    weights.passed(1.0)
+    (one,) = weights.take()
+    return one
+
+
+def told(by_rank: Sequence[Sequence[SeenLoss]], monkeypatch: pytest.MonkeyPatch, is_sure: bool = False) -> str:
+    words: list[str] = []
+    monkeypatch.setattr(uncounted, "warn_once", lambda _, text: words.append(text))
+    LossWeights().judge(by_rank, is_sure)
+    return "; ".join(words)
+
+
+def of_ranks(loss: Loss, rows: Sequence[int] = (4, 4), items: bool = False, number: int = 1) -> list[list[SeenLoss]]:
+    """What ranks see that have so many samples each."""
+    torch.manual_seed(number)
+    ranks = []
+    begin = 0
+    weight = torch.randn(2, 3, requires_grad=True)
+    for count in rows:
+        own = slice(begin, begin + count)
+        begin += count
+        result = loss(torch.randn(count, 2) @ weight, TARGETS[own], SOME[own])
+        ranks.append([seen(result, 1 if items else count, number, items=items)])
+    return ranks
 
 
 @pytest.mark.parametrize(
-    ("loss", "width", "is_told"),
+    ("loss", "words"),
     [
-        (each.sum() / 8, 2, True),
-        (F.cross_entropy(logits, whole, reduction="sum") / 12, 3, True),
-        (each.sum() * (1 / 8) + logits.square().mean(), 2, True),
-        (each.sum() / 8, 1, False),
-        (0.5 * each.sum() / 4, 2, False),
-        (each.sum() / 12, 3, False),  # of all elements
-        (each.sum() / (4 * 784), 2, False),
-        (logits.abs().sum() / 8, 2, False),  # a penalty
+        (lambda z, y, m: F.cross_entropy(z, y), ""),
+        (lambda z, y, m: F.cross_entropy(z, y, label_smoothing=0.1), ""),
+        (lambda z, y, m: F.cross_entropy(z, y, ignore_index=0), PART),
+        (lambda z, y, m: F.cross_entropy(z, y, weight=WEIGHT), PART),
+        (lambda z, y, m: 2 * F.cross_entropy(z, y, ignore_index=0) / 3 + z.square().mean(), PART),
+        (lambda z, y, m: F.cross_entropy(z, y, ignore_index=0, label_smoothing=0.1), PART),
+        (lambda z, y, m: F.cross_entropy(z[None].transpose(1, 2), y[None], ignore_index=0), PART),
+        (lambda z, y, m: F.cross_entropy(z[m > 0], y[m > 0]), PART),
+        (lambda z, y, m: F.mse_loss(z[m > 0], z.detach()[m > 0]), PART),
+        (lambda z, y, m: F.smooth_l1_loss(z[m > 0], z.detach()[m > 0] - 2), PART),
+        (lambda z, y, m: F.huber_loss(z.masked_select(m[:, None] > 0), torch.zeros(3 * int(m.sum()))), PART),
+        (lambda z, y, m: z[m > 0].mean(), PART),
+        (lambda z, y, m: z.repeat(1, 1 + int(m.sum()) // 2).mean(), PART),  # padded to another length
+        (lambda z, y, m: (z.relu() * m[:, None]).sum() / m.sum(), PART),
+        (lambda z, y, m: (z.relu() * m[:, None]).sum() / len(z), ""),
+        (lambda z, y, m: F.cross_entropy(z, y, ignore_index=0, reduction="none").mean(), ""),
+        (lambda z, y, m: z[(y != 1) | (m > 0)].mean() + z.mean(), PART),
+        (lambda z, y, m: z[:2].mean(), ""),
+        (lambda z, y, m: z.square().mean().sqrt(), FACTOR),
+        (lambda z, y, m: z.exp().mean().log(), FACTOR),
+        (lambda z, y, m: z.mean() + (z.mean() / z.square().mean()).detach() * z.square().mean(), FACTOR),
+        (lambda z, y, m: (z.sigmoid() * m[:, None]).sum() / (z.sigmoid().sum() + m.sum()), FACTOR),
+        (lambda z, y, m: torch.stack([z.mean(), z.square().mean()]).sum() / 2, ""),
+    ],
+)  # fmt: skip
+def test_what_counts_more_on_one_rank_is_told(loss: Loss, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = told(of_ranks(loss), monkeypatch)
+    assert bool(text) is bool(words)
+    assert words in text and (not text or "test_uncounted.py" in text)
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda z, y, m: z.relu().sum(), SUM),
+        (lambda z, y, m: 0.1 * z.relu().sum(), SUM),
+        (lambda z, y, m: F.cross_entropy(z, y, reduction="sum"), SUM),
+        (lambda z, y, m: F.cross_entropy(z, y, reduction="sum") / len(z), ""),
+        (lambda z, y, m: z.relu().sum() / 5, CONSTANT),
+        (lambda z, y, m: z.relu().sum() * (1 / len(z)), ""),
+        (lambda z, y, m: torch.tensor(1 / len(z)) * z.relu().sum(), ""),
+        (lambda z, y, m: z.relu().sum() / z.numel(), ""),
+        (lambda z, y, m: z.relu().view(-1).sum() / z.numel(), ""),
+        (lambda z, y, m: z.relu().sum() / (len(z) * 784), ""),
+        (lambda z, y, m: z.relu().sum(1).mean(), ""),
+        (lambda z, y, m: z.relu().sum(0).square().sum() / 3, ""),
+    ],
+)  # fmt: skip
+def test_a_sum_that_is_not_divided_by_its_samples_is_told(
+    loss: Loss, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = told(of_ranks(loss), monkeypatch, is_sure=True)
+    assert bool(text) is bool(words) and words in text
+
+
+@pytest.mark.parametrize(
+    ("divisor", "rows", "is_sure", "words"),
+    [
+        (lambda rows: 8, [(4, 4)], True, GLOBAL),
+        (lambda rows: 8, [(4, 4)], False, ""),  # it could be twice the number of samples
+        (lambda rows: 2 * rows, [(4, 4), (2, 2)], True, ""),
+        (lambda rows: 8, [(4, 4), (2, 2)], False, CONSTANT),
+        (lambda rows: 8, [(4, 3)], False, CONSTANT),
+        (lambda rows: 16, [(4, 4)], True, ""),
+        (lambda rows: 16, [(4, 4), (3, 2)], False, CONSTANT),
+        (lambda rows: 6, [(2, 2, 2)], False, GLOBAL),
+        (lambda rows: rows, [(4, 3), (2, 2)], True, ""),
+    ],
+)  # fmt: skip
+def test_a_divisor_that_does_not_follow_the_samples_is_told(divisor, rows, is_sure, words, monkeypatch) -> None:
+    by_rank: list[list[SeenLoss]] = [[] for _ in rows[0]]
+    for number, counts in enumerate(rows, 1):
+        passes = of_ranks(lambda z, y, m: z.relu().sum(1).sum() / divisor(len(z)), counts, number=number)
+        for own, of_pass in zip(by_rank, passes, strict=True):
+            own += of_pass
+    text = told(by_rank, monkeypatch, is_sure)
+    assert bool(text) is bool(words) and words in text
+
+
+@pytest.mark.parametrize(
+    "penalty",
+    [
+        lambda w: w.square().sum(),
+        lambda w: 0.1 * w.abs().sum() / 8,
+        lambda w: (w @ w.T).square().sum(),
+        lambda w: w[:4].abs().sum(),
     ],
 )
-def test_a_sum_that_is_divided_by_the_samples_of_all_ranks_is_told(loss, width, is_told, monkeypatch) -> None:
-    told = []
-    monkeypatch.setattr(uncounted, "warn_once", lambda kind, text: told.append(text))
-    uncounted.look(loss, 1, 4, width)
-    assert bool(told) is is_told
-    if told:
-        assert f"divided by {4 * width}, the number of samples of all processes" in told[0]
+def test_a_penalty_on_weights_is_no_loss(penalty: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(4, 3, requires_grad=True)
+    for rows in ((4, 4), (4, 3)):
+        ranks = [[seen(penalty(weight), count)] for count in rows]
+        assert told(ranks, monkeypatch, is_sure=True) == ""
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [
+        (lambda z, y, m: F.cross_entropy(z, y, ignore_index=0, reduction="sum"), ""),
+        (lambda z, y, m: F.cross_entropy(z, y, ignore_index=0) * (y != 0).sum(), ""),
+        (lambda z, y, m: F.cross_entropy(z, y, ignore_index=0), ITEMS),
+    ],
+)  # fmt: skip
+def test_a_mean_with_num_items_is_told(loss: Loss, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = told(of_ranks(loss, items=True), monkeypatch)
+    assert bool(text) is bool(words) and words in text
+
+
+def test_a_part_in_the_micro_batches_of_one_window_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(4, 3, requires_grad=True).sigmoid()
+    three = seen(values[:3].mean(), 4)
+    two = seen(values[:2].mean(), 4, number=2)
+    other_window = seen(values[:2].mean(), 4, number=2, window=(0, 2, 0))
+    annealed = seen(0.5 * values[:3].mean(), 4, number=2)
+    assert PART in told([[three, two]], monkeypatch)
+    assert told([[three, other_window]], monkeypatch) == ""
+    assert told([[three, annealed]], monkeypatch) == ""
+
+
+def test_the_first_passes_are_looked_at_and_those_with_other_numbers_of_samples() -> None:
+    weights = LossWeights()
+    for number, rows in enumerate([4, 4, 4, 4, 4, 4, 3, 4], 1):
+        if not weights.wants(number, rows):
+            continue
+        loss = torch.ones(2, requires_grad=True).mean()
+        weights.look(loss, number, (0, number, 0), rows)
+        loss.backward()
+        weights.passed(1.0)
+    assert [each.number for each in weights.take()] == [1, 2, 3, 4, 7, 8]

@@ -122,28 +122,30 @@ def test_a_part_becomes_a_dtensor_where_it_lies() -> None:
         dist.destroy_process_group()
 
 
-def test_what_a_mean_over_targets_was_divided_by() -> None:
+def test_what_a_node_reduces_to_one_number() -> None:
     logits, targets = torch.randn(4, 3, requires_grad=True), torch.tensor([0, -100, 2, 2])
-    loss = torch.nn.functional.cross_entropy
-    assert tensors.targets_of_mean(loss(logits, targets).grad_fn) == (3.0, 4)
-    assert tensors.targets_of_mean(loss(logits, targets, weight=torch.tensor([1.0, 1.0, 2.5])).grad_fn) == (6.0, 4)
-    assert tensors.targets_of_mean(logits.sum().grad_fn) is None
-    assert tensors.targets_of_mean(loss(logits, targets, reduction="sum").grad_fn) is None
+
+    def reduction(loss: torch.Tensor) -> tuple[bool, tuple[int, ...], float] | None:
+        found = tensors.reduction_of(loss.grad_fn)
+        return None if found is None else (found.is_mean, found.sizes, float(found.count))
+
+    functional = torch.nn.functional
+    weight = torch.tensor([1.0, 1.0, 2.5])
+    assert reduction(functional.cross_entropy(logits, targets)) == (True, (4,), 3)
+    assert reduction(functional.cross_entropy(logits, targets, weight=weight)) == (True, (4,), 6)
+    assert reduction(functional.cross_entropy(logits, targets, reduction="sum"))[:2] == (False, (4,))
+    for loss in (functional.mse_loss, functional.smooth_l1_loss, functional.binary_cross_entropy_with_logits):
+        assert reduction(loss(logits[:2], torch.zeros(2, 3))) == (True, (2, 3), 6)
+        assert reduction(loss(logits[:2], torch.zeros(2, 3), reduction="sum"))[:2] == (False, (2, 3))
+    assert reduction(logits[targets > 0].mean()) == (True, (2, 3), 6)
+    assert reduction(logits.sum())[:2] == (False, (4, 3))
+    assert reduction(logits[0, 0].clone().sum())[:2] == (False, ())
+    assert reduction(logits.sum(dim=1)) is None
+    assert reduction(functional.mse_loss(logits, torch.zeros(4, 3), reduction="none")) is None
 
 
-def test_what_a_sum_adds_up_and_is_divided_by() -> None:
-    values, some = torch.randn(4, 3, requires_grad=True), torch.tensor([True, False, True, True])
-    assert tensors.sizes_of_sum(values.sum().grad_fn) == (4, 3)
-    summed = torch.nn.functional.mse_loss(values, torch.zeros(4, 3), reduction="sum").grad_fn
-    assert tensors.is_loss_function(summed) and tensors.sizes_of_sum(summed) == (4, 3)
-    targets = torch.zeros(4, dtype=torch.long)
-    assert tensors.sizes_of_sum(torch.nn.functional.cross_entropy(values, targets, reduction="sum").grad_fn) == (4,)
-    assert tensors.sizes_of_sum(torch.nn.functional.mse_loss(values, torch.zeros(4, 3)).grad_fn) is None
-    assert tensors.sizes_of_sum(values[0, 0].clone().sum().grad_fn) == ()
-    assert tensors.sizes_of_sum(values.sum(dim=1).grad_fn) is None
-    assert tensors.sizes_of_sum(values.mean().grad_fn) is None
-    assert tensors.rows_of_selected_mean(values[some].mean().grad_fn) == 3
-    assert tensors.rows_of_selected_mean(values.mean().grad_fn) is None
+def test_what_a_node_divides_by() -> None:
+    values = torch.randn(4, 3, requires_grad=True)
     assert tensors.divisor_of((values.sum() / 4).grad_fn, 0) == 4
     assert tensors.divisor_of((values.sum() * 0.25).grad_fn, 0) == 4
     assert tensors.divisor_of((torch.tensor(0.25) * values.sum()).grad_fn, 1) == 4

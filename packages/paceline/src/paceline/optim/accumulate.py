@@ -37,9 +37,9 @@ from torch import Tensor
 
 from paceline.base.errors import PlanError, TrainError
 from paceline.base.log import warn_once
-from paceline.optim import uncounted
 from paceline.optim.changes import Gradients
 from paceline.optim.mean import ITEMS, MICRO_BATCHES, SAMPLES, Mean, checked_count, mixed, power_of_two
+from paceline.optim.uncounted import LossWeights
 from paceline.optim.window import Window, Windows
 from paceline.plan.data import BatchInfo
 from paceline.plan.semantics import NATIVE, Semantics
@@ -134,6 +134,7 @@ class Accumulation:
         passes: the number of such backward passes.
         last_pass: the last of them.
         declared: whether the loop marks its micro-batches with `accumulate`.
+        loss_weights: what the first losses have shown.
         items: the number of items in all finished windows of this process, over all ranks, if losses are sums over items.
         replicas_equal: False while ranks take separate steps (LocalSGD), until their parameters are averaged.
         optimizers_equal: False from the first separate step on: averages leave the states of optimizers as they are.
@@ -161,6 +162,7 @@ class Accumulation:
         self.replicas_equal = True
         self.optimizers_equal = True
         self.items = 0
+        self.loss_weights = LossWeights()
         self._active = active
         self._collectives = collectives
         self._held = held
@@ -342,11 +344,10 @@ class Accumulation:
         # A rank without a sample in the global batch has a filler row. The loss becomes zero, but the backward pass still runs:
         # the collectives of the other ranks need this rank.
         is_idle = batch is not None and batch.weights[batch.index] == 0
+        self._look(loss, window, batch, num_items is not None)
         if num_items is not None:
             mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
         elif loader is not None and batch is not None:
-            if self.width > 1 or self.steps > 1:
-                uncounted.look(loss, self.passes, batch.real[batch.index], self.width)
             mean, part = self._samples(window, loader, batch)
         else:
             mean, part = self._micro_batches(window)
@@ -363,6 +364,21 @@ class Accumulation:
         if divisor == 1.0:
             return loss
         return loss / divisor
+
+    def _look(self, loss: Tensor, window: Window, batch: BatchInfo | None, has_items: bool) -> None:
+        """Looks at how much each element of a loss counts, where this could be another number elsewhere."""
+        order = window.next_loss()
+        if self.width == 1 and (has_items or self.steps == 1):
+            return
+        if has_items:
+            rows = 1
+        elif batch is not None:
+            rows = batch.real[batch.index]
+        else:
+            return
+        if self.loss_weights.wants(self.passes, rows):
+            place = list(self._windows).index(window)
+            self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, has_items)
 
     def _scaled_by_script(self, loss: Tensor, share: float) -> Tensor:
         """Returns the loss with the same weight for every micro-batch, times this rank's weight."""
@@ -511,6 +527,9 @@ class Accumulation:
             self._gradients_before = None
         window.passed(parameters, mean)
         self._mean = None
+        self.loss_weights.passed(self.last_pass.factor)
+        if self.width == 1 and window.sync:
+            self.loss_weights.judge([self.loss_weights.take()], is_sure=True)
         if mean is None:
             return
         for other in window.means:

@@ -1,156 +1,347 @@
-"""Notices a loss that is no mean over the samples of its micro-batch, where it can be seen.
+"""Notices a loss that is no mean over the samples of its micro-batch, by comparing the ranks.
 
-`cross_entropy` leaves out targets with `ignore_index`, and weighs targets by the `weight` of their class. It divides by what
-is left, which each micro-batch of each rank has another number of. So does a mean that a script takes over a mask. A sum over
-samples that nothing divides would be averaged over ranks, as each loss is.
+The mean of the losses of all ranks is that of one process if every sample counts as much on each rank. So the first backward
+passes of a run note, for each place where the loss adds up a tensor or takes its mean, how much one element counts: the
+gradient that arrives there, by the number that the mean divides by. The ranks tell each other these weights (`Replicas`).
+
+    differs by rank      a mean over a mask, over `ignore_index`, over tokens; a factor, a root or a quotient of own sums
+    constant             a sum that nothing divides, or a number that stays the same while the number of samples changes
+
+Nothing is read from a device before the ranks compare themselves, where it is waited for in any case. A window of one process
+is judged by itself: its micro-batches divide samples as ranks do.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import combinations
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from paceline.base.log import warn_once
-from paceline.torch_internals.tensors import (
-    divisor_of,
-    is_loss_function,
-    rows_of_selected_mean,
-    sizes_of_sum,
-    targets_of_mean,
-)
+from paceline.torch_internals.tensors import divisor_of, reduction_of
 from paceline.world.places import user_frame
 
-_PASSES = 3  # the first backward passes of a run are looked at: on an accelerator, to look waits for the device
+_PASSES = 4  # of a run that are looked at
+_OTHER_PASSES = 8  # of those after them whose number of samples is another one, as in the last batch of an epoch
 _NODES = 32  # of the graph behind a loss; losses are a few sums and factors away from their mean
-_ARITHMETIC = ("Add", "Sub", "Mul", "Div", "Neg", "ToCopy", "Sum", "Mean", "Stack", "Unsqueeze", "Squeeze", "View")
+_LINEAR = (
+    "Add",
+    "Sub",
+    "Mul",
+    "Div",
+    "Neg",
+    "ToCopy",
+    "Sum",
+    "Mean",
+    "Stack",
+    "Unsqueeze",
+    "Squeeze",
+    "View",
+    "Select",
+)
+_CURVED = ("Sqrt", "Rsqrt", "Pow", "Log", "Exp", "Reciprocal", "Clamp", "Sigmoid", "Softplus")
 # What penalties on weights do to them before they add up.
 _ELEMENTWISE = ("Pow", "Abs", "Sub", "Add", "Mul", "Neg", "ToCopy", "Clone", "LogBackward", "ExpBackward")
+_OF_WHOLE = ("MmBackward", "TBackward", "Transpose", "Permute", "Slice", "Select", "View")
+
 _SUM_TEXT = (
     "a loss is a sum over the samples of its micro-batch. Losses of processes and micro-batches are averaged, so its gradients "
     "depend on their number. For the mean of n samples write `accelerator.backward(loss, num_items=n)`; for the sum over all "
     "processes, `accelerator.backward(loss, num_items=1 / accelerator.num_processes)`"
 )
-_TEXT = (
-    "a loss is the mean of `cross_entropy` over only some targets, or over their weights (`ignore_index`, `weight`). Each "
-    "process and micro-batch divides by its own number, so the result depends on how the samples are divided. With n for "
-    "that number, such as `(labels != -100).sum()` or `weight[labels].sum()`, this is exact: "
-    "`accelerator.backward(loss * n, num_items=n)`"
-)
-
-
 _PART_TEXT = (
-    "a loss is a mean over only a part of its micro-batch, or a sum that is divided by another number than that of its "
-    "samples. Each process and micro-batch divides by its own number, so the result depends on how the samples are divided. "
-    "With n for that number, such as `mask.sum()`, this is exact: `accelerator.backward(loss * n, num_items=n)`"
+    "a loss is a mean over only a part of its micro-batch (a mask, `ignore_index`, class weights, tokens), or a sum that is "
+    "divided by another number than that of its samples. Each process and micro-batch divides by its own number, so the result "
+    "depends on how the samples are divided. With n for that number, such as `mask.sum()`, `(labels != -100).sum()` or "
+    "`weight[labels].sum()`, this is exact: `accelerator.backward(loss * n, num_items=n)`"
 )
-
+_FACTOR_TEXT = (
+    "a loss is computed from a number that each process has of its own samples: a factor, or the root, logarithm or quotient "
+    "of its sums. One process would take the number of all samples, so the result depends on how they are divided. Take the "
+    "mean of a loss for each sample, or a factor that all processes share, such as `accelerator.reduce(factor, 'mean')`"
+)
+_ITEMS_TEXT = (
+    "a loss that was passed with `num_items` is no sum over its items: an item counts more on one process than on another. "
+    "Pass the sum, or the mean times the number that it divides by: `accelerator.backward(loss * n, num_items=n)`"
+)
+_CONSTANT_TEXT = (
+    "a sum over the samples of a micro-batch is divided by {divisor:g}, which does not follow the number of samples on this "
+    "process. Losses of processes are averaged, so its gradients depend on the number of processes. Divide by the samples of "
+    "this process, such as `len(x)`, here {rows}"
+)
 _GLOBAL_TEXT = (
-    "a sum over the samples of a micro-batch is divided by {all}, the number of samples of all processes together. Losses of "
-    "processes are averaged, so its gradients are {width} times as small as on one process. Divide by the samples of this "
-    "process, such as `len(x)`, here {rows}; where you mean the factor {width}, nothing is wrong"
+    "a sum over the samples of a micro-batch is divided by {divisor:g}, the number of samples of all processes together. "
+    "Losses of processes are averaged, so its gradients are {width} times as small as on one process. Divide by the samples of "
+    "this process, such as `len(x)`, here {rows}"
 )
+_MEANT_TEXT = "; where you mean the factor {width}, nothing is wrong"
 
 
-def look(loss: Tensor, passes: int, rows: int, width: int = 1) -> None:
-    """Warns once if such a mean or sum is a part of a loss.
+@dataclass(frozen=True)
+class SeenPart:
+    """What one rank has seen of one place where its loss adds up a tensor.
+
+    Attributes:
+        is_mean: whether the place divides by `count`.
+        sizes: the shape of what is added up.
+        count: what the mean divides by; 1 of a sum.
+        weight: how much one element counts in the loss; None if no gradient came there.
+        divisors: what a script divides the result by, and the inverse of what it multiplies it by.
+        is_curved: whether the loss is more of the result than a multiple.
+        is_divided: whether a division is among them.
+        is_penalty: whether it is computed of weights alone.
+        tolerance: up to which weights are equal, by the dtype of the gradient.
+    """
+
+    is_mean: bool
+    sizes: tuple[int, ...]
+    count: float
+    weight: float | None
+    divisors: tuple[float, ...]
+    is_divided: bool
+    is_curved: bool
+    is_penalty: bool
+    tolerance: float
+
+    @property
+    def form(self) -> tuple[object, ...]:
+        """What two ranks, or two micro-batches, have in common if they have computed the same loss."""
+        return self.is_mean, len(self.sizes)
+
+
+@dataclass(frozen=True)
+class SeenLoss:
+    """What one rank has seen of the loss of one backward pass.
+
+    Attributes:
+        number: of the pass in the run.
+        window: identifies the window, and which of its losses this is.
+        rows: the samples of this rank; 0 if it has none.
+        has_items: whether it was passed with `num_items`.
+        place: file and line of the script.
+    """
+
+    number: int
+    window: tuple[int, ...]
+    rows: int
+    has_items: bool
+    place: str
+    parts: tuple[SeenPart, ...]
+
+
+@dataclass
+class _PartOfLoss:
+    """A place of a graph, before its gradient is known."""
+
+    node: Any
+    is_mean: bool
+    sizes: tuple[int, ...]
+    count: float | Tensor
+    divisors: tuple[float | Tensor, ...]
+    is_divided: bool
+    is_curved: bool
+    is_penalty: bool
+    gradient: Tensor | None = None
+
+    def see(self, gradients: Sequence[Tensor | None]) -> None:
+        """Called in the backward pass with the gradient of the result."""
+        if gradients[0] is not None and gradients[0].numel() == 1:
+            self.gradient = gradients[0].detach()
+
+    def forget_graph(self) -> None:
+        self.node = None
+
+    def seen(self, factor: float) -> SeenPart:
+        """Returns what a rank tells of it, which waits for the device.
+
+        Args:
+            factor: what the loss was multiplied by before its backward pass.
+        """
+        count = float(self.count) if self.is_mean else 1.0
+        weight = None
+        tolerance = 1e-6
+        if self.gradient is not None and factor:
+            weight = float(self.gradient) / factor / count if count else math.nan
+            tolerance = max(tolerance, 8 * torch.finfo(self.gradient.dtype).eps)
+        divisors = tuple(map(float, self.divisors))
+        return SeenPart(
+            self.is_mean,
+            self.sizes,
+            count,
+            weight,
+            divisors,
+            self.is_divided,
+            self.is_curved,
+            self.is_penalty,
+            tolerance,
+        )
+
+
+@dataclass
+class _PassLookedAt:
+    """A backward pass that is looked at."""
+
+    number: int
+    window: tuple[int, ...]
+    rows: int
+    has_items: bool
+    place: str
+    parts: list[_PartOfLoss]
+    handles: list[Any]
+    factor: float = 0.0
+
+    def close(self, factor: float) -> None:
+        """Called after the pass, whose loss was multiplied by a factor; the graph need not live on."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles.clear()
+        for part in self.parts:
+            part.forget_graph()
+        self.factor = factor
+
+    def seen(self) -> SeenLoss:
+        rows = self.rows if self.factor else 0
+        parts = tuple(part.seen(self.factor) for part in self.parts)
+        return SeenLoss(self.number, self.window, rows, self.has_items, self.place, parts)
+
+
+@dataclass
+class LossWeights:
+    """Looks at the first losses of a run, and judges what all ranks have seen.
 
     Args:
-        loss: its backward pass has not run yet.
-        passes: number of backward passes of the run.
-        rows: number of samples that this rank has in the micro-batch.
-        width: number of ranks whose losses are averaged.
+        steps: the number of micro-batches in a window.
     """
-    if passes > _PASSES or not rows:
-        return
-    text = _told(loss, rows, width)
-    if text is None:
-        return
-    frame = user_frame()
-    place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-    warn_once("train", text + place)
+
+    _rows: int = 0  # of the last pass that was looked at
+    _others: int = 0  # passes that were looked at after the first ones
+    _open: _PassLookedAt | None = None
+    _noted: list[_PassLookedAt] = field(default_factory=list)
+    _judged: list[Sequence[SeenLoss]] = field(default_factory=list)  # of earlier passes, each by rank
+
+    def look(self, loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool = False) -> None:
+        """Called before a backward pass.
+
+        Args:
+            loss: of which the backward pass has not run yet, and which was not scaled.
+            number: of the pass in the run, from 1.
+            window: identifies the window, and which of its losses this is.
+            rows: the samples that this rank has in the micro-batch.
+            has_items: whether the loss was passed with `num_items`.
+        """
+        self._rows = rows
+        parts = _parts_of(loss)
+        handles = [part.node.register_prehook(part.see) for part in parts]
+        frame = user_frame()
+        place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
+        self._open = _PassLookedAt(number, window, rows, has_items, place, parts, handles)
+
+    def wants(self, number: int, rows: int) -> bool:
+        """Returns whether a pass is one of the first, or has another number of samples than the last that was looked at."""
+        if number <= _PASSES:
+            return True
+        if rows == self._rows or self._others == _OTHER_PASSES:
+            return False
+        self._others += 1
+        return True
+
+    def passed(self, factor: float) -> None:
+        """Called after the backward pass.
+
+        Args:
+            factor: what the loss was multiplied by before it; 0 if this rank has no sample.
+        """
+        if self._open is None:
+            return
+        self._open.close(factor)
+        self._noted.append(self._open)
+        self._open = None
+
+    def take(self) -> list[SeenLoss]:
+        """Returns what was seen since the last call, which waits for the device."""
+        noted, self._noted = self._noted, []
+        return [each.seen() for each in noted]
+
+    def judge(self, by_rank: Sequence[Sequence[SeenLoss]], is_sure: bool) -> None:
+        """Warns, once of each kind, of losses whose numbers depend on how samples are divided.
+
+        Args:
+            by_rank: what `take` has returned on ranks that read different samples.
+            is_sure: whether other numbers of samples than so far are not to be expected.
+        """
+        numbers = sorted({seen.number for own in by_rank for seen in own})
+        for number in numbers:
+            self._judged.append([seen for own in by_rank for seen in own if seen.number == number])
+        for seen in self._judged[len(self._judged) - len(numbers) :]:
+            self._say(seen, _across_ranks(seen))
+        for seen in _micro_batches(self._judged):
+            self._say(seen, _across_micro_batches(seen))
+        for own in self._judged:
+            for number in range(len(own[0].parts)):
+                self._say(own, _of_sum(own[0], number, self._judged, len(by_rank), is_sure))
+
+    @staticmethod
+    def _say(seen: Sequence[SeenLoss], text: str | None) -> None:
+        if text is not None:
+            warn_once("train", text + seen[0].place)
 
 
-def _told(loss: Tensor, rows: int, width: int) -> str | None:
-    """Returns what is to be said of a loss."""
-    waiting: list[tuple[Any, tuple[float, ...], bool]] = [(loss.grad_fn, (), False)]
+@dataclass(frozen=True)
+class _WayToNode:
+    """A way from a loss to a node of its graph: what the node's result is divided by, and how."""
+
+    node: Any
+    divisors: tuple[float | Tensor, ...] = ()
+    is_divided: bool = False
+    is_curved: bool = False
+
+
+def _parts_of(loss: Tensor) -> list[_PartOfLoss]:
+    """Returns the places near a loss where it adds up a tensor, in the same order on all ranks."""
+    parts: list[_PartOfLoss] = []
+    waiting = [_WayToNode(loss.grad_fn)]
+    met: set[Any] = set()
     for _ in range(_NODES):
         if not waiting:
-            return None
-        # A node, what its result is multiplied and divided by, and whether it is divided.
-        node, divisors, is_divided = waiting.pop()
-        if node is None:
+            break
+        way = waiting.pop()
+        if way.node is None or way.node in met:
             continue
-        targets = targets_of_mean(node)
-        if targets is not None and targets[0] != targets[1]:
-            return _TEXT
-        selected = rows_of_selected_mean(node)
-        if selected is not None and selected % rows:
-            return _PART_TEXT
-        sizes = sizes_of_sum(node)
-        if sizes is not None and not _is_counted(node, sizes, divisors, rows):
-            return _PART_TEXT if is_divided else _SUM_TEXT
-        if sizes is not None and _counts_all_ranks(node, sizes, divisors, rows, width):
-            return _GLOBAL_TEXT.format(all=rows * width, width=width, rows=rows)
-        # The mean of several losses, or of a loss for each sample, divides by nothing that differs.
-        if not node.name().startswith(_ARITHMETIC) or node.name().startswith("Mean"):
-            continue
-        for operand, (below, _) in enumerate(node.next_functions):
-            divisor = divisor_of(node, operand)
-            factors = divisors if divisor is None else (*divisors, divisor)
-            waiting.append((below, factors, is_divided or node.name().startswith("Div")))
-    return None
+        met.add(way.node)
+        reduction = reduction_of(way.node)
+        if reduction is not None:
+            form = (reduction.is_mean, reduction.sizes, reduction.count)
+            parts.append(
+                _PartOfLoss(way.node, *form, way.divisors, way.is_divided, way.is_curved, _is_of_weights(way.node))
+            )
+        if way.node.name().startswith(_LINEAR + _CURVED):
+            waiting += _further(way)
+    return parts
 
 
-def _is_counted(node: Any, sizes: tuple[int, ...], divisors: Sequence[float], rows: int) -> bool:
-    """Returns whether a node that adds up is divided by the number of its samples, or does not add up over samples."""
-    if _is_of_weights(node) or _counts(sizes, divisors, rows):
-        return True
-    if is_loss_function(node):
-        return False
-    # Divided by a number that is known to be none of its samples, tokens of all samples may have become one dimension.
-    if not sizes:
-        return True
-    return sizes[0] % rows != 0 if divisors else sizes[0] != rows
-
-
-def _counts(sizes: Sequence[int], divisors: Sequence[float], rows: int) -> bool:
-    """Returns whether a sum is divided by the number of its samples, and maybe by weights.
-
-    Weights are constant: the result is that of a mean, also where the sum of a penalty is divided by the pixels of an image.
-    """
-    # Any whole number is a multiple of one sample. So it must be one of all that is added up, or a product of some sizes.
-    number = rows if rows > 1 else math.prod(sizes)
-    products = [*divisors, math.prod(divisors)] if divisors else []
-    for product in products:
-        quotient = product / number
-        if quotient > 0.5 and math.isclose(quotient, round(quotient), rel_tol=1e-6):
-            return True
-        if any(math.isclose(product, count, rel_tol=1e-6) for count in _parts(sizes) if count % rows == 0):
-            return True
-    return False
-
-
-def _counts_all_ranks(node: Any, sizes: Sequence[int], divisors: Sequence[float], rows: int, width: int) -> bool:
-    """Returns whether a sum is divided by the samples of all ranks, and by nothing that is right on this rank."""
-    if width == 1 or _is_of_weights(node):
-        return False
-    right = {rows} | {count for count in _parts(sizes) if count % rows == 0}
-    if any(math.isclose(divisor, count, rel_tol=1e-6) for divisor in divisors for count in right):
-        return False
-    return any(math.isclose(divisor, rows * width, rel_tol=1e-6) for divisor in divisors)
-
-
-def _parts(sizes: Sequence[int]) -> set[int]:
-    """Returns the products of some of the sizes, which a sum over several dimensions may be divided by."""
-    return {math.prod(some) for length in range(len(sizes) + 1) for some in combinations(sizes, length)}
+def _further(way: _WayToNode) -> list[_WayToNode]:
+    """Returns the ways to the nodes below one."""
+    name = way.node.name()
+    operands = [below for below, _ in way.node.next_functions]
+    # Products and quotients of two numbers of the loss, as in the Dice loss, count as curves.
+    is_product = name.startswith(("Mul", "Div")) and None not in operands and len(operands) == 2
+    is_curved = way.is_curved or is_product or name.startswith(_CURVED)
+    is_divided = way.is_divided or name.startswith("Div")
+    ways = []
+    for operand, below in enumerate(operands):
+        divisor = divisor_of(way.node, operand)
+        divisors = way.divisors if divisor is None else (*way.divisors, divisor)
+        ways.append(_WayToNode(below, divisors, is_divided, is_curved))
+    return ways
 
 
 def _is_of_weights(node: Any) -> bool:
-    """Returns whether what a node adds up was computed, element by element, of parameters alone: a penalty, no loss."""
+    """Returns whether what a node adds up was computed of parameters alone, as a penalty is."""
     waiting = [below for below, _ in node.next_functions]
     for _ in range(_NODES):
         if not waiting:
@@ -158,7 +349,135 @@ def _is_of_weights(node: Any) -> bool:
         below = waiting.pop()
         if below is None or below.name().endswith("AccumulateGrad"):
             continue
-        if not below.name().startswith(_ELEMENTWISE):
+        further = [each for each, _ in below.next_functions]
+        # A product with what has no gradient is that of a layer with its input.
+        is_layer = below.name().startswith(_OF_WHOLE) and None in further
+        if is_layer or not below.name().startswith(_ELEMENTWISE + _OF_WHOLE):
             return False
-        waiting += [further for further, _ in below.next_functions]
+        waiting += further
     return False
+
+
+def _across_ranks(seen: Sequence[SeenLoss]) -> str | None:
+    """Returns what is to be said of one loss that several ranks have computed."""
+    seen = [each for each in seen if each.rows]
+    if len(seen) < 2 or not _have_one_form(seen):
+        return None
+    rows = [each.rows for each in seen]
+    for parts in zip(*(each.parts for each in seen), strict=True):
+        weights = [part.weight for part in parts if part.weight is not None]
+        if seen[0].has_items and parts[0].is_penalty:
+            continue  # a penalty, which a script multiplies by the number of items
+        if len(weights) < len(parts) or _are_equal(_by_samples(weights, rows, seen[0]), parts[0].tolerance):
+            continue
+        # What runs over no samples, as a penalty on weights, counts as much on each rank.
+        if _are_equal(weights, parts[0].tolerance) and not _follows_samples(parts, rows):
+            continue
+        if seen[0].has_items:
+            return _ITEMS_TEXT
+        gradients = [weight * part.count for weight, part in zip(weights, parts, strict=True)]
+        if parts[0].is_curved or (parts[0].is_mean and not _are_equal(gradients, parts[0].tolerance)):
+            return _FACTOR_TEXT
+        return _PART_TEXT
+    return None
+
+
+def _have_one_form(seen: Sequence[SeenLoss]) -> bool:
+    """Returns whether ranks have computed the same loss; one of them may have left a term out."""
+    return len({tuple(part.form for part in each.parts) for each in seen}) == 1
+
+
+def _by_samples(weights: Sequence[float], rows: Sequence[int], first: SeenLoss) -> list[float]:
+    if first.has_items:
+        return list(weights)
+    return [weight * own for weight, own in zip(weights, rows, strict=True)]
+
+
+def _follows_samples(parts: Sequence[SeenPart], rows: Sequence[int]) -> bool:
+    """Returns whether more samples mean a longer sum."""
+    if len(set(rows)) == 1 or parts[0].is_penalty:
+        return False
+    return _are_equal([math.prod(part.sizes) / own for part, own in zip(parts, rows, strict=True)], 1e-9)
+
+
+def _are_equal(values: Sequence[float], tolerance: float) -> bool:
+    return all(math.isclose(value, values[0], rel_tol=tolerance) for value in values)
+
+
+def _micro_batches(judged: Sequence[Sequence[SeenLoss]]) -> list[list[SeenLoss]]:
+    """Returns the losses of each window that the micro-batches of the first rank have in common."""
+    windows: dict[tuple[int, ...], list[SeenLoss]] = {}
+    for seen in judged:
+        if seen[0].rows and not seen[0].has_items:
+            windows.setdefault(seen[0].window, []).append(seen[0])
+    return [own for own in windows.values() if len(own) > 1]
+
+
+def _across_micro_batches(seen: Sequence[SeenLoss]) -> str | None:
+    """Returns what is to be said of the micro-batches of one window. Factors may change from one to the next."""
+    for one, other in pairwise(seen):
+        if not _have_one_form([one, other]):
+            continue
+        for part, later in zip(one.parts, other.parts, strict=True):
+            if part.sizes[1:] != later.sizes[1:] or part.is_penalty or not part.is_mean:
+                continue
+            if not math.isclose(part.count / one.rows, later.count / other.rows, rel_tol=1e-6):
+                return _PART_TEXT
+    return None
+
+
+def _of_sum(seen: SeenLoss, number: int, judged: Sequence[Sequence[SeenLoss]], width: int, is_sure: bool) -> str | None:
+    """Returns what is to be said of a sum over samples that is not divided by their number.
+
+    Args:
+        seen: what a rank has seen of a loss.
+        number: of the sum in it.
+        judged: all losses that were seen, each by rank.
+        width: the number of ranks that were compared.
+        is_sure: see `LossWeights.judge`.
+    """
+    part = seen.parts[number]
+    if part.is_mean or part.is_penalty or part.is_curved or seen.has_items or not seen.rows:
+        return None
+    # Tokens of all samples may have become one dimension. A sum over something else is that of a penalty.
+    if not part.sizes or part.sizes[0] % seen.rows:
+        return None
+    if not part.divisors:
+        return _SUM_TEXT if part.sizes[0] == seen.rows else None
+    if _is_right(part, seen.rows):
+        return None
+    # The same place in all passes: does the divisor follow the number of samples?
+    same = [each for own in judged for each in own if each.rows and number < len(each.parts)]
+    pairs = {(each.rows, math.prod(each.parts[number].divisors)) for each in same if each.parts[number].divisors}
+    divisor = math.prod(part.divisors)
+    is_constant = all(math.isclose(other, divisor, rel_tol=1e-6) for _, other in pairs)
+    rows_change = len({rows for rows, _ in pairs}) > 1
+    is_whole = _is_whole(divisor / seen.rows)
+    is_global = width > 1 and math.isclose(divisor, seen.rows * width, rel_tol=1e-6)
+    if is_constant and not part.is_divided:
+        return _SUM_TEXT  # times a factor
+    if not is_constant or (is_whole and not rows_change and not is_global):
+        return None
+    words = {"divisor": divisor, "rows": seen.rows, "width": width}
+    if rows_change or not is_whole:
+        return _CONSTANT_TEXT.format(**words)
+    # On two ranks twice the own samples are as many, as in the mean of halves of squares, `sum / (2 * n)`.
+    if width == 2 and not is_sure:
+        return None
+    return (_GLOBAL_TEXT + _MEANT_TEXT).format(**words)
+
+
+def _is_whole(quotient: float) -> bool:
+    return quotient > 0.5 and math.isclose(quotient, round(quotient), rel_tol=1e-6)
+
+
+def _is_right(part: SeenPart, rows: int) -> bool:
+    """Returns whether a sum is divided by the number of its samples, or by that of its elements for each of them."""
+    right = {rows} | {count for count in _products(part.sizes) if count % rows == 0}
+    divisors = [*part.divisors, math.prod(part.divisors)]
+    return any(math.isclose(divisor, count, rel_tol=1e-6) for divisor in divisors for count in right)
+
+
+def _products(sizes: Sequence[int]) -> set[int]:
+    """Returns the products of some of the sizes, which a sum over several dimensions may be divided by."""
+    return {math.prod(some) for length in range(len(sizes) + 1) for some in combinations(sizes, length)}

@@ -42,6 +42,7 @@ class Window:
         steps: the number of micro-batches.
         sync: whether the current micro-batch, or the last one, ends the window, so that optimizers step.
         is_open: whether the script is inside of a micro-batch.
+        number: of the window among those of its models, from 1.
         micro_batch: the number of the current micro-batch, from 1; that of the last one outside.
         means: the means of which losses of this window are parts.
         members: the parameters that took part in a backward pass of this window.
@@ -55,6 +56,8 @@ class Window:
         self.is_open = False
         self.micro_batch = 0
         self._num_items_losses = 0  # in this micro-batch
+        self._num_losses = 0
+        self.number = 0
         self._passed = False  # whether the current micro-batch had a backward pass
         self._counts_itself = False  # whether the script counts its micro-batches
         self._begin()
@@ -64,6 +67,7 @@ class Window:
         self.members: set[Tensor] = set()
         self.older: dict[Tensor, list[Older]] = {}
         self.ready: set[Tensor] = set()
+        self.number += 1
         self._done = 0
 
     @property
@@ -91,6 +95,7 @@ class Window:
         self.sync = self.micro_batch >= steps or is_last()
         self.is_open = True
         self._num_items_losses = 0
+        self._num_losses = 0
         self._passed = False
 
     def enter_alone(self) -> None:
@@ -100,6 +105,7 @@ class Window:
         self.micro_batch = 1
         self.sync = True
         self._num_items_losses = 0
+        self._num_losses = 0
 
     def continue_after(self, done: int) -> None:
         """Says how many micro-batches are finished, for a script that counts them itself; 0 begins a new window."""
@@ -178,6 +184,12 @@ class Window:
         """Returns the number of a loss with items in its micro-batch, from 0: the losses of one number are one mean."""
         number = self._num_items_losses
         self._num_items_losses += 1
+        return number
+
+    def next_loss(self) -> int:
+        """Returns the number of a loss in its micro-batch, from 0."""
+        number = self._num_losses
+        self._num_losses += 1
         return number
 
     def used(self, parameters: Iterable[Tensor]) -> None:

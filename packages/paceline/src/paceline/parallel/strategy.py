@@ -103,6 +103,9 @@ class AppliedStrategy:
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
         """Registers a function that is called in each backward pass just before it waits for gradients of other ranks."""
 
+    def call_with_others(self, callback: Callable[[], None]) -> None:
+        """Registers a function that is called once a forward pass uses other tensors in the place of parameters."""
+
     def backward_failed(self) -> None:
         """Called after a backward pass of any model of the run raised: resets what that pass has left unfinished.
 

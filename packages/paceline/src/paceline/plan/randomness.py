@@ -1,5 +1,5 @@
 """What the plan says of layers that differ from those of one process: their masks are other ones at another number of ranks,
-or they change buffers by the samples of their own rank. Pure."""
+or they change buffers, or are called with weights, by the samples of their own rank. Pure."""
 
 from __future__ import annotations
 
@@ -49,6 +49,17 @@ def changed_buffers(model: str, layers: Iterable[tuple[str, str]], are_sent: boo
             "depends on the samples follows rank 0's part of the batch, and not the whole batch as on one process"
         )
     return Decision(f"buffers({model})", _shown(layers), "derived", "seen in the first pass", reason)
+
+
+def adapted_weights(model: str) -> Decision:
+    """What the plan says of a model that was called with other tensors than its parameters, as MAML's inner steps do."""
+    reason = (
+        "the model ran with other tensors than its parameters (`torch.func.functional_call`). Where they come from gradients "
+        "of a batch, `torch.autograd.grad` gives each rank those of its own part, and one process those of the whole batch: "
+        "take `accelerator.gather(gradient[None], with_gradient=True).mean(0)`. Where every sample is a task of its own, "
+        "nothing differs"
+    )
+    return Decision(f"adapted_weights({model})", "each rank's own", "derived", "seen in a forward pass", reason)
 
 
 def _shown(layers: Iterable[tuple[str, str]]) -> str:

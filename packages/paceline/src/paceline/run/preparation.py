@@ -46,7 +46,7 @@ from paceline.parallel.stand_ins import is_elementwise, step_local_parts
 from paceline.parallel.strategy import Context, strategies_for, strategies_of
 from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
-from paceline.plan.plan import Plan
+from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft_beside, resolve
 from paceline.planner.exhausted import watch
 from paceline.run.preparable import may_be_loader, not_preparable, wrapped_already
@@ -398,6 +398,9 @@ class Preparation:
             from paceline.parallel.draws import watch_first_pass
 
             watch_first_pass(entry.module, run.device, partial(self._note_first_pass, facts))
+        if plan.layout.width > 1:
+            for applied in chain:
+                applied.call_with_others(partial(self._note, randomness.adapted_weights(facts.name)))
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)
             if chain.runner is not None:
@@ -447,8 +450,12 @@ class Preparation:
             are_sent = all(chosen.get("broadcast_buffers", True) for chosen in options)
             decisions.append(randomness.changed_buffers(facts.name, unknown_changes, are_sent))
         for decision in decisions:
-            self.run.note(decision)
-            info("plan", str(decision))
+            self._note(decision)
+
+    def _note(self, decision: Decision) -> None:
+        """Adds to the plan what passes have shown."""
+        self.run.note(decision)
+        info("plan", str(decision))
 
     def evaluation_model(self, model: nn.Module, *, place: bool = True) -> nn.Module:
         """Moves a model to the device and wraps its forward in the run's precision, without communication."""

@@ -5,7 +5,8 @@ leaves out, noise that only it draws. The gradients are averaged all the same, a
 
     when                 after the 2nd, 4th, 8th, ... 64th and then each 64th backward pass whose gradients were averaged, and
                          before the script saves
-    each rank tells      where it is in its loader, the steps and settings of its optimizers, and norms of its parameters
+    each rank tells      where it is in its loader, the steps and settings of its optimizers, and norms of its parameters;
+                         and what its first losses were, which `LossWeights` judges
     must be equal        places, steps and settings on all ranks; norms, up to rounding, on those that hold the same parts
 
 The ranks count passes, because all of them take part in each: ranks that have left out different batches are still in the same
@@ -25,6 +26,7 @@ import torch
 
 from paceline.base.errors import TrainError
 from paceline.base.log import warn_once
+from paceline.optim.uncounted import SeenLoss
 from paceline.plan.plan import Plan
 from paceline.world.layout import AXES
 from paceline.world.sharded import local
@@ -50,6 +52,7 @@ class Whereabouts:
         steps: of each optimizer, and a number that says after which backward passes they were taken.
         settings: numbers in each group of each optimizer.
         norms: of the parameters of each model that trains, each parameter with another weight.
+        losses: how much elements of the first losses count.
     """
 
     part: tuple[int, ...]
@@ -57,6 +60,7 @@ class Whereabouts:
     steps: tuple[tuple[int, int], ...]
     settings: tuple[tuple[Settings, ...], ...]
     norms: tuple[float, ...]
+    losses: tuple[SeenLoss, ...] = ()
 
 
 class Replicas:
@@ -108,6 +112,12 @@ class Replicas:
         if self._is_uneven or not self._run.gradients.replicas_equal or self._run.runtime.compares_widths:
             return
         states: list[Whereabouts] = self._run.collectives.gather_object(self._state())
+        # Ranks that read the same samples compute the same loss.
+        by_data_index = {self._run.plan.layout.data_index(rank): state for rank, state in enumerate(states)}
+        losses = [state.losses for state in by_data_index.values()]
+        # After an epoch, or so many passes, the ranks have seen all numbers of samples that batches have.
+        is_sure = self._passes >= _EVERY or states[0].position[:1] > (0,)
+        self._run.gradients.loss_weights.judge(losses, is_sure)
         why = difference(states)
         if not why:
             self._equal_after = self._passes
@@ -138,7 +148,9 @@ class Replicas:
             steps.append((optimizer.steps, self._histories.get(optimizer, 0)))
             settings.append(tuple(map(_numbers, optimizer.param_groups)))
         norms = [_norm(model.module) for model in run.prepared.models]
-        return Whereabouts(_part(run.plan, run.world.rank), position, tuple(steps), tuple(settings), tuple(norms))
+        losses = tuple(run.gradients.loss_weights.take())
+        part = _part(run.plan, run.world.rank)
+        return Whereabouts(part, position, tuple(steps), tuple(settings), tuple(norms), losses)
 
 
 def _part(plan: Plan, rank: int) -> tuple[int, ...]:

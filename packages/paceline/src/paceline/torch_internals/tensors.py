@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -181,48 +183,44 @@ def dtensor(part: Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Siz
     return DTensor(part, spec, requires_grad=False)
 
 
-def targets_of_mean(node: Any) -> tuple[float, int] | None:
-    """What `cross_entropy` has divided by, and the number of its targets; None for another node, or another reduction.
+@dataclass(frozen=True)
+class Reduction:
+    """A node that makes one number of a tensor.
+
+    Attributes:
+        is_mean: whether it divides by `count`; else it adds up.
+        sizes: the shape of what it reduces.
+        count: what it divides by; a tensor where only the device knows it.
+    """
+
+    is_mean: bool
+    sizes: tuple[int, ...]
+    count: float | Tensor
+
+
+def reduction_of(node: Any) -> Reduction | None:
+    """What a node reduces to one number; None for another node. Nothing is read from a device.
 
     Args:
         node: a `grad_fn`, whose backward pass has not run yet.
     """
-    if not node.name().startswith("NllLoss") or node._saved_reduction != _MEAN:
+    name = node.name()
+    if name.startswith(("MeanBackward0", "SumBackward0")):
+        sizes = tuple(node._saved_self_sym_sizes)
+        return Reduction(name.startswith("Mean"), sizes, math.prod(sizes))
+    reduction = getattr(node, "_saved_reduction", None)
+    if reduction not in (_MEAN, _SUM):
         return None
-    return float(node._saved_total_weight), node._saved_target.numel()
+    sizes = tuple(node._saved_target.shape)
+    # `cross_entropy` leaves out targets with `ignore_index`, and weighs targets by their class.
+    count = node._saved_total_weight if name.startswith("NllLoss") else math.prod(sizes)
+    return Reduction(reduction == _MEAN, sizes, count)
 
 
-def sizes_of_sum(node: Any) -> tuple[int, ...] | None:
-    """The shape of what a node adds up to one number; None for another node.
-
-    Args:
-        node: a `grad_fn`, whose backward pass has not run yet.
-    """
-    if getattr(node, "_saved_reduction", None) == _SUM:
-        return tuple(node._saved_target.shape)
-    if not node.name().startswith("SumBackward0"):
-        return None
-    return tuple(node._saved_self_sym_sizes)
-
-
-def is_loss_function(node: Any) -> bool:
-    """Whether a node is a loss function of torch's, which reduces its results."""
-    return hasattr(node, "_saved_reduction")
-
-
-def rows_of_selected_mean(node: Any) -> int | None:
-    """The first dimension of what a node takes the mean of, if a mask or indices have selected it; None for another node."""
-    if not node.name().startswith("MeanBackward0"):
-        return None
-    below = node.next_functions[0][0]
-    if below is None or not below.name().startswith(("IndexBackward", "MaskedSelectBackward")):
-        return None
-    sizes = node._saved_self_sym_sizes
-    return int(sizes[0]) if sizes else None
-
-
-def divisor_of(node: Any, operand: int) -> float | None:
+def divisor_of(node: Any, operand: int) -> float | Tensor | None:
     """The number by which a node divides one of its operands, or by whose inverse it multiplies it; None for another node.
+
+    It is a tensor where only the device knows it, which is not waited for.
 
     Args:
         node: a `grad_fn`, whose backward pass has not run yet.
@@ -233,13 +231,16 @@ def divisor_of(node: Any, operand: int) -> float | None:
         return None
     other = node._saved_self if operand else node._saved_other
     if isinstance(other, Tensor):
-        other = other.item() if other.numel() == 1 else None
-    if other is None:
+        if other.numel() != 1:
+            return None
+        other = other.detach()
+    elif other is None:
         return None
-    value = float(other)
     if name.startswith("DivBackward"):
-        return value
-    return 1 / value if value else None
+        return other if isinstance(other, Tensor) else float(other)
+    if isinstance(other, Tensor):
+        return 1 / other
+    return 1 / float(other) if other else None
 
 
 # torch's numbers for `reduction`

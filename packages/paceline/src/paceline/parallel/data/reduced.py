@@ -46,6 +46,9 @@ class ReducedGradients(AppliedStrategy):
         """Reduces the remaining gradients, also those of parameters that this rank did not use. Ranks: all."""
         self.reducer.finish()
 
+    def call_with_others(self, callback: Callable[[], None]) -> None:
+        self.reducer.call_with_others(callback)
+
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
         """Registers the callback at the end of a pass, before the reducer waits for votes and gradients."""
         self.reducer.before_waiting = callback

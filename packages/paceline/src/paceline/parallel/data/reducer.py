@@ -56,6 +56,7 @@ class Reducer:
 
     Attributes:
         before_waiting: called in a backward pass just before it waits for other ranks.
+        with_others: called once a forward pass uses other tensors in the place of parameters.
         model: the model.
         hosts: a group of the same ranks that takes CPU tensors.
         before_reducing: called before the first collective of each reduction.
@@ -75,6 +76,7 @@ class Reducer:
     ) -> None:
         self.form = form
         self.before_waiting: Callable[[], None] | None = None
+        self.with_others: Callable[[], None] | None = None
         self.before_reducing: Callable[[], None] | None = None
         self.model = model
         self._broadcasts = broadcast_buffers
@@ -111,6 +113,10 @@ class Reducer:
             model.register_forward_hook(ReducerHook(model, self._after_forward)),
         ]
 
+    def call_with_others(self, callback: Callable[[], None]) -> None:
+        """Registers a function that is called once a forward pass uses other tensors in the place of parameters."""
+        self.with_others = callback
+
     def release(self) -> None:
         """Takes all hooks back: another reducer may have the parameters from here on."""
         for handle in self._hooks:
@@ -138,6 +144,9 @@ class Reducer:
         if is_changed and not self._is_called_with_others():
             self._search(broadcasts=True)
             return
+        if is_changed and self.with_others is not None:
+            self.with_others()
+            self.with_others = None
         if self._kinds_of_now() != self._kinds:
             self.plan_anew()
 
