@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import Accelerator
-from paceline.planner.rehearsal import SimulatedWorld, rehearse
+from paceline_lens.forecast.rehearsal import SimulatedWorld, rehearse
 
 
 class OperationCount(TorchDispatchMode):
