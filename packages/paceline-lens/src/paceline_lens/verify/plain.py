@@ -47,7 +47,7 @@ class PlainRecorder(Recorder):
         restored |= self._variables
         restored["OMP_NUM_THREADS"] = launched.get("OMP_NUM_THREADS")
         environment.export(restored)
-        self._quiet.tell_loss = self._note_loss
+        self._quiet.listen(loss=self._note_loss)
         register_module_forward_pre_hook(self._enter)
         register_module_forward_hook(self._leave, always_call=True)
         super().run(target, "")

@@ -65,6 +65,13 @@ class Quiet(TorchFunctionMode):
         self.tell: Callable[[str], object] = lambda stream: None
         self.tell_draw: Callable[[torch.Tensor], object] = lambda drawn: None
 
+    def listen(
+        self, *, loss: Callable[[torch.Tensor], object], read: Callable[[torch.Tensor, FrameType], object] | None = None
+    ) -> None:
+        """Has losses and reads of tensors reported; see `tell_loss` and `tell_read`."""
+        self.tell_loss = loss
+        self.tell_read = read
+
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:

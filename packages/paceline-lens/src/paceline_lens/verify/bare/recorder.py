@@ -102,8 +102,7 @@ class BareRecorder:
     def record(self, work: Callable[[], object]) -> bool:
         """Runs `work` and writes the recording, however it ends; returns whether it was ended after enough steps."""
         self.recording.rank = environment.get("RANK") or 0
-        self._quiet.tell_loss = self._note_loss
-        self._quiet.tell_read = self._note_read
+        self._quiet.listen(loss=self._note_loss, read=self._note_read)
         with ExitStack() as hooks:
             for handle in (
                 register_optimizer_step_pre_hook(self._before_step),
