@@ -212,11 +212,7 @@ class _PassLookedAt:
 
 @dataclass
 class LossWeights:
-    """Looks at the first losses of a run, and judges what all ranks have seen.
-
-    Args:
-        steps: the number of micro-batches in a window.
-    """
+    """Looks at the first losses of a run, and judges what all ranks have seen."""
 
     _rows: int = 0  # of the last pass that was looked at
     _others: int = 0  # passes that were looked at after the first ones

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -39,6 +40,11 @@ def mesh_of(layout: Layout, world: World, device_type: str) -> Mesh:
     return mesh
 
 
+def forget_meshes() -> None:
+    """Forgets all meshes, whose groups were destroyed: what refers to a group keeps its connections open."""
+    _meshes.clear()
+
+
 def _default_group() -> Group:
     """Returns the group of all ranks; None without one."""
     if not (dist.is_available() and dist.is_initialized()):
@@ -57,9 +63,6 @@ class Mesh:
         world: who this process is.
         device_type: "cpu", "cuda", ...
 
-    Attributes:
-        everyone: the default group in which the groups were created; None for a world of one process.
-
     Ranks:
         The first access to a group or to `device_mesh` communicates, so all ranks make it, in the same order.
     """
@@ -69,12 +72,19 @@ class Mesh:
         self.layout = layout
         self.world = world
         self.device_type = device_type
-        self.everyone = _default_group()
+        # Not the group itself, whose connections have to close when it is destroyed: other ranks may wait for a message.
+        everyone = _default_group()
+        self._everyone = None if everyone is None else weakref.ref(everyone)
         self._device_mesh: DeviceMesh | None = None
         self._flattened: dict[tuple[str, ...], DeviceMesh] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
         self._beside_axes: dict[tuple[str, ...], Group] = {}
         self._more_gradient_groups: dict[int, Group] = {}
+
+    @property
+    def everyone(self) -> Group:
+        """The default group in which the groups were created; None without one, or where it was destroyed."""
+        return None if self._everyone is None else self._everyone()
 
     def group(self, axis: str) -> Group:
         """Returns the group of the ranks that differ from this one along `axis` alone; None for a world of one process."""

@@ -26,6 +26,7 @@ from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
 from paceline.world import lifetime, runtime
 from paceline.world.departures import announce
+from paceline.world.mesh import forget_meshes
 from paceline.world.works import finish_threads
 from paceline.world.world import World
 
@@ -172,6 +173,7 @@ def _destroy(joined: _JoinedGroup, failure: BaseException | None) -> None:
     # After an error the other ranks may be gone, and NCCL would wait for them as it destroys the group.
     if failure is None or dist.get_backend() == "gloo":
         dist.destroy_process_group()
+        forget_meshes()
     if is_needed:
         # Another rank may wait for a message of this one. It fails as the connections are closed, and then reads in the store
         # who has left. Objects that refer to each other in a circle keep the connections open until they are collected.
