@@ -5,6 +5,7 @@ import io
 import pytest
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
@@ -150,3 +151,17 @@ def test_what_a_node_divides_by() -> None:
     assert tensors.divisor_of((values.sum() * 0.25).grad_fn, 0) == 4
     assert tensors.divisor_of((torch.tensor(0.25) * values.sum()).grad_fn, 1) == 4
     assert tensors.divisor_of((values.sum() + 4).grad_fn, 0) is None
+
+
+def test_what_hooks_would_bring_back_is_not_read() -> None:
+    """A checkpointed layer would be computed again, which may happen once, in the backward pass."""
+    values = torch.ones(3, requires_grad=True)
+    target = torch.ones(3)
+
+    def loss(inputs: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.mse_loss(inputs, target) / torch.tensor(4.0)
+
+    plain = loss(values).grad_fn
+    again = torch.utils.checkpoint.checkpoint(loss, values, use_reentrant=False).grad_fn
+    assert tensors.divisor_of(plain, 0) == 4 and tensors.reduction_of(plain.next_functions[0][0]) is not None
+    assert tensors.divisor_of(again, 0) is None and tensors.reduction_of(again.next_functions[0][0]) is None

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
+
+from paceline.torch_internals.tensors import divisor_of
 
 _MEAN = 1  # the number of "mean" among the reductions that a loss function saves
 
@@ -20,15 +23,14 @@ def divisors(loss: Tensor) -> tuple[list[float], bool]:
     """
     found: list[float] = []
     node: Any = loss.grad_fn
-    while node is not None and type(node).__name__ in ("DivBackward0", "MulBackward0"):
-        other = node._saved_other
-        followed = [pair[0] for pair in node.next_functions if pair[0] is not None]
-        if other is None or other.numel() != 1 or len(followed) != 1:
-            return found, False
-        value = float(other.detach().reshape(-1).tolist()[0])
-        if value == 0:
-            return found, False
-        found.append(value if type(node).__name__ == "DivBackward0" else 1 / value)
+    while node is not None:
+        followed = [below for below, _ in node.next_functions if below is not None]
+        if len(followed) != 1:
+            break
+        divisor = divisor_of(node, operand=0)
+        if divisor is None or float(divisor) in (0.0, math.inf):
+            break
+        found.append(float(divisor))
         node = followed[0]
     name = type(node).__name__
     return found, name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN

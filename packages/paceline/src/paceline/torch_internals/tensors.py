@@ -211,10 +211,30 @@ def reduction_of(node: Any) -> Reduction | None:
     reduction = getattr(node, "_saved_reduction", None)
     if reduction not in (_MEAN, _SUM):
         return None
-    sizes = tuple(node._saved_target.shape)
-    # `cross_entropy` leaves out targets with `ignore_index`, and weighs targets by their class.
-    count = node._saved_total_weight if name.startswith("NllLoss") else math.prod(sizes)
+    target = _saved(node, "target")
+    if target is None:
+        return None
+    sizes = tuple(target.shape)
+    count: float | Tensor = math.prod(sizes)
+    if name.startswith("NllLoss"):
+        # `cross_entropy` leaves out targets with `ignore_index`, and weighs targets by their class.
+        total_weight = _saved(node, "total_weight")
+        if total_weight is None:
+            return None
+        count = total_weight
     return Reduction(reduction == _MEAN, sizes, count)
+
+
+def _saved(node: Any, name: str) -> Any:
+    """Returns what a node has saved; None where a hook would have to bring it back.
+
+    The hook of recomputed layers runs them again, and those of copies on the host take their copy away. Both may be called
+    once, in the backward pass.
+    """
+    raw = getattr(node, f"_raw_saved_{name}", None)
+    if getattr(raw, "unpack_hook", None) is not None:
+        return None
+    return getattr(node, f"_saved_{name}")
 
 
 def divisor_of(node: Any, operand: int) -> float | Tensor | None:
@@ -229,7 +249,7 @@ def divisor_of(node: Any, operand: int) -> float | Tensor | None:
     name = node.name()
     if not name.startswith("MulBackward") and not (name.startswith("DivBackward") and operand == 0):
         return None
-    other = node._saved_self if operand else node._saved_other
+    other = _saved(node, "self" if operand else "other")
     if isinstance(other, Tensor):
         if other.numel() != 1:
             return None
