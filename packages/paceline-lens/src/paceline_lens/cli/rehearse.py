@@ -1,4 +1,4 @@
-"""Rehearses failures: kills processes of a job on purpose, and measures what its recovery costs.
+"""Kills processes of a job on purpose, and measures what its recovery costs.
 
 paceline rehearse [options] script.py [arguments of the script]
 
