@@ -9,6 +9,7 @@ import pytest
 import paceline
 import paceline_accelerate
 import paceline_deepspeed
+import paceline_lens
 from paceline.config.settings import RunSettings
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft
@@ -43,7 +44,7 @@ def test_each_difference_is_in_the_line():
 
 def test_each_field_is_read_by_someone():
     texts = []
-    for package in (paceline, paceline_accelerate, paceline_deepspeed):
+    for package in (paceline, paceline_lens, paceline_accelerate, paceline_deepspeed):
         texts += [path.read_text() for path in Path(package.__path__[0]).rglob("*.py") if path.name != "semantics.py"]
     for field in fields(Semantics):
         assert any(re.search(rf"semantics\.{field.name}\b", text) for text in texts), field.name
