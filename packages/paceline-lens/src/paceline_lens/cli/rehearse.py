@@ -99,7 +99,7 @@ def run(args: argparse.Namespace) -> int:
     limits = RehearsalLimits(args.seed, args.repeat, args.minutes * 60)
     drills = _folder(args.folder)
     # Otherwise the launchers of a drill would outlive this command.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     progress = ScriptProgress("paceline rehearse")
     try:
         with drills as folder:
@@ -109,6 +109,8 @@ def run(args: argparse.Namespace) -> int:
         print(f"paceline.{type(error).__name__}: {error}", file=sys.stderr)
         # Without a checkpoint no failure is survived; all other errors say that nothing was rehearsed.
         return 1 if error.code == "rehearse-no-checkpoint" else 2
+    finally:
+        signal.signal(signal.SIGTERM, before)
     progress.clear()
     print(json.dumps(report.as_json(result), indent=2) if args.json else report.text(result))
     return result.exit_code
