@@ -90,7 +90,8 @@ def _author_of(store: Store, folder: str) -> Author | None:
         streams = load(os.path.join(folder, "random_states_0.pkl"))
     except CheckpointError:
         return None
-    return _StreamsAuthor(**streams.get(_AUTHOR, {}))
+    record = streams.get(_AUTHOR, {})
+    return _StreamsAuthor(record.get("runs", []), record.get("writer", {}))
 
 
 class Folder:

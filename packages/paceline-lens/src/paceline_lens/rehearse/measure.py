@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
 from paceline_lens.rehearse.drill import DrillRecord, Strike
 from paceline_lens.rehearse.lines import DrillLine
@@ -132,8 +133,14 @@ def undisturbed(lines: Sequence[DrillLine]) -> Undisturbed | None:
         first_save = max(line.values["step"] for line in steps if line.t <= max(saves[0].t, steps[0].t))
     if len(saves) > 1:
         save_steps = saves[1].values["step"] - saves[0].values["step"]
-    stalls = [line.values["stall_s"] for line in saves]
-    whole = [line.values["save_s"] for line in saves]
+    losses: dict[tuple[int, int], str] = {}
+    for line in lines:
+        if _has_loss(line):
+            losses[line.rank, line.values["step"]] = line.values["loss"]
+    samples: dict[int, int] = {}
+    for line in steps:
+        if line.values["samples"] is not None:
+            samples[line.values["step"]] = line.values["samples"]
     return Undisturbed(
         steps=steps[-1].values["step"],
         ranks=len({line.rank for line in lines}),
@@ -141,14 +148,21 @@ def undisturbed(lines: Sequence[DrillLine]) -> Undisturbed | None:
         first_save=first_save,
         saves=len(saves),
         save_steps=save_steps,
-        stall_s=sum(stalls) / len(stalls) if stalls else 0.0,
-        save_s=sum(whole) / len(whole) if whole else 0.0,
+        stall_s=_average(saves, "stall_s"),
+        save_s=_average(saves, "save_s"),
         bytes=saves[-1].values["bytes"] if saves else None,
         silence_s=_longest_silence(lines),
         seconds=steps[-1].t - lines[0].t,
-        losses={(line.rank, line.values["step"]): line.values["loss"] for line in lines if _has_loss(line)},
-        samples={line.values["step"]: line.values["samples"] for line in steps if line.values["samples"] is not None},
+        losses=losses,
+        samples=samples,
     )
+
+
+def _average(saves: Sequence[DrillLine], name: str) -> float:
+    """Returns the mean of a value over saves; 0 without any."""
+    if not saves:
+        return 0.0
+    return float(fmean(line.values[name] for line in saves))
 
 
 def _has_loss(line: DrillLine) -> bool:

@@ -59,6 +59,13 @@ class Leak:
     what: str
 
     @property
+    def where(self) -> str:
+        """The module, for the end of a sentence."""
+        if not self.module:
+            return ""
+        return f" by {self.module} ({self.kind})"
+
+    @property
     def fix(self) -> str:
         """What to do."""
         if "BatchNorm" in self.kind:
@@ -81,12 +88,16 @@ class IsolationReport:
     def __str__(self) -> str:
         lines = []
         for law in self.laws:
-            own = [leak for leak in self.leaks if leak.law == law]
-            lines.append(f"{law}: {'LEAKS' if own else 'isolated'}")
-            for leak in own:
-                where = f" by {leak.module} ({leak.kind})" if leak.module else ""
-                lines.append(f"  {leak.what}{where}")
-            lines += [f"  fix: {fix}" for fix in dict.fromkeys(leak.fix for leak in own)]
+            leaks_of_law = [leak for leak in self.leaks if leak.law == law]
+            if not leaks_of_law:
+                lines.append(f"{law}: isolated")
+                continue
+            lines.append(f"{law}: LEAKS")
+            fixes: dict[str, None] = {}  # each once, in order
+            for leak in leaks_of_law:
+                lines.append(f"  {leak.what}{leak.where}")
+                fixes[leak.fix] = None
+            lines += [f"  fix: {fix}" for fix in fixes]
         return "\n".join(lines)
 
 

@@ -207,7 +207,9 @@ class Account:
         expected = Counter(self.reference[number].rows)
         # Ranks that read the same rows in the same order read them together, as those of tensor parallelism do.
         distinct = {tuple(steps[number].rows) for steps in self.ranks}
-        union = Counter(row for rows in distinct for row in rows)
+        union: Counter[str] = Counter()
+        for rows in distinct:
+            union.update(rows)
         if union == expected:
             return "whole" if len(distinct) == 1 and self.world > 1 else "divided"
         shapes = [event["shapes"] for event in self.reference[number].of_kind("forward")]

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from paceline_lens.verify.bare.account import NEAR, Account, BareStep, GradientGroup
+from paceline_lens.verify.bare.units import HeldUnit
 from paceline_lens.verify.diagnose import Diagnosis, DifferenceCause
 
 
@@ -111,21 +112,30 @@ def model_by_width(account: Account) -> str:
 def data_repeated(account: Account) -> str:
     if account.rows != "whole" or account.world == 1 or not account.num_steps:
         return ""
-    first = [steps[0] for steps in account.ranks]
-    losses = [step.loss for step in first]
-    if len(set(losses)) > 1:
+    first_steps = [steps[0] for steps in account.ranks]
+    if len({step.loss for step in first_steps}) > 1:
         return ""
+    # Where a model gathers its parameters, no rank has a gradient before the reduction.
     gathers = any(event["gathers"] for event in account.of_one.of_kind("model"))
-    if not gathers:
-        for unit in account.held.units:
-            if len(unit.holders) < account.world or unit.part:
-                return ""
-            raws = [step.raw(unit.holders[rank]) for rank, step in enumerate(first)]
-            if any(raw is None for raw in raws) != all(raw is None for raw in raws):
-                return ""
-            if any(raw is not None and (raw != raws[0]).any() for raw in raws):
-                return ""
-    return f"in step 1 all {account.world} ranks read the same {len(first[0].rows)} samples and compute the same loss"
+    if not gathers and not all(_has_equal_gradients(unit, first_steps) for unit in account.held.units):
+        return ""
+    num_rows = len(first_steps[0].rows)
+    return f"in step 1 all {account.world} ranks read the same {num_rows} samples and compute the same loss"
+
+
+def _has_equal_gradients(unit: HeldUnit, steps: Sequence[BareStep]) -> bool:
+    """Returns whether all ranks hold a whole parameter, and have computed the same gradient of it, or none."""
+    if len(unit.holders) < len(steps) or unit.part:
+        return False
+    first = steps[0].raw(unit.holders[0])
+    for rank, step in enumerate(steps):
+        gradient = step.raw(unit.holders[rank])
+        if gradient is None or first is None:
+            if gradient is not first:
+                return False
+        elif (gradient != first).any():
+            return False
+    return True
 
 
 def data_overlap(account: Account) -> str:

@@ -36,12 +36,12 @@ from paceline.checkpoint.state.module_state import clean, unwrap
 from paceline.data.unprepared import iterated_loaders
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
-from paceline.torch_internals.loss_graph import divisors
 from paceline.torch_internals.modules import BatchNormBase
 from paceline.world.param_groups import parameters_of
 from paceline.world.places import line_of, user_frame
 from paceline.world.sharded import is_sharded, local, whole
 from paceline.world.tree import tensors
+from paceline_lens.verify.bare.loss_graph import divisors
 from paceline_lens.verify.quiet import Quiet
 from paceline_lens.verify.recording import Event, Recording
 from paceline_lens.verify.replaced import replaced

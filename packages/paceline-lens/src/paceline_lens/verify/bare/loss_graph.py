@@ -7,9 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.torch_internals.tensors import divisor_of
-
-_MEAN = 1  # the number of "mean" among the reductions that a loss function saves
+from paceline.torch_internals.tensors import divisor_of, reduction_of
 
 
 def divisors(loss: Tensor) -> tuple[list[float], bool]:
@@ -32,5 +30,5 @@ def divisors(loss: Tensor) -> tuple[list[float], bool]:
             break
         found.append(float(divisor))
         node = followed[0]
-    name = type(node).__name__
-    return found, name == "MeanBackward0" or getattr(node, "_saved_reduction", None) == _MEAN
+    reduction = None if node is None else reduction_of(node)
+    return found, reduction is not None and reduction.is_mean

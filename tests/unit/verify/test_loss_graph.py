@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from paceline.torch_internals.loss_graph import divisors
+from paceline_lens.verify.bare.loss_graph import divisors
 
 
 def test_divisors_and_the_mean_below():
