@@ -69,13 +69,14 @@ LAYERS = (
     Layer(
         {
             "cli": "one module for each command of the core, and what commands of all parts have in common",
-            "compat": "how the names of another library are served: the table's reader, doors in an environment",
+            "compat": "`paceline.compat.install`, and `python -m paceline.compat script.py`",
             "testing": "tools for users' tests",
             "__main__": "`python -m paceline`",
         }
     ),
     Layer(
         {
+            "paceline_doors": "a part: how the names of another library are served, and `paceline doors`",
             "paceline_hosts": "a part: launchers for ssh, SLURM, Kubernetes, Ray and MPI, `paceline doctor`, "
             "stores behind URLs",
             "paceline_large": "a part: tensor, pipeline, context, expert parallel, offload, float8, "

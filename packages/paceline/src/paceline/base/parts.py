@@ -37,6 +37,7 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
             "aim", "clearml", "comet_ml", "dvclive", "mlflow", "opentelemetry", "swanlab", "trackio", "wandb",
         ),
     },
+    "doors": {"paceline.commands": ("doors",), "paceline.name_servers": ("doors",)},
     "accelerate": {"paceline.libraries": ("accelerate",)},
     "deepspeed": {"paceline.commands": ("deepspeed",), "paceline.libraries": ("deepspeed",)},
 }  # fmt: skip
