@@ -21,7 +21,6 @@ from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.fqn import inside, parent, within_some
 from paceline.plan.plan import Decision
-from paceline.torch_internals.loss_parallel import divide_losses_for
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.forward import override_forward
 from paceline.world.param_groups import parameters_of
@@ -38,6 +37,7 @@ from paceline_large.tensor.plan import (
     shares_heads,
 )
 from paceline_large.tensor.proof import Proof, whole_counts
+from paceline_large.torch_internals.loss_parallel import divide_losses_for
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:

@@ -33,7 +33,6 @@ from paceline.base.temporary import temporary_folder
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.planner.estimate import Need, estimate
-from paceline.torch_internals import fake, imaginary
 from paceline.torch_internals.forks import renew_threads
 from paceline.world import runtime
 from paceline.world.runtime import MicroBatches, PreparedRun, Runtime
@@ -42,6 +41,7 @@ from paceline.world.world import World
 from paceline_lens.forecast.allocation_trace import AllocationTrace, Peak
 from paceline_lens.forecast.loopback import LoopbackCollectives
 from paceline_lens.forecast.operation_trace import OperationTrace, Traffic
+from paceline_lens.torch_internals import fake, imaginary
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import TensorWeakRef
 
 from paceline.torch_internals.dtensor import chunk
-from paceline.torch_internals.fake import replaced
+from paceline.torch_internals.replaced import replaced
 from paceline.torch_internals.tensors import hook_gradient
 
 if TYPE_CHECKING:
