@@ -29,8 +29,9 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
-from typing import Any, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -39,13 +40,15 @@ from paceline.base.errors import PlanError, TrainError
 from paceline.base.log import warn_once
 from paceline.optim.changes import Gradients
 from paceline.optim.mean import ITEMS, MICRO_BATCHES, SAMPLES, Mean, checked_count, mixed, power_of_two
-from paceline.optim.uncounted import LossWeights
 from paceline.optim.window import Window, Windows
 from paceline.plan.data import BatchInfo
 from paceline.plan.semantics import NATIVE, Semantics
 from paceline.torch_internals.tensors import multiply_in_place
 from paceline.world.collectives import Collectives
 from paceline.world.sharded import local
+
+if TYPE_CHECKING:
+    from paceline.optim.uncounted import LossWeights
 
 T = TypeVar("T")
 
@@ -134,7 +137,6 @@ class Accumulation:
         passes: the number of such backward passes.
         last_pass: the last of them.
         declared: whether the loop marks its micro-batches with `accumulate`.
-        loss_weights: what the first losses have shown.
         items: the number of items in all finished windows of this process, over all ranks, if losses are sums over items.
         replicas_equal: False while ranks take separate steps (LocalSGD), until their parameters are averaged.
         optimizers_equal: False from the first separate step on: averages leave the states of optimizers as they are.
@@ -162,7 +164,6 @@ class Accumulation:
         self.replicas_equal = True
         self.optimizers_equal = True
         self.items = 0
-        self.loss_weights = LossWeights()
         self._active = active
         self._collectives = collectives
         self._held = held
@@ -170,6 +171,13 @@ class Accumulation:
         self._finish_reduction = finish_reduction
         self._items_divisor: float | None = None  # the estimate for the next window whose losses are sums over items
         self.reset()
+
+    @cached_property
+    def loss_weights(self) -> LossWeights:
+        """What the first losses have shown. One process that does not accumulate has nothing to compare, and loads none of it."""
+        from paceline.optim.uncounted import LossWeights
+
+        return LossWeights()
 
     def reset(self) -> None:
         """Forgets all windows, as the models to which they belong are forgotten."""
@@ -527,8 +535,9 @@ class Accumulation:
             self._gradients_before = None
         window.passed(parameters, mean)
         self._mean = None
-        self.loss_weights.passed(self.last_pass.factor)
-        if self.width == 1 and window.sync:
+        if self.width > 1 or self.steps > 1:
+            self.loss_weights.passed(self.last_pass.factor)
+        if self.width == 1 and self.steps > 1 and window.sync:
             self.loss_weights.judge([self.loss_weights.take()], is_sure=True)
         if mean is None:
             return

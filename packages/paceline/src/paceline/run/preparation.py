@@ -40,11 +40,9 @@ from paceline.optim.schedule import (
 from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
-from paceline.parallel.model_problems import differing_models, float8_gathers, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import is_elementwise, step_local_parts
 from paceline.parallel.strategy import Context, strategies_for, strategies_of
-from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft_beside, resolve
@@ -240,8 +238,9 @@ class Preparation:
             return names
 
         facts_of_new = [model.facts for model in new]
-        problems += differing_models([(model.module, model.facts) for model in new], run.collectives)
         plan = other or run.plan
+        if run.world.size > 1:
+            problems += self._problems_of_ranks(new, plan)
         mesh = run.mesh
         # The layout: "auto" is decided now that the models are known. Layouts must agree, so rank 0's memory decides for all.
         if plan.open:
@@ -327,16 +326,25 @@ class Preparation:
         for strategy in strategies_of(plan):
             remedy = strategy.keeps_apart(plan)
             if remedy:
+                from paceline.parallel.model_problems import shared_models
+
                 problems += shared_models(modules, remedy, frozen_too=strategy.replaces_parameters)
                 break
         for model in new:
-            problems += float8_gathers(model.module, model.facts, plan)
-            if self.run.world.size > 1:
-                problems += misplaced(model.facts, model.is_moved, self.run.device)
-                problems += without_shapes(model.facts)
             if model.recipe is not None:
                 problems += model.recipe.missing(model.facts.name)
         return problems
+
+    def _problems_of_ranks(self, new: Sequence[_NewModel], plan: Plan) -> list[Problem]:
+        """Returns the problems of models that several ranks share or divide. Ranks: all."""
+        from paceline.parallel.model_problems import differing_models, float8_gathers, misplaced, without_shapes
+
+        problems: list[Problem] = []
+        for model in new:
+            problems += float8_gathers(model.module, model.facts, plan)
+            problems += misplaced(model.facts, model.is_moved, self.run.device)
+            problems += without_shapes(model.facts)
+        return problems + differing_models([(model.module, model.facts) for model in new], self.run.collectives)
 
     def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
         """Returns how a model on the meta device is initialized; None for a model that has values."""
@@ -390,17 +398,8 @@ class Preparation:
         run.prepared.models.append(entry)
         if self._traces_origins:
             run.active_loaders.origins.watch(entry.wrapped)
-        # The first pass is watched for random numbers, whose order depends on the number of ranks, and for buffers. Not under
-        # compile, since the hooks would make torch compile each block a second time. And not along tp, cp and pp, where
-        # strategies seed the generators themselves.
-        compiled = plan.compile or is_compiled(entry.module)
-        if plan.layout.size() == plan.layout.width > 1 and not compiled:
-            from paceline.parallel.draws import watch_first_pass
-
-            watch_first_pass(entry.module, run.device, partial(self._note_first_pass, facts))
         if plan.layout.width > 1:
-            for applied in chain:
-                applied.call_with_others(partial(self._note, randomness.adapted_weights(facts.name)))
+            self._watch_for_differences(entry)
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)
             if chain.runner is not None:
@@ -424,32 +423,27 @@ class Preparation:
         seed = int(self.run.collectives.broadcast_object(torch.initial_seed()))
         recipe.run(model, device, seed)
 
-    def _note_first_pass(self, facts: ModelFacts, drew: list[str], changed: list[str]) -> None:
-        """Adds to the plan what the first pass has shown of modules that did not say it of themselves.
+    def _watch_for_differences(self, entry: PreparedModel) -> None:
+        """Looks, where ranks read different samples, at what a model does that differs from one process by itself."""
+        from paceline.plan import randomness
 
-        Args:
-            facts: those of the model.
-            drew: names of the modules that drew random numbers.
-            changed: names of the modules that changed buffers of their own.
-        """
-        kinds = dict(facts.modules)
-        decisions = []
-        known_draws = dict(facts.random_layers)
-        unknown_draws = [(name, kinds.get(name, "module")) for name in drew if name not in known_draws]
-        if unknown_draws:
-            decisions.append(randomness.decision(facts.name, unknown_draws, "seen in the first pass"))
-        # Those that are synchronised have a decision already. Spectral norms change theirs by the weight alone.
-        known_changes = {*facts.batch_norms, *(name for name, _ in facts.batch_layers)}
-        unknown_changes = []
-        for name in changed:
-            kind = kinds.get(name, "module")
-            if name not in known_changes and kind != "_SpectralNorm":
-                unknown_changes.append((name, kind))
-        if unknown_changes:
-            options = [self.run.plan.options.get(name, {}) for name in self.run.plan.strategies]
-            are_sent = all(chosen.get("broadcast_buffers", True) for chosen in options)
-            decisions.append(randomness.changed_buffers(facts.name, unknown_changes, are_sent))
-        for decision in decisions:
+        plan = entry.chain.plan
+        # The first pass is watched for random numbers, whose order depends on the number of ranks, and for buffers. Not under
+        # compile, since the hooks would make torch compile each block a second time. And not along tp, cp and pp, where
+        # strategies seed the generators themselves.
+        compiled = plan.compile or is_compiled(entry.module)
+        if plan.layout.size() == plan.layout.width and not compiled:
+            from paceline.parallel.draws import watch_first_pass
+
+            watch_first_pass(entry.module, self.run.device, partial(self._note_first_pass, entry.facts))
+        for applied in entry.chain:
+            applied.call_with_others(partial(self._note, randomness.adapted_weights(entry.facts.name)))
+
+    def _note_first_pass(self, facts: ModelFacts, drew: list[str], changed: list[str]) -> None:
+        """Adds to the plan what the first pass has shown; see `randomness.of_first_pass`."""
+        from paceline.plan import randomness
+
+        for decision in randomness.of_first_pass(self.run.plan, facts, drew, changed):
             self._note(decision)
 
     def _note(self, decision: Decision) -> None:

@@ -25,9 +25,7 @@ from paceline.base.log import logger
 from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
 from paceline.world import lifetime, runtime
-from paceline.world.departures import announce
 from paceline.world.mesh import forget_meshes
-from paceline.world.works import finish_threads
 from paceline.world.world import World
 
 if TYPE_CHECKING:
@@ -160,6 +158,8 @@ def _say_goodbye(joined: _JoinedGroup, failure: BaseException | None) -> None:
     """Writes down that this rank leaves, and why."""
     if not store_answers(joined.store):
         return
+    from paceline.world.departures import announce  # a process that is in no group leaves none
+
     # The store may end between the check and this write. Then rank 0 is gone, and nobody is left to read it.
     with contextlib.suppress(RuntimeError):
         announce(joined.store, joined.rank, failure)
@@ -183,6 +183,8 @@ def _destroy(joined: _JoinedGroup, failure: BaseException | None) -> None:
 
 def _finish_works(failed: bool) -> None:
     """Waits for asynchronous works for which the script did not wait, and warns if some do not end in time."""
+    from paceline.world.works import finish_threads
+
     # After a failure the other ranks may be gone, and then a collective never ends.
     patience_s = _UNFINISHED_AFTER_FAILURE_S if failed else _UNFINISHED_S
     if finish_threads(patience_s) or failed:
