@@ -151,7 +151,7 @@ def definitions(program: Program) -> str:
     if any(hook.kind == "fused" for hook in program.hooks):
         text.append(_FUSED)
     if any(optimizer.kind in OPTIMIZERS_OF_MODULES for optimizer in program.optimizers):
-        text.insert(1, "from paceline.optim.muon import Muon, newton_schulz, shape_scale\n")
+        text.insert(1, "from paceline_large.optim.muon import Muon, newton_schulz, shape_scale\n")
         text.append(_MUON)
     return "\n".join(text)
 

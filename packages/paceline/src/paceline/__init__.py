@@ -21,7 +21,7 @@ from paceline.base.version import VERSION as __version__
 _WHERE = {
     "Accelerator": "paceline.accelerator",
     "Keep": "paceline.checkpoint.keep",
-    "LocalSGD": "paceline.optim.local_sgd",
+    "LocalSGD": "paceline_large.optim.local_sgd",
     "PackedDocuments": "paceline.data.packing",
     "Plan": "paceline.plan.plan",
     "TokenBatchSampler": "paceline.data.tokens",
@@ -105,9 +105,9 @@ if TYPE_CHECKING:  # what type checkers see: to them a module with a `__getattr_
     from paceline.launch.notebook import debug_launcher, notebook_launcher
     from paceline.observe.logs import get_logger
     from paceline.optim.batch_size import find_executable_batch_size
-    from paceline.optim.local_sgd import LocalSGD
     from paceline.plan.plan import Plan
     from paceline.world.world import World
+    from paceline_large.optim.local_sgd import LocalSGD
 else:
     __getattr__ = lazy_names(__name__, _WHERE)
 

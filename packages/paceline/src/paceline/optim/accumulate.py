@@ -174,7 +174,7 @@ class Accumulation:
 
     @cached_property
     def loss_weights(self) -> LossWeights:
-        """What the first losses have shown. One process that does not accumulate has nothing to compare, and loads none of it."""
+        """What the first losses have shown. One process that does not accumulate has nothing to compare."""
         from paceline.optim.uncounted import LossWeights
 
         return LossWeights()

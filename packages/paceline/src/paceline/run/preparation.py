@@ -493,9 +493,9 @@ class Preparation:
         _bind(adapter, self.run)
         if not is_elementwise(optimizer):
             # Imported here: few runs have one of these.
-            from paceline.optim import low_bit, muon
+            from paceline.optim import rounding
 
-            for decision in (*muon.decisions_about(optimizer), *low_bit.decisions_about(optimizer)):
+            for decision in rounding.decisions_about(optimizer):
                 self.run.note(decision)
         copy_assigned_data(adapter)
         step_local_parts(adapter)
