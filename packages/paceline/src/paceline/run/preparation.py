@@ -10,7 +10,7 @@ own subclasses `Preparation`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +26,7 @@ from paceline.base.errors import PlanError, PrepareError, Problem
 from paceline.base.log import info, warn_once
 from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
-from paceline.data.packing import without_positions
-from paceline.data.prepare import prepare_loader, random_samples, token_budget
+from paceline.data.prepare import own_division, prepare_loader, random_samples
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import (
@@ -229,7 +228,7 @@ class Preparation:
                 names.setdefault(id(parameter), (number, name))
         problems = self._problems(new, optimizers, names, other or run.plan)
         originals = [getattr(loader, "original", None) for loader in run.prepared.loaders]
-        problems += without_positions([*prepared_modules, *(model.module for model in new)], [*originals, *loaders])
+        problems += _collation_problems([*prepared_modules, *(model.module for model in new)], [*originals, *loaders])
         # A call with optimizers or loaders alone has no plan to resolve.
         if not new:
             if problems:
@@ -590,7 +589,7 @@ class Preparation:
         """Records a prepared loader, and the length of its epoch before and after."""
         run = self.run
         run.prepared.loaders.append(prepared)
-        for decision in (random_samples(prepared), token_budget(prepared)):
+        for decision in (random_samples(prepared), own_division(prepared)):
             if decision is not None:
                 run.note(decision)
         # Over an iterable dataset without a length, `len(loader)` raises.
@@ -683,6 +682,19 @@ def _frozen(models: Sequence[nn.Module]) -> Iterator[None]:
             for name, parameter in model.named_parameters():
                 if name in names:
                     parameter.requires_grad_(True)
+
+
+def _collation_problems(models: Sequence[nn.Module], loaders: Sequence[object]) -> list[Problem]:
+    """Returns why no model can take what loaders make of samples, as far as their functions for that say it."""
+    checks: list[Callable[[Sequence[nn.Module]], list[Problem]]] = []
+    for loader in loaders:
+        check = getattr(getattr(loader, "collate_fn", None), "problems_with", None)
+        if check is not None and check not in checks:
+            checks.append(check)
+    problems: list[Problem] = []
+    for check in checks:
+        problems += check(models)
+    return problems
 
 
 def _replaces_parameters(plan: Plan) -> bool:
