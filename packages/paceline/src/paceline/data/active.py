@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import Tensor
 
 from paceline.base.log import warn_once
-from paceline.data.origins import Origins
 from paceline.world.events import Events
 
 if TYPE_CHECKING:
     from paceline.data.loader import PreparedLoader
+    from paceline.data.origins import Origins
 
 T = TypeVar("T")
 
@@ -33,7 +34,6 @@ class ActiveLoaders:
     Attributes:
         trained: whether any loader trains.
         unused: whether a loader that trains has yielded a batch that no backward pass has followed.
-        origins: tells from which batch a loss was computed, where several loops run at the same time.
     """
 
     def __init__(self, events: Events | None = None) -> None:
@@ -41,7 +41,6 @@ class ActiveLoaders:
         self.unused = False
         self._events = Events() if events is None else events
         self._stack: list[PreparedLoader] = []
-        self.origins = Origins()
         # Loaders that have yielded a batch since the last backward pass, and those from whose batches losses were computed.
         # Weak references, since a loader that the script drops should end its workers at once.
         self._given: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
@@ -59,6 +58,13 @@ class ActiveLoaders:
         self._until_overlap: weakref.ref[PreparedLoader] | None = None
         # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
+
+    @cached_property
+    def origins(self) -> Origins:
+        """Tells from which batch a loss was computed, where several loops run at the same time."""
+        from paceline.data.origins import Origins  # most runs have one loop at a time
+
+        return Origins()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a loader that another process unpickles is in no loop
@@ -188,7 +194,7 @@ class ActiveLoaders:
 
         Where several loops run at the same time, it is the batch that the model was called with last, if that is known.
         """
-        loaders: list[PreparedLoader | None] = [*self.origins.inputs]
+        loaders: list[PreparedLoader | None] = [*self.origins.inputs] if self._overlapped else []
         if not loaders:
             loaders = [self.leading]
         batches = [loader.current for loader in loaders if loader is not None]

@@ -40,7 +40,6 @@ from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.stand_ins import is_elementwise, step_local_parts
 from paceline.parallel.strategy import Context, strategies_for, strategies_of
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
@@ -53,7 +52,8 @@ from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
 from paceline.world.layout import model_axes
 from paceline.world.mesh import Mesh, mesh_of
-from paceline.world.param_groups import inner_optimizers
+from paceline.world.param_groups import inner_optimizers, is_elementwise, parameters_of
+from paceline.world.sharded import any_sharded
 
 if TYPE_CHECKING:
     from paceline.parallel.materialise import Recipe
@@ -497,7 +497,10 @@ class Preparation:
             for decision in rounding.decisions_about(optimizer):
                 self.run.note(decision)
         copy_assigned_data(adapter)
-        step_local_parts(adapter)
+        if any_sharded(parameters_of(optimizer)):
+            from paceline.parallel.stand_ins import step_local_parts
+
+            step_local_parts(adapter)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
         # where they are: torch keeps them on the CPU.
         for state in optimizer.state.values():
