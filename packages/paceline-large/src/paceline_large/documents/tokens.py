@@ -121,6 +121,8 @@ class TokenBatches(DividedOrder):
         sampler: says how long they are, and how many tokens fit into a batch.
     """
 
+    sampler: TokenBatchSampler
+
     def __init__(self, documents: Order, sampler: TokenBatchSampler) -> None:
         self.documents = documents
         self.sampler = sampler
