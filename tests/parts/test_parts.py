@@ -175,23 +175,18 @@ def test_one_of_several_nodes_is_shown_without_the_part_for_hosts(core: Environm
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_of_deepspeed_starts_one_host_without_the_part_for_hosts(
+def test_the_command_of_deepspeed_starts_one_host(
     environment_with: Callable[..., Environment], tmp_path: Path
 ) -> None:
-    """Its default launcher, pdsh, belongs to the part for hosts, and is not needed on one host."""
+    """Its default launcher, pdsh, is not needed on one host. The part for hosts, which reads hostfiles, comes along."""
     environment = environment_with("paceline-deepspeed")
     (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'])")
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    (tmp_path / "two").write_text("localhost slots=1\nother slots=1\n")
     command = ["-m", "paceline", "deepspeed"]
     for flags in (["--num_gpus", "2"], ["--hostfile", "hosts", "--include", "localhost:0,1"]):
         done = environment.run([*command, *flags, "train.py"], tmp_path, PACELINE_CPU="1")
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]
-    for flags in (["--hostfile", "two"], ["--hostfile", "two", "--no_ssh", "--node_rank", "0"]):
-        done = environment.run([*command, *flags, "train.py"], tmp_path, PACELINE_CPU="1")
-        assert done.returncode == 2 and "[part-missing]" in done.stderr, done.stderr
-        assert "packages/paceline-hosts" in done.stderr
     done = environment.run([*command, "--launcher", "pssh", "train.py"], tmp_path)
     assert done.returncode == 2 and "[deepspeed-flag]" in done.stderr and "pdsh" in done.stderr
 
@@ -205,6 +200,8 @@ def test_the_command_of_deepspeed_starts_one_host_without_the_part_for_hosts(
         (["checkpoint", "ls", "run"], "lens"),
         (["explain", "--option", "anomalies.nan=skip"], "lens"),
         (["launch", "--cpu", "--procs", "2", "--on-hang", "leave", "train.py"], "lens"),
+        (["trackers", "run"], "lens"),
+        (["doors", "status"], "doors"),
         (["store"], "hosts"),
         (["doctor"], "hosts"),
         (["deepspeed", "train.py"], "deepspeed"),
@@ -250,12 +247,21 @@ try:
     Accelerator(cpu=True, project_dir="s3://bucket/run").save_state()
 except PacelineError as error:
     print(error.code, "packages/paceline-hosts" in str(error))
+try:
+    from paceline.optim import Muon
+except PacelineError as error:
+    print(error.code, "packages/paceline-large" in str(error))
+try:
+    import paceline.compat
+    paceline.compat.install(["accelerate"])
+except PacelineError as error:
+    print(error.code, "packages/paceline-accelerate" in str(error))
 """
 
 
 def test_what_a_script_asks_of_absent_parts(core: Environment, tmp_path: Path) -> None:
     done = core.run(["-c", LOOKED_AT], tmp_path)
-    assert done.stdout.splitlines() == [*["part-missing True"] * 3, "checkpoint-store True"], done.stderr
+    assert done.stdout.splitlines() == [*["part-missing True"] * 3, "checkpoint-store True", "part-missing True", "compat-library True"], done.stderr
 
 
 NEVER_COMES = """
