@@ -21,7 +21,6 @@ from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.world import runtime
 from paceline.world.tree import common_rows
 
-
 T = TypeVar("T")
 
 
