@@ -175,9 +175,7 @@ def test_one_of_several_nodes_is_shown_without_the_part_for_hosts(core: Environm
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_of_deepspeed_starts_one_host(
-    environment_with: Callable[..., Environment], tmp_path: Path
-) -> None:
+def test_the_command_of_deepspeed_starts_one_host(environment_with: Callable[..., Environment], tmp_path: Path) -> None:
     """Its default launcher, pdsh, is not needed on one host. The part for hosts, which reads hostfiles, comes along."""
     environment = environment_with("paceline-deepspeed")
     (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'])")
@@ -261,7 +259,12 @@ except PacelineError as error:
 
 def test_what_a_script_asks_of_absent_parts(core: Environment, tmp_path: Path) -> None:
     done = core.run(["-c", LOOKED_AT], tmp_path)
-    assert done.stdout.splitlines() == [*["part-missing True"] * 3, "checkpoint-store True", "part-missing True", "compat-library True"], done.stderr
+    assert done.stdout.splitlines() == [
+        *["part-missing True"] * 3,
+        "checkpoint-store True",
+        "part-missing True",
+        "compat-library True",
+    ], done.stderr
 
 
 NEVER_COMES = """

@@ -4,7 +4,7 @@ or they change buffers, or are called with weights, by the samples of their own 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
@@ -17,14 +17,17 @@ def random_layers(facts: ModelFacts) -> list[Decision]:
     return [decision(facts.name, facts.random_layers)] if facts.random_layers else []
 
 
-def of_first_pass(plan: Plan, facts: ModelFacts, drew: Iterable[str], changed: Iterable[str]) -> list[Decision]:
+def of_first_pass(
+    plan: Plan, facts: ModelFacts, drew: Iterable[str], buffers: Iterable[str], tensors: Sequence[str]
+) -> list[Decision]:
     """Says what the first pass has shown of modules that did not say it of themselves.
 
     Args:
         plan: of the run.
         facts: those of the model.
         drew: names of the modules that drew random numbers.
-        changed: names of the modules that changed buffers of their own.
+        buffers: names of the modules that changed buffers of their own.
+        tensors: names of attributes that are no buffers, and were changed.
     """
     kinds = dict(facts.modules)
     decisions = []
@@ -35,7 +38,7 @@ def of_first_pass(plan: Plan, facts: ModelFacts, drew: Iterable[str], changed: I
     # Those that are synchronised have a decision already. Spectral norms change theirs by the weight alone.
     known_changes = {*facts.batch_norms, *(name for name, _ in facts.batch_layers)}
     unknown_changes = []
-    for name in changed:
+    for name in buffers:
         kind = kinds.get(name, "module")
         if name not in known_changes and kind != "_SpectralNorm":
             unknown_changes.append((name, kind))
@@ -43,6 +46,8 @@ def of_first_pass(plan: Plan, facts: ModelFacts, drew: Iterable[str], changed: I
         options = [plan.options.get(name, {}) for name in plan.strategies]
         are_sent = all(chosen.get("broadcast_buffers", True) for chosen in options)
         decisions.append(changed_buffers(facts.name, unknown_changes, are_sent))
+    if tensors:
+        decisions.append(changed_tensors(facts.name, tensors))
     return decisions
 
 
@@ -76,6 +81,15 @@ def changed_buffers(model: str, layers: Iterable[tuple[str, str]], are_sent: boo
             "depends on the samples follows rank 0's part of the batch, and not the whole batch as on one process"
         )
     return Decision(f"buffers({model})", _shown(layers), "derived", "seen in the first pass", reason)
+
+
+def changed_tensors(model: str, attributes: Iterable[str]) -> Decision:
+    """What the plan says of tensors that are attributes of modules but no buffers, and that the first pass has changed."""
+    reason = (
+        "the forward pass changes these tensors, which are neither buffers nor parameters. Each rank keeps its own, by its "
+        "part of the batch, and no checkpoint holds them. Buffers (`register_buffer`) follow rank 0 and are saved"
+    )
+    return Decision(f"attributes({model})", ", ".join(attributes), "derived", "seen in the first pass", reason)
 
 
 def adapted_weights(model: str) -> Decision:

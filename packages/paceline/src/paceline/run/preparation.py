@@ -56,6 +56,7 @@ from paceline.world.param_groups import inner_optimizers, is_elementwise, parame
 from paceline.world.sharded import any_sharded
 
 if TYPE_CHECKING:
+    from paceline.parallel.draws import PassFindings
     from paceline.parallel.materialise import Recipe
 
 Kind = Literal["model", "optimizer", "loader", "scheduler", "parameter", "done"]
@@ -438,11 +439,12 @@ class Preparation:
         for applied in entry.chain:
             applied.call_with_others(partial(self._note, randomness.adapted_weights(entry.facts.name)))
 
-    def _note_first_pass(self, facts: ModelFacts, drew: list[str], changed: list[str]) -> None:
+    def _note_first_pass(self, facts: ModelFacts, findings: PassFindings) -> None:
         """Adds to the plan what the first pass has shown; see `randomness.of_first_pass`."""
         from paceline.plan import randomness
 
-        for decision in randomness.of_first_pass(self.run.plan, facts, drew, changed):
+        drew, buffers, tensors = findings.drew, findings.changed_buffers, findings.changed_tensors
+        for decision in randomness.of_first_pass(self.run.plan, facts, drew, buffers, tensors):
             self._note(decision)
 
     def _note(self, decision: Decision) -> None:
