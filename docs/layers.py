@@ -31,8 +31,8 @@ LAYERS = (
         {
             "base": "errors, the table of environment variables, logging, the registry, dataclasses from JSON; it needs the "
             "standard library only",
-            "torch_internals": "every private name of torch that Paceline uses, behind one function each (of those that one part "
-            "alone uses, the `torch_internals` of that part); it needs torch only",
+            "torch_internals": "every private name of torch that Paceline uses, behind one function each (those that one part "
+            "alone uses are in its own `torch_internals`); it needs torch only",
         },
         siblings=False,
     ),

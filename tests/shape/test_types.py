@@ -187,7 +187,9 @@ def test_the_marker_of_typed_packages_is_there(root) -> None:
     assert (root / "packages/paceline/src/paceline/py.typed").exists()
 
 
-@pytest.mark.parametrize("package", ["paceline", "paceline.checkpoint", "paceline.optim", "paceline_large.inference"])
+@pytest.mark.parametrize(
+    "package", ["paceline", "paceline.checkpoint", "paceline.optim", "paceline.testing", "paceline_large.inference"]
+)
 def test_the_three_lists_of_public_names_agree(package) -> None:
     module = importlib.import_module(package)
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))
