@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from paceline.base.devices import DEVICES, device_type
 from paceline.base.errors import WorldError
-from paceline.testing import all_worlds as worlds
+from paceline.testing import worlds
 from paceline.world import device as devices
 
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 
 from paceline.base import env as environment
 from paceline.base.errors import WorldError
-from paceline.testing import all_worlds as worlds
+from paceline.testing import worlds
 from paceline.world import rendezvous
 from paceline.world.roll_call import compare
 from paceline.world.world import World

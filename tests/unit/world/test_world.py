@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from paceline.testing import all_worlds as worlds
+from paceline.testing import worlds
 from paceline.world.world import DETECTORS, SIGNS, World
 
 
