@@ -211,7 +211,8 @@ def _on_this_host(
     args: argparse.Namespace, env: Mapping[str, str], nodes: int, procs: int | None, notices: list[str]
 ) -> Said:
     """Returns the settings for the devices of this host, for a command without a hostfile."""
-    from paceline.launch import host, hostfile
+    from paceline.launch import host
+    from paceline_hosts import hostfile
 
     if nodes > 1 and not args.no_ssh:
         raise ConfigError(
