@@ -11,6 +11,7 @@ from torch import Tensor
 from paceline.base.log import warn_once
 from paceline.data.origins import Origins
 from paceline.world.events import Events
+from paceline.world.runtime import Runtime
 
 if TYPE_CHECKING:
     from paceline.data.loader import PreparedLoader
@@ -29,6 +30,7 @@ class ActiveLoaders:
 
     Args:
         events: of the run, which are told when training is between two batches, and when an epoch ends.
+        runtime: of the run; it may record batches.
 
     Attributes:
         trained: whether any loader trains.
@@ -36,10 +38,11 @@ class ActiveLoaders:
         origins: tells from which batch a loss was computed, where several loops run at the same time.
     """
 
-    def __init__(self, events: Events | None = None) -> None:
+    def __init__(self, events: Events | None = None, runtime: Runtime | None = None) -> None:
         self.trained = False
         self.unused = False
         self._events = Events() if events is None else events
+        self._runtime = Runtime() if runtime is None else runtime
         self._stack: list[PreparedLoader] = []
         self.origins = Origins()
         # Loaders that have yielded a batch since the last backward pass, and those from whose batches losses were computed.
@@ -276,8 +279,9 @@ class ActiveLoaders:
         if loader.trains:
             self._events.epoch_over()
 
-    def measured(self, batches: Iterator[T]) -> Iterator[T]:
-        """Returns the same batches. If phases are measured, the wait for each batch is the phase "data"."""
+    def observed(self, batches: Iterator[T]) -> Iterator[T]:
+        """Shows batches to the runtime, and returns them. If phases are measured, the wait for each is the phase "data"."""
+        batches = self._runtime.batches(batches)
         return self._in_phase(batches) if self._events.phase else batches
 
     def _in_phase(self, batches: Iterator[T]) -> Iterator[T]:

@@ -19,7 +19,6 @@ from paceline.data.packing import packed_tokens
 from paceline.data.prefetch import on_device
 from paceline.data.tokens import token_sampler
 from paceline.plan.data import BatchInfo, DataPlan, Position
-from paceline.world import runtime
 from paceline.world.tree import common_rows
 
 
@@ -113,7 +112,7 @@ class PreparedLoader:
         # The feed reads on the CPU; its batches are copied to the device, shown to the runtime (which may record them), and
         # the wait for them is measured.
         on_their_way = on_device(opened, self.device, self._non_blocking)
-        steps = self._active.measured(runtime.current().batches(on_their_way))
+        steps = self._active.observed(on_their_way)
         self._active.push(self, iterator)
         self._open += 1
         finished = False

@@ -33,10 +33,10 @@ from paceline.plan.plan import Decision, Plan
 from paceline.planner.exhausted import ExplainExhaustion
 from paceline.precision.policy import Precision
 from paceline.run.prepared import Prepared
-from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
 from paceline.world.mesh import mesh_of
+from paceline.world.runtime import Runtime
 from paceline.world.world import World
 
 if TYPE_CHECKING:
@@ -52,11 +52,11 @@ class Run:
         settings: the user's settings.
         decisions: the source of each setting.
         plan: the draft of the plan.
+        runtime: what the run takes from its surroundings; another one in a rehearsal or a trial.
         scaler: options of the loss scaler, or None.
         project_dir: the folder in which the run writes, or None.
 
     Attributes:
-        runtime: what the run takes from its surroundings; another one in a rehearsal or a trial.
         data_ranks: collectives of the ranks that read different samples.
         scaler: the loss scaler; None if the precision needs none.
         admits: decides at the end of a window whether an optimizer may step; None if every optimizer may.
@@ -73,6 +73,7 @@ class Run:
         settings: RunSettings,
         decisions: Sequence[Decision],
         plan: Plan,
+        runtime: Runtime,
         scaler: Mapping[str, Any] | None = None,
         project_dir: str | None = None,
     ) -> None:
@@ -82,10 +83,10 @@ class Run:
         self.settings = settings
         self.decisions = decisions
         self.project_dir = project_dir
-        self.runtime = runtime.current()
+        self.runtime = runtime
         self.events = Events()
         self.prepared = Prepared()
-        self.active_loaders = ActiveLoaders(self.events)
+        self.active_loaders = ActiveLoaders(self.events, runtime)
         self.gradients = Accumulation(
             plan.accumulate,
             plan.layout.width,

@@ -14,9 +14,11 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
@@ -24,7 +26,7 @@ from paceline.base.errors import WorldError
 from paceline.base.log import logger
 from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
-from paceline.world import lifetime, runtime
+from paceline.world import lifetime
 from paceline.world.departures import announce
 from paceline.world.mesh import forget_meshes
 from paceline.world.works import finish_threads
@@ -65,8 +67,8 @@ def join(
     cpu: bool = False,
     backend: str | None = None,
     timeout_s: float | None = None,
-    device_index: int | None = None,
     store: Store | None = None,
+    detect: Callable[..., torch.device] = devices.detect,
 ) -> World:
     """Finds the device of this process and forms the process group of all processes.
 
@@ -79,8 +81,8 @@ def join(
         cpu: compute on the CPU even where there is an accelerator.
         backend: torch.distributed's backend; by default the device's own, with gloo for CPU tensors beside it.
         timeout_s: seconds until joining fails, and later any collective of the group; PACELINE_TIMEOUT_S, or 600.
-        device_index: number of the accelerator; by default the local rank.
         store: a torch.distributed store that all ranks hold already, instead of one at the world's address.
+        detect: finds the device, as `device.detect` does.
 
     Returns:
         `world` with its device filled in.
@@ -102,11 +104,11 @@ def join(
 
             raise children.of(_joined.rank, _joined.pid)
         world = _adopt(world)
-        device = runtime.current().device(world, cpu=cpu, index=device_index)
+        device = detect(world, cpu=cpu)
         devices.select(device)
         _current()
         return replace(world, device=str(device))
-    device = runtime.current().device(world, cpu=cpu, index=device_index)
+    device = detect(world, cpu=cpu)
     devices.select(device)
     world = replace(world, device=str(device))
     if world.size == 1 and world.source == "single" and store is None:
