@@ -36,7 +36,8 @@ class Attendance:
         number = next(_engines)
         if world.size > 1 and others_answer:
             self._store = rendezvous.part(f"attendance/{number}")
-            lifetime.at_end_of_group(lambda why: self._store.set(f"ended/{world.rank}", why))
+            ends = lifetime.of_process().companions
+            ends.at_end(lambda leaving: self._store.set(f"ended/{world.rank}", leaving.why))
 
     def begins(self, micro_batch: int) -> None:
         """This rank begins a micro-batch that trains; one that began already, with several forward passes, counts once."""

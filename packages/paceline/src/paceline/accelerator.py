@@ -626,7 +626,7 @@ class Accelerator(Participant):
         Results of profiles are logged, or written to `profile.jsonl` in `project_dir`.
         """
         try:
-            self.run.events.leaving()
+            self.run.lifetime.end()
         finally:
             # The process group first: other ranks should not wait until the server of a tracker has answered.
             rendezvous.leave()

@@ -4,6 +4,7 @@ world, device, collectives, settings    this process, its device, its communicat
 runtime                                 what a run takes from its surroundings
 plan, mesh, data_ranks                  the plan and its process groups; a draft until `prepare` has seen a model
 events                                  typed hooks: parts of the facade subscribe to what happens in the run
+lifetime                                what is to be done as the run ends
 gradients, scaler, active_loaders       the owners of gradient scale, of loss scale, and of the loops that are running
 prepared                                the models, optimizers, loaders and schedulers that were prepared
 """
@@ -35,6 +36,7 @@ from paceline.precision.policy import Precision
 from paceline.run.prepared import Prepared
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
+from paceline.world.lifetime import Lifetime
 from paceline.world.mesh import mesh_of
 from paceline.world.runtime import Runtime
 from paceline.world.world import World
@@ -85,6 +87,7 @@ class Run:
         self.project_dir = project_dir
         self.runtime = runtime
         self.events = Events()
+        self.lifetime: Lifetime[[]] = Lifetime()
         self.prepared = Prepared()
         self.active_loaders = ActiveLoaders(self.events, runtime)
         self.gradients = Accumulation(

@@ -28,6 +28,7 @@ from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
 from paceline.world import lifetime
 from paceline.world.departures import announce
+from paceline.world.lifetime import Leaving
 from paceline.world.mesh import forget_meshes
 from paceline.world.works import finish_threads
 from paceline.world.world import World
@@ -95,7 +96,6 @@ def join(
             `rendezvous-address`, `rendezvous-port`, `rendezvous-unreachable`, `rendezvous-missing`, `rendezvous-group`,
             `world-child`.
     """
-    global _joined
     seconds = timeout(timeout_s)
     if dist.is_available() and dist.is_initialized():
         if _joined is not None and _joined.pid != os.getpid() and dist.get_world_size() > 1:
@@ -118,14 +118,20 @@ def join(
 
     own = meet(world, device, devices.default_backend(device, backend), seconds, store)
     own.add(_CONNECTED, 1)
-    _joined = _JoinedGroup(own, ours=True, pid=os.getpid(), rank=world.rank)
+    _keep(_JoinedGroup(own, ours=True, pid=os.getpid(), rank=world.rank))
     return world
+
+
+def _keep(joined: _JoinedGroup) -> None:
+    global _joined
+    _joined = joined
+    lifetime.of_process().group.at_end(lambda leaving: _leave_group(joined, leaving))
 
 
 def leave(at_exit: bool = False) -> None:
     """Ends the group if `join` made it; a group that the user made stays. It may be called at any time, and again.
 
-    What the run and the group keep ends first (`lifetime.py`). `leave` also runs when the interpreter ends.
+    `lifetime.py` lists what ends, and in which order. `leave` also runs when the interpreter ends.
 
     Args:
         at_exit: whether the interpreter ends. Then `leave` also waits for works in a group that the user made.
@@ -133,18 +139,22 @@ def leave(at_exit: bool = False) -> None:
     Ranks:
         Each rank calls it for itself. The other ranks must have finished their collectives with this one.
     """
-    global _joined
     # In an exit handler the exception that ends the script is no longer being handled; Python keeps it in `last_value`.
     failure = sys.exception() or getattr(sys, "last_value", None)
-    lifetime.end("has ended, or left" if failure is None else f"has ended: {type(failure).__name__}: {failure}")
-    joined = _joined
+    lifetime.of_process().end(Leaving(failure, at_exit))
+
+
+def _leave_group(joined: _JoinedGroup, leaving: Leaving) -> None:
+    """Ends the group itself, as the last of what `lifetime.py` lists."""
+    global _joined
+    if joined is not _joined:
+        return  # the script has destroyed this group itself, and then formed another
     _joined = None
-    if joined is None or joined.pid != os.getpid():
-        return
-    if failure is None and joined.ours:
+    failure = leaving.failure
+    if joined.ours and failure is None:
         _wait_until_connected(joined)
     # A group that the user made may be used after `end_training`, so only at exit this rank has left it.
-    if joined.ours or at_exit:
+    if joined.ours or leaving.at_exit:
         _say_goodbye(joined, failure)
         if dist.is_initialized():
             _finish_works(failure is not None)
@@ -240,9 +250,9 @@ def timeout(timeout_s: float | None = None) -> float:
 
 def _current() -> _JoinedGroup:
     """Returns what is kept about the current group; for a group that the user made, this is created here."""
-    global _joined
     if _joined is None or _joined.pid != os.getpid():
-        _joined = _JoinedGroup(default_store(), ours=False, pid=os.getpid(), rank=dist.get_rank())
+        _keep(_JoinedGroup(default_store(), ours=False, pid=os.getpid(), rank=dist.get_rank()))
+    assert _joined is not None
     return _joined
 
 
