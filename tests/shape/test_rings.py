@@ -19,9 +19,6 @@ FIELDS = Path(__file__).with_name("fields_written_elsewhere.txt")
 # vanish, and then its entry does; no entry grows, and none is added.
 RINGS = {
     "loaders, and the stack of those that are iterated": "paceline.data: active loader origins",
-    "membership: one state in five classes": """
-        paceline_hosts.membership: errors following leadership membership search store
-    """,
 }
 
 # Fields of objects of other libraries that some class of ours has too, and what a command line was parsed to.
