@@ -145,27 +145,26 @@ def leave(at_exit: bool = False) -> None:
 
 
 def _leave_group(joined: _JoinedGroup, leaving: Leaving) -> None:
-    """Ends the group itself, as the last of what `lifetime.py` lists."""
+    """Ends the group itself, as the last of what `lifetime.py` lists.
+
+    A short script may end before all ranks have connected, and they would fail if its connections closed. So it waits for them,
+    tells the others that it leaves, finishes the works for which its script did not wait, and destroys the group.
+    """
     global _joined
     if joined is not _joined:
         return  # the script has destroyed this group itself, and then formed another
     _joined = None
-    failure = leaving.failure
-    if joined.ours and failure is None:
-        _wait_until_connected(joined)
     # A group that the user made may be used after `end_training`, so only at exit this rank has left it.
-    if joined.ours or leaving.at_exit:
-        _say_goodbye(joined, failure)
-        if dist.is_initialized():
-            _finish_works(failure is not None)
-    if joined.ours and dist.is_initialized():
-        _destroy(joined, failure)
-
-
-def _wait_until_connected(joined: _JoinedGroup) -> None:
-    """Waits until all ranks have connected: a short script may end before, and they would fail if its connections closed."""
-    if dist.is_initialized() and store_answers(joined.store):
+    if not joined.ours and not leaving.at_exit:
+        return
+    # The script may have destroyed the group itself.
+    is_ours = joined.ours and dist.is_initialized()
+    if is_ours and leaving.failure is None:
         _wait_for_all(joined.store, _CONNECTED, dist.get_world_size(), _CONNECT_S)
+    _say_goodbye(joined, leaving.failure)
+    _finish_works(joined.rank, leaving.failure is not None)
+    if is_ours:
+        _destroy(joined, leaving.failure)
 
 
 def _say_goodbye(joined: _JoinedGroup, failure: BaseException | None) -> None:
@@ -193,7 +192,7 @@ def _destroy(joined: _JoinedGroup, failure: BaseException | None) -> None:
         _wait_for_all(joined.store, _LEFT, size, _READ_S)
 
 
-def _finish_works(failed: bool) -> None:
+def _finish_works(rank: int, failed: bool) -> None:
     """Waits for asynchronous works for which the script did not wait, and warns if some do not end in time."""
     # After a failure the other ranks may be gone, and then a collective never ends.
     patience_s = _UNFINISHED_AFTER_FAILURE_S if failed else _UNFINISHED_S
@@ -202,12 +201,14 @@ def _finish_works(failed: bool) -> None:
     logger("world").warning(
         "rank %d ends while a collective that its script began with async_op=True is not finished (waited for %g s). "
         "Keep what the call returns, call wait() on it before the script ends, and let every rank make the call.",
-        dist.get_rank(), _UNFINISHED_S,
+        rank, _UNFINISHED_S,
     )  # fmt: skip
 
 
 def _wait_for_all(store: Store, key: str, size: int, seconds: float) -> bool:
     """Waits up to `seconds` until all `size` ranks have added themselves to the counter `key`. Returns whether they have."""
+    if not store_answers(store):
+        return True  # it has ended, so no rank that needs it is left
     until = time.monotonic() + seconds
     try:
         while store.add(key, 0) < size:
@@ -215,7 +216,7 @@ def _wait_for_all(store: Store, key: str, size: int, seconds: float) -> bool:
                 return False
             time.sleep(0.01)
     except dist.DistNetworkError:
-        pass  # the store has ended, so no rank that needs it is left
+        pass  # the same, a moment later
     return True
 
 
