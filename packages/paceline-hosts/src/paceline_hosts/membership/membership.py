@@ -159,7 +159,7 @@ class Membership:
     def drain(self, how: StopMode, why: str, now: float) -> None:
         """This launcher was asked to end, and has asked its processes to end."""
         me = self.state.me.id
-        self.state.leave(f"{self.state.name_of(me)} {why}")
+        self.state.asked_to_end(f"{self.state.name_of(me)} {why}")
         if self.leadership is not None:
             self.leadership.member_drains(me, how, self.state.leaving, now)
         else:

@@ -1,6 +1,6 @@
 """What a launcher knows and wants, whoever leads: the record that its search, its following and its leadership share.
 
-Whoever leads or follows changes it by its methods alone, and says by a `LeaderLost` that there is no leader any more.
+Its fields are set by its methods alone. Whoever leads or follows says by a `LeaderLost` that there is no leader any more.
 """
 
 from __future__ import annotations
@@ -205,7 +205,7 @@ class LauncherState:
         self.report = report
         self.stop_request = None
 
-    def leave(self, why: str) -> None:
+    def asked_to_end(self, why: str) -> None:
         """Notes that this launcher was asked to end."""
         self.leaving = why
 
