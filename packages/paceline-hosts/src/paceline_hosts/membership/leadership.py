@@ -337,9 +337,7 @@ class Leadership:
             order.sort(key=lambda member: member.node)
         store_port = self.reports[order[0].id].store_port
         self.number += 1
-        proposed = Round(
-            self.number, self.restarts, tuple(order), store_port, self.cause.why, self.state.founded_at
-        )
+        proposed = Round(self.number, self.restarts, tuple(order), store_port, self.cause.why, self.state.founded_at)
         self.stage = "propose"
         self.accepted_by = {self.state.me.id}
         self.state.accept(proposed, self.state.me.id, self.committed)

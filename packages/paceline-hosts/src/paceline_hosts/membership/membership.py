@@ -199,20 +199,21 @@ class Membership:
             )
         if self.following is not None:
             return "this node has found node 0, and waits with it for the other nodes."
-        asked = ", ".join(f"{address}:{port}" for address, port in state.contacts)
-        return f"no launcher answers at {asked or 'the store'} yet. This one asks for {rules.join_timeout_s:g} s at most."
+        asked = ", ".join(f"{address}:{port}" for address, port in state.contacts) or "the store"
+        return f"no launcher answers at {asked} yet. This one asks for {rules.join_timeout_s:g} s at most."
 
     def _check_silence(self, now: float) -> None:
         """Finds silent connections, and first asks over a new one: a repaired network carries that sooner than the old one."""
+        rules = self.state.rules
         for key, member_id in list(self.peers.member_of.items()):
             silent_s = now - self.peers.last_heard_at[member_id]
-            if silent_s > self.state.rules.silence_limit_s:
+            if silent_s > rules.silence_limit_s:
                 if self.leadership is not None:
                     self.leadership.on_silence(member_id, now)
                 elif self.following is not None and key == self.following.connection:
                     why = f"{self.state.name_of(member_id)} was lost (silent for {silent_s:.0f} s)"
                     self._leader_lost(LeaderLost("lost", why), now)
-            elif silent_s > 2 * self.state.rules.heartbeat_s and now - self.peers.last_asked_at(member_id) >= _ASK_AGAIN_S:
+            elif silent_s > 2 * rules.heartbeat_s and now - self.peers.last_asked_at(member_id) >= _ASK_AGAIN_S:
                 self.peers.ask(self.state.place_of(member_id), member_id, Probe(), now)
 
     def _status(self) -> Status:
@@ -247,15 +248,16 @@ class Membership:
 
     def _on_announce(self, key: int, message: Announce, now: float) -> None:
         """The leader of a run asks who is at this place: its run began here, and went on elsewhere."""
+        state = self.state
         self.peers.send_over(key, self._status())
-        if self.following is not None or message.run != self.state.rules.run:
+        if self.following is not None or message.run != state.rules.run:
             return
-        if self.leadership is not None and message.founded_at < self.state.founded_at and message.id != self.state.me.id:
-            self.state.notes.append("another run of this name is older; this run ends, and its nodes join the other one")
+        if self.leadership is not None and message.founded_at < state.founded_at and message.id != state.me.id:
+            state.notes.append("another run of this name is older; this run ends, and its nodes join the other one")
             self._leader_lost(self.leadership.send_all_to(message.place), now)
-        elif self.leadership is None and message.place not in self.state.contacts:
-            self.state.contacts.append(message.place)
-            self.state.found(False)
+        elif self.leadership is None and message.place not in state.contacts:
+            state.contacts.append(message.place)
+            state.found(False)
 
     # Seeking
 
