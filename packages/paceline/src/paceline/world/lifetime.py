@@ -6,7 +6,7 @@
     of_process().group          the group itself (`rendezvous.py`)
 
 The first belongs to a `Run`. The others belong to the process, because its runs share one group: `rendezvous.leave` ends them,
-which `end_training` calls, or Python as it ends. Under accelerate's names only Python does: there the group outlives a run.
+which `end_training` calls, or Python as it ends. Where another library's group outlives a run, only Python does.
 Before Python ends anything, `checkpoint/background.py` waits for saves: one that fails has to be the exit code of the process.
 """
 
