@@ -147,8 +147,8 @@ def test_waiting_for_a_batch_is_data_and_the_source_is_closed():
         finally:
             closed.append(True)
 
-    assert list(loaders.measured(source())) == [0, 1, 2]
-    batches = loaders.measured(source())
+    assert list(loaders.observed(source())) == [0, 1, 2]
+    batches = loaders.observed(source())
     assert next(batches) == 0 and phases.now == "rest"
     batches.close()
     assert closed == [True, True]

@@ -531,7 +531,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
 
     def end_training(self) -> None:
         """Finishes trackers. The group stays: scripts of transformers call `wait_for_everyone` after it. Ranks: all."""
-        self.run.events.leaving()
+        self.run.lifetime.end()
         self.trackers.finish()
 
 

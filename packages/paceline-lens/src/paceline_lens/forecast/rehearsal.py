@@ -210,6 +210,9 @@ def _perform(work: Callable[[], object], simulated: SimulatedWorld, observer: Ru
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
     }
+    if not simulated.accelerated and environment.get("PACELINE_TRANSPORT") == "auto":
+        # Over gloo, ranks send to each other in pairs and need buffers to receive, which a native collective does not.
+        variables["PACELINE_TRANSPORT"] = "pairwise"
     environment.export({name: str(value) for name, value in variables.items()} | dict(simulated.settings))
     imaginary.join_imaginary_group(simulated.world_size)
     fakes = fake.FakeTensorMode(allow_non_fake_inputs=True)
@@ -256,8 +259,6 @@ class RehearsalRuntime(Runtime):
 
     def __init__(self, trace: OperationTrace, simulated: SimulatedWorld, observer: Runtime) -> None:
         self.plan: Plan | None = None
-        # Over gloo, ranks send to each other in pairs and need buffers to receive, which a native collective does not.
-        self.backend = "" if simulated.accelerated else "gloo"
         self.has_own_memory = simulated.accelerated
         self._trace = trace
         self._allocations = trace.allocations

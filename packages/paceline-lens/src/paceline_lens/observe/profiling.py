@@ -66,7 +66,7 @@ def profiles_of(run: Run) -> Profiles | None:
         places,
         run.follow_phases(),
     )
-    run.events.leaving.subscribe(profiles.finish)
+    run.lifetime.at_end(profiles.finish)
     follow_models(run, profiles.follow)
     return profiles
 

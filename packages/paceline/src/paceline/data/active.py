@@ -12,6 +12,7 @@ from torch import Tensor
 from paceline.base.log import warn_once
 from paceline.data.loader import CreatedIterator, PreparedLoader, T
 from paceline.world.events import Events
+from paceline.world.runtime import Runtime
 
 if TYPE_CHECKING:
     from paceline.data.origins import Origins
@@ -24,16 +25,18 @@ class ActiveLoaders:
 
     Args:
         events: of the run, which are told when training is between two batches, and when an epoch ends.
+        runtime: of the run; it may record batches.
 
     Attributes:
         trained: whether any loader trains.
         unused: whether a loader that trains has yielded a batch that no backward pass has followed.
     """
 
-    def __init__(self, events: Events | None = None) -> None:
+    def __init__(self, events: Events | None = None, runtime: Runtime | None = None) -> None:
         self.trained = False
         self.unused = False
         self._events = Events() if events is None else events
+        self._runtime = Runtime() if runtime is None else runtime
         self._stack: list[PreparedLoader] = []
         # Loaders that have yielded a batch since the last backward pass, and those from whose batches losses were computed.
         # Weak references, since a loader that the script drops should end its workers at once.
@@ -280,8 +283,9 @@ class ActiveLoaders:
         if loader.trains:
             self._events.epoch_over()
 
-    def measured(self, batches: Iterator[T]) -> Iterator[T]:
-        """Returns the same batches. If phases are measured, the wait for each batch is the phase "data"."""
+    def observed(self, batches: Iterator[T]) -> Iterator[T]:
+        """Shows batches to the runtime, and returns them. If phases are measured, the wait for each is the phase "data"."""
+        batches = self._runtime.batches(batches)
         return self._in_phase(batches) if self._events.phase else batches
 
     def _in_phase(self, batches: Iterator[T]) -> Iterator[T]:

@@ -17,7 +17,6 @@ from paceline.data.divided_batches import divided_sampler
 from paceline.data.feed import NOTHING, Feed, Mark, Steps
 from paceline.data.prefetch import on_device
 from paceline.plan.data import BatchInfo, DataPlan, Position
-from paceline.world import runtime
 from paceline.world.tree import common_rows
 
 T = TypeVar("T")
@@ -39,7 +38,7 @@ class LoopObserver(Protocol):
 
     def push(self, loader: PreparedLoader, iterator: CreatedIterator) -> None: ...
 
-    def measured(self, batches: Iterator[T]) -> Iterator[T]: ...
+    def observed(self, batches: Iterator[T]) -> Iterator[T]: ...
 
     def give(self, loader: PreparedLoader, batch: object) -> None: ...
 
@@ -142,7 +141,7 @@ class PreparedLoader:
         # The feed reads on the CPU; its batches are copied to the device, shown to the runtime (which may record them), and
         # the wait for them is measured.
         on_their_way = on_device(opened, self.device, self._non_blocking)
-        steps = self._active.measured(runtime.current().batches(on_their_way))
+        steps = self._active.observed(on_their_way)
         self._active.push(self, iterator)
         self._open += 1
         finished = False

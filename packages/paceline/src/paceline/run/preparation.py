@@ -514,7 +514,7 @@ class Preparation:
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wraps and records an optimizer that holds the prepared parameters."""
         run = self.run
-        entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits)
+        entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits, run.runtime)
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(optimizer)
         return entry

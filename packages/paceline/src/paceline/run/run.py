@@ -4,6 +4,7 @@ world, device, collectives, settings    this process, its device, its communicat
 runtime                                 what a run takes from its surroundings
 plan, mesh, data_ranks                  the plan and its process groups; a draft until `prepare` has seen a model
 events                                  typed hooks: parts of the facade subscribe to what happens in the run
+lifetime                                what is to be done as the run ends
 gradients, scaler, active_loaders       the owners of gradient scale, of loss scale, and of the loops that are running
 prepared                                the models, optimizers, loaders and schedulers that were prepared
 """
@@ -33,10 +34,11 @@ from paceline.plan.plan import Decision, Plan
 from paceline.planner.exhausted import ExplainExhaustion
 from paceline.precision.policy import Precision
 from paceline.run.prepared import Prepared
-from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
+from paceline.world.lifetime import Lifetime
 from paceline.world.mesh import mesh_of
+from paceline.world.runtime import Runtime
 from paceline.world.world import World
 
 if TYPE_CHECKING:
@@ -52,11 +54,11 @@ class Run:
         settings: the user's settings.
         decisions: the source of each setting.
         plan: the draft of the plan.
+        runtime: what the run takes from its surroundings; another one in a rehearsal or a trial.
         scaler: options of the loss scaler, or None.
         project_dir: the folder in which the run writes, or None.
 
     Attributes:
-        runtime: what the run takes from its surroundings; another one in a rehearsal or a trial.
         data_ranks: collectives of the ranks that read different samples.
         scaler: the loss scaler; None if the precision needs none.
         admits: decides at the end of a window whether an optimizer may step; None if every optimizer may.
@@ -73,6 +75,7 @@ class Run:
         settings: RunSettings,
         decisions: Sequence[Decision],
         plan: Plan,
+        runtime: Runtime,
         scaler: Mapping[str, Any] | None = None,
         project_dir: str | None = None,
     ) -> None:
@@ -82,10 +85,11 @@ class Run:
         self.settings = settings
         self.decisions = decisions
         self.project_dir = project_dir
-        self.runtime = runtime.current()
+        self.runtime = runtime
         self.events = Events()
+        self.lifetime: Lifetime[[]] = Lifetime()
         self.prepared = Prepared()
-        self.active_loaders = ActiveLoaders(self.events)
+        self.active_loaders = ActiveLoaders(self.events, runtime)
         self.gradients = Accumulation(
             plan.accumulate,
             plan.layout.width,
