@@ -9,6 +9,7 @@ from torch import nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState
+from paceline.checkpoint.format import native_writer
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import claim, local
 from paceline.checkpoint.store.local import LocalStore
@@ -66,7 +67,7 @@ def test_into_a_folder_of_foreign_files(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("place", [
-    (Checkpointer, "_divide"), (local, "_sync_tree"), (local, "sync_folder"), (LocalStore, "publish"),
+    (native_writer.NativeWriter, "_divide"), (local, "_sync_tree"), (local, "sync_folder"), (LocalStore, "publish"),
 ])  # fmt: skip
 def test_killed_before_the_new_one_stands(tmp_path, kill_at, place, monkeypatch) -> None:
     folder = Checkpointer().save(tmp_path / "c", state(1.0))
@@ -82,7 +83,7 @@ def test_killed_before_the_new_one_stands(tmp_path, kill_at, place, monkeypatch)
 
 
 def test_killed_between_shards_and_manifest(tmp_path, kill_at, monkeypatch) -> None:
-    kill_at(checkpointer_module(), "write_index")
+    kill_at(native_writer, "write_index")
     with pytest.raises(Killed):
         Checkpointer().save(tmp_path / "c", state(1.0))
     (left,) = os.listdir(tmp_path)
@@ -94,12 +95,6 @@ def test_killed_between_shards_and_manifest(tmp_path, kill_at, monkeypatch) -> N
         value_of(tmp_path / left)
     assert error.value.code == "checkpoint-none"
     assert Checkpointer().latest(tmp_path) is None
-
-
-def checkpointer_module():
-    from paceline.checkpoint import checkpointer
-
-    return checkpointer
 
 
 def test_killed_after_the_exchange(tmp_path, kill_at, monkeypatch, renames) -> None:

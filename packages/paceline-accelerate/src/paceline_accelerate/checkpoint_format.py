@@ -1,14 +1,26 @@
 """The checkpoint format of accelerate's `save_state`: a run of Paceline can resume from such a folder.
 
-The core finds it through `CHECKPOINT_FORMAT`. `checkpoint_format_state` reads what a folder holds.
+    model.safetensors, pytorch_model.bin      weights of the first model (model_1..., pytorch_model_1... of the next)
+    optimizer.bin, scheduler.bin              states of the first ones; optimizer_1.bin, ... of the next
+    scaler.pt, dl_state_dict.bin              the loss scale; positions of loaders, with `use_stateful_dataloader`
+    custom_checkpoint_0.pkl                   registered objects
+    pytorch_model/                            what DeepSpeed's engine saves (pytorch_model_1/ for the next engine)
+    random_states_0.pkl                       one file a rank: random streams, the step, positions of the loaders, and who has
+                                              saved it; the last two are not accelerate's
+
+The core finds it through `CHECKPOINT_FORMAT`. `checkpoint_format_state` reads what a folder holds, for a run of Paceline;
+`checkpoint` reads it under accelerate's names, and `checkpoint_writer` writes it.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, ClassVar
 
+from paceline.base.errors import CheckpointError
 from paceline.checkpoint.format.checkpoint_format import CheckpointFormat, RunNames, Summary
 from paceline.checkpoint.store import Store
 
@@ -18,6 +30,26 @@ if TYPE_CHECKING:
     from paceline.checkpoint.weights.sources import Weights
 
 
+AUTHOR = "paceline_author"  # our own key in the files of random streams; accelerate ignores it
+_STREAMS_OF_RANK_0 = "random_states_0.pkl"
+
+
+@dataclass(frozen=True)
+class StreamsAuthor:
+    """Who has saved a folder, as the random streams of rank 0 say it. Folders of accelerate say nothing.
+
+    Attributes:
+        runs: the random names of the run, and of the runs that it goes on from.
+        writer: the process that has saved it, as `claim.record` describes it.
+        step, metrics: the files do not say them.
+    """
+
+    runs: list[str] = field(default_factory=list)
+    writer: dict[str, str] = field(default_factory=dict)
+    step: ClassVar[int] = 0
+    metrics: ClassVar[Mapping[str, float]] = {}
+
+
 class AccelerateFormat(CheckpointFormat):
     """Reads folders that accelerate's `save_state` wrote, also those of a model that FSDP divided."""
 
@@ -25,12 +57,21 @@ class AccelerateFormat(CheckpointFormat):
 
     def recognises(self, store: Store, folder: str) -> bool:
         """Whether the folder has the random streams of rank 0, which accelerate saves always."""
-        return os.path.isfile(os.path.join(folder, "random_states_0.pkl"))
+        return os.path.isfile(os.path.join(folder, _STREAMS_OF_RANK_0))
 
     def summary(self, store: Store, folder: str) -> Summary:
         """Returns the number of ranks, each of which saved a file of random streams."""
         stream_files = [name for name in os.listdir(folder) if name.startswith("random_states_")]
         return Summary(world_size=len(stream_files))
+
+    def author(self, store: Store, folder: str) -> StreamsAuthor | None:
+        from paceline_accelerate.surroundings import load
+
+        try:
+            record = load(os.path.join(folder, _STREAMS_OF_RANK_0)).get(AUTHOR, {})
+        except CheckpointError:
+            return None
+        return StreamsAuthor(record.get("runs", []), record.get("writer", {}))
 
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
         """Reads everything but the tensors; see `checkpoint_format_state`."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 
 from paceline.base.errors import CheckpointError
+from paceline.checkpoint.format.checkpoint_format import Author, author_of
 from paceline.checkpoint.format.manifest import NAME, Manifest
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import Store
@@ -144,13 +145,13 @@ def surplus(
     The checkpoint that was just saved is never among them. Damaged ones are neither counted nor removed, since their intact
     files may be needed. Nor are those of other runs, if `own` says which are of this run; None means all of them.
     """
-    whole: list[tuple[str, Manifest]] = []
+    whole: list[tuple[str, Author]] = []
     for path in numbered(store, folder).values():
         if path in damaged or (own is not None and path not in own):
             continue
-        manifest = Manifest.find(store, path)
-        if manifest is not None:
-            whole.append((path, manifest))
+        author = author_of(store, path)
+        if author is not None:
+            whole.append((path, author))
     # The one just saved counts as the newest, whatever its number is.
     stay = keep.stays(sorted(whole, key=lambda checkpoint: checkpoint[0] == just))
     return [path for path, _ in whole if path not in stay and path != just]

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from paceline.checkpoint.checkpointer import Checkpointer
+    from paceline.checkpoint.format.folder_writer import FolderWriter
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.state.window import WindowState
     from paceline.run.preemption import Preemption
@@ -185,11 +186,16 @@ class States:
         metrics: Mapping[str, float] | None = None,
         frozen: bool = True,
         check: Callable[[], None] = lambda: None,
+        fresh: bool = False,
+        writer: FolderWriter | None = None,
+        keep: Keep | None = None,
+        alone: bool = False,
     ) -> str | None:
         """Saves at `path`, or under the next automatic name. Returns the folder; None if it was skipped. Ranks: all.
 
         Arguments are those of `Accelerator.save_state`; `frozen=False` leaves out parameters that are not trained, and `check`
-        may raise before anything is collected.
+        may raise before anything is collected. The others are those of `Checkpointer.save`, for the layouts of other libraries;
+        such a `writer` calls the hooks of the script itself.
         """
         if busy not in ("wait", "skip"):
             raise CheckpointError(
@@ -216,7 +222,7 @@ class States:
             _leave_out_popped(state, len(weights))
 
         extra_files_hook: Callable[[str], None] | None = None
-        if hooks:
+        if hooks and writer is None:
             extra_files_hook = call_hooks
         with self._run.events.phase("checkpoint"):
             saved = self._checkpointer.save(
@@ -226,13 +232,21 @@ class States:
                 extra_files_hook=extra_files_hook,
                 metrics=metrics,
                 background=background,
-                fresh=path is None,
+                fresh=fresh or path is None,
+                writer=writer,
+                keep=keep,
+                alone=alone,
             )
         # Automatic names are `checkpoint_0`, `checkpoint_1`, ... A number that exists already was left out.
         if path is None:
             self.iteration = int(saved.rsplit("_", 1)[1]) + 1
-        self.latest = Latest(saved, self.counters.step, self._positions())
+        if writer is None:
+            self.latest = Latest(saved, self.counters.step, self._positions())
         return saved
+
+    def go_on_from(self, path: str) -> None:
+        """Counts what the run of a checkpoint has saved beside it as this run's own; see `Ownership`."""
+        self._checkpointer.go_on_from(path)
 
     def save_object(self, obj: object, path: str, safe_serialization: bool) -> None:
         """Saves an object on the main process; see `Accelerator.save`."""

@@ -3,8 +3,11 @@
     recognises      whether a folder is a checkpoint of this kind; all that follows is asked of the one that says so
     newest          the checkpoint that a folder of several says is its newest
     summary         what `paceline checkpoint ls` and `show` say of it
+    author          whose it is: a run prunes only what it has saved itself, or the runs that it goes on from
     read, open      everything but the tensors, in the words of our `state.json`: `load_state`, `resume`
     weights         the tensors of one model: `load_model`, `paceline checkpoint export`
+
+A format that is also written has a `FolderWriter`, which its library's way of saving hands to `Checkpointer.save`.
 
 The file of a format is imported to ask whether it recognises a folder, also by commands that need no torch: it imports
 torch, and whatever does so, within its methods.
@@ -12,9 +15,9 @@ torch, and whatever does so, within its methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from paceline.base.errors import CheckpointError
 from paceline.base.registry import Registry
@@ -44,6 +47,26 @@ class Summary:
     step: int | None = None
     created: float | None = None
     world_size: int | None = None
+
+
+class Author(Protocol):
+    """Who has saved a checkpoint, and what a rule about old ones asks for; a `Manifest` says it."""
+
+    @property
+    def runs(self) -> Sequence[str]:
+        """The random names of the run, and of the runs that it goes on from."""
+
+    @property
+    def writer(self) -> Mapping[str, str]:
+        """The process, as `claim.record` describes it."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps done."""
+
+    @property
+    def metrics(self) -> Mapping[str, float]:
+        """The metrics of the script, by name."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +139,10 @@ class CheckpointFormat:
         """Returns facts about a checkpoint that are known without reading tensors."""
         return Summary()
 
+    def author(self, store: Store, folder: str) -> Author | None:
+        """Returns who has saved a checkpoint; None if its files do not say it, or cannot be read."""
+        return None
+
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
         """Reads everything except the tensors, for this rank, and changes nothing. See `Translation`.
 
@@ -184,6 +211,12 @@ def format_of(store: Store, folder: str) -> CheckpointFormat | None:
         if candidate.recognises(store, folder):
             return candidate
     return None
+
+
+def author_of(store: Store, folder: str) -> Author | None:
+    """Returns who has saved the checkpoint in a folder; None if it is none, or if its files do not say it."""
+    checkpoint_format = format_of(store, folder)
+    return None if checkpoint_format is None else checkpoint_format.author(store, folder)
 
 
 def newest_in(store: Store, folder: str) -> str:

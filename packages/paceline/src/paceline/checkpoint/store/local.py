@@ -123,12 +123,6 @@ class LocalStore:
         _claim(staged)
         return staged
 
-    def join_stage(self, staged: str) -> None:
-        """Makes the folder that `stage` returned on another host, unless this host sees the same one."""
-        if not os.path.isdir(staged):
-            os.makedirs(staged)
-            _claim(staged)
-
     def publish(self, staged: str, path: str, *, last: str, owned: Callable[[str], Collection[str] | None]) -> None:
         """Moves a staged folder to its place; the docstring of this module explains the cases."""
         # The entries of the staged folders must be on the disk before the rename that makes them visible.

@@ -1,0 +1,133 @@
+"""Writes the files of accelerate's `save_state` into the folder that a `Checkpointer` has claimed.
+
+Older scripts read `pytorch_model.bin` and newer ones `model.safetensors`, so a script that does not say which it wants gets
+both; `safe_serialization=True` or `False` writes one of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from paceline.checkpoint.agree import WriterPeers
+from paceline.checkpoint.files import save_object, writing
+from paceline.checkpoint.format.folder_writer import Claimed
+from paceline.checkpoint.store import Store, discard
+from paceline.checkpoint.store.local import STORE
+from paceline_accelerate.checkpoint_format import AUTHOR, StreamsAuthor
+from paceline_accelerate.checkpoint_functions import agreed_by_writers, file_name, random_streams, write_states
+from paceline_accelerate.rank_logger import get_logger
+from paceline_accelerate.surroundings import writes_files
+from paceline_accelerate.wrapping import without_repeated
+
+if TYPE_CHECKING:
+    from paceline.checkpoint.state.train_state import TrainState
+    from paceline_accelerate.accelerator_base import AcceleratorBase
+    from paceline_deepspeed.engine import DeepSpeedEngine
+
+LOADERS = "paceline_loaders"  # our own key in the files of random streams; accelerate ignores it
+
+
+class AccelerateWriter:
+    """The `FolderWriter` of one save.
+
+    Args:
+        accelerator: whose state is saved.
+        engines: DeepSpeed's engines of it, which save themselves.
+        custom_objects: what the script has registered.
+        safe: safetensors (True), torch's format (False), or both (None).
+        named: whether the script has named the folder. The others are numbered, and say whose they are.
+    """
+
+    def __init__(
+        self,
+        accelerator: AcceleratorBase,
+        engines: Sequence[DeepSpeedEngine],
+        custom_objects: Sequence[Any],
+        safe: bool | None,
+        named: bool,
+    ) -> None:
+        self._accelerator = accelerator
+        self._engines = engines
+        self._custom_objects = custom_objects
+        self._safe = safe
+        self._named = named
+
+    def files(self, store: Store, folder: str) -> None:
+        """Returns None: the files of a checkpoint lie among those of the script, and are moved to their place one by one."""
+
+    def read(self, peers: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
+        """Runs the hooks, lets engines save, and collects the random streams of the ranks. See `FolderWriter`."""
+        get_logger("accelerate.accelerator").info("Saving current state to %s", claimed.home)
+        staged = claimed.staged
+        writes = peers.rank == 0
+        # With `save_on_each_node` the first rank of each host writes too, unless it sees the folder of rank 0.
+        if writes_files(self._accelerator.project_configuration.save_on_each_node) and not STORE.exists(staged):
+            writes = True
+            with writing(f"making {claimed.home}"):
+                staged = STORE.stage(claimed.home)
+        weights = weights_after_hooks(self._accelerator, self._engines, staged)
+        for number, engine in enumerate(self._engines):
+            engine.save_checkpoint(staged, tag(number))
+        author = None
+        if not self._named:
+            author = StreamsAuthor(claimed.manifest.runs, claimed.manifest.writer)
+        own_streams = (self._accelerator.process_index, streams_of(self._accelerator, author))
+        streams = dict(peers.gather_object(own_streams))
+
+        def write() -> int:
+            try:
+                self._write_files(Path(staged), weights, claimed.state)
+                for rank, stream in streams.items():
+                    save_object(stream, Path(staged) / f"random_states_{rank}.pkl")
+                num_bytes = sum(STORE.files(staged).values())
+                with writing(f"saving the state to {claimed.home}"):
+                    STORE.merge(staged, claimed.home)
+            except BaseException:
+                discard(STORE, staged)
+                raise
+            return num_bytes
+
+        return lambda writing_peers: agreed_by_writers(writing_peers, writes, write)
+
+    def _write_files(self, folder: Path, weights: Sequence[Any], state: TrainState) -> None:
+        for number, values in enumerate(weights):
+            if self._safe is not False:
+                tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+                save_object(without_repeated(tensors), folder / file_name("model", number, "safetensors"), True)
+            if self._safe is not True:
+                save_object(values, folder / file_name("pytorch_model", number, "bin"))
+        optimizers = [state.optimizers[name] for name in state.optimizers if name.startswith("optimizer")]
+        schedulers = list(state.plain["schedulers"].values())
+        write_states(folder, optimizers, schedulers, list(state.plain["loaders"].values()), state.scaler)
+        for number, custom_object in enumerate(self._custom_objects):
+            save_object(custom_object.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
+
+
+def weights_after_hooks(accelerator: AcceleratorBase, engines: Sequence[DeepSpeedEngine], folder: str) -> list[Any]:
+    """Returns the states of the models that are to be written, after the script's hooks have run."""
+    models = accelerator.preparation.models
+    weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
+    # A hook may save a model itself and remove its entry from `weights`, as accelerate allows: it has to run before the
+    # files are written.
+    for hook in accelerator.states.hooks("save"):
+        hook([*engines, *models], weights, folder)
+    return weights
+
+
+def streams_of(accelerator: AcceleratorBase, author: StreamsAuthor | None) -> dict[str, Any]:
+    """Returns this rank's random streams and step, as accelerate saves them, the positions of loaders, and who saves."""
+    positions = [loader.state_dict() for loader in accelerator.run.prepared.loaders]
+    streams = random_streams(accelerator.step, accelerator.device.type)
+    return {**streams, LOADERS: positions, AUTHOR: {} if author is None else asdict(author)}
+
+
+def tag(number: int) -> str:
+    """Returns the name of an engine's folder within a checkpoint."""
+    if number == 0:
+        return "pytorch_model"
+    return f"pytorch_model_{number}"
