@@ -21,6 +21,7 @@ from paceline.base.errors import Problem
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint import retention
 from paceline.checkpoint.files import load_object, save_object, writing
+from paceline.checkpoint.format.checkpoint_format import recover_one
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import Store, store_for
 from paceline_accelerate.checkpoint_functions import file_name, load_custom_state, set_random_streams, weights_file
@@ -115,7 +116,7 @@ class Folder:
             return Path(place)
         writer = None
         if not is_native:
-            writer = AccelerateWriter(accelerator, engines, self.custom_objects, safe, named=not self._automatic)
+            writer = AccelerateWriter(accelerator, engines, self.custom_objects, safe)
         saved = states.save(place, fresh=self._automatic, writer=writer, keep=self._keep, alone=alone)
         assert saved is not None, "it was not skipped"
         if self._automatic:
@@ -162,7 +163,7 @@ class Folder:
                 break
             time.sleep(0.01)
         _make(target)
-        save_object(streams_of(accelerator, None), target / f"random_states_{accelerator.process_index}.pkl")
+        save_object(streams_of(accelerator), target / f"random_states_{accelerator.process_index}.pkl")
 
     @property
     def _automatic(self) -> bool:
@@ -217,6 +218,7 @@ class Folder:
         get_logger("accelerate.accelerator").info("Loading states from %s", place)
         store = store_for(place)
         home = store.resolve(place)
+        recover_one(store, home)
         if store.exists(store.join(home, "manifest.json")):  # only the native `save_state` writes a manifest
             self._accelerator.states.load(place)
             if not self._accelerator.use_stateful_dataloader:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.format.checkpoint_format import CheckpointFormat, RunNames, Summary
-from paceline.checkpoint.store import Store
+from paceline.checkpoint.store import Store, confined
 
 if TYPE_CHECKING:
     from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
@@ -41,13 +41,18 @@ class StreamsAuthor:
     Attributes:
         runs: the random names of the run, and of the runs that it goes on from.
         writer: the process that has saved it, as `claim.record` describes it.
+        files: the names of all files that were written together.
         step, metrics: the files do not say them.
     """
 
     runs: list[str] = field(default_factory=list)
     writer: dict[str, str] = field(default_factory=dict)
+    files: list[str] = field(default_factory=list)
     step: ClassVar[int] = 0
     metrics: ClassVar[Mapping[str, float]] = {}
+
+    def paths(self) -> list[str]:
+        return self.files
 
 
 class AccelerateFormat(CheckpointFormat):
@@ -71,7 +76,10 @@ class AccelerateFormat(CheckpointFormat):
             record = load(os.path.join(folder, _STREAMS_OF_RANK_0)).get(AUTHOR, {})
         except CheckpointError:
             return None
-        return StreamsAuthor(record.get("runs", []), record.get("writer", {}))
+        files = record.get("files", [])
+        for name in files:
+            confined(store, folder, name, _STREAMS_OF_RANK_0)
+        return StreamsAuthor(record.get("runs", []), record.get("writer", {}), files)
 
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
         """Reads everything but the tensors; see `checkpoint_format_state`."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,8 @@ import torch
 
 from paceline.checkpoint.agree import WriterPeers
 from paceline.checkpoint.files import save_object, writing
-from paceline.checkpoint.format.folder_writer import Claimed
-from paceline.checkpoint.store import Store, discard
+from paceline.checkpoint.format.checkpoint_format import Claimed, files_of
+from paceline.checkpoint.store import discard
 from paceline.checkpoint.store.local import STORE
 from paceline_accelerate.checkpoint_format import AUTHOR, StreamsAuthor
 from paceline_accelerate.checkpoint_functions import agreed_by_writers, file_name, random_streams, write_states
@@ -40,7 +41,6 @@ class AccelerateWriter:
         engines: DeepSpeed's engines of it, which save themselves.
         custom_objects: what the script has registered.
         safe: safetensors (True), torch's format (False), or both (None).
-        named: whether the script has named the folder. The others are numbered, and say whose they are.
     """
 
     def __init__(
@@ -49,16 +49,11 @@ class AccelerateWriter:
         engines: Sequence[DeepSpeedEngine],
         custom_objects: Sequence[Any],
         safe: bool | None,
-        named: bool,
     ) -> None:
         self._accelerator = accelerator
         self._engines = engines
         self._custom_objects = custom_objects
         self._safe = safe
-        self._named = named
-
-    def files(self, store: Store, folder: str) -> None:
-        """Returns None: the files of a checkpoint lie among those of the script, and are moved to their place one by one."""
 
     def read(self, peers: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
         """Runs the hooks, lets engines save, and collects the random streams of the ranks. See `FolderWriter`."""
@@ -73,20 +68,19 @@ class AccelerateWriter:
         weights = weights_after_hooks(self._accelerator, self._engines, staged)
         for number, engine in enumerate(self._engines):
             engine.save_checkpoint(staged, tag(number))
-        author = None
-        if not self._named:
-            author = StreamsAuthor(claimed.manifest.runs, claimed.manifest.writer)
-        own_streams = (self._accelerator.process_index, streams_of(self._accelerator, author))
-        streams = dict(peers.gather_object(own_streams))
+        streams = dict(peers.gather_object((self._accelerator.process_index, streams_of(self._accelerator))))
 
         def write() -> int:
             try:
                 self._write_files(Path(staged), weights, claimed.state)
-                for rank, stream in streams.items():
-                    save_object(stream, Path(staged) / f"random_states_{rank}.pkl")
+                names = [f"random_states_{rank}.pkl" for rank in streams]
+                author = StreamsAuthor(claimed.manifest.runs, claimed.manifest.writer, [*STORE.files(staged), *names])
+                for name, stream in zip(names, streams.values(), strict=True):
+                    save_object({**stream, AUTHOR: asdict(author)}, Path(staged) / name)
                 num_bytes = sum(STORE.files(staged).values())
                 with writing(f"saving the state to {claimed.home}"):
-                    STORE.merge(staged, claimed.home)
+                    # The script's own files are there too, even those that are open.
+                    STORE.merge(staged, claimed.home, owned=partial(files_of, STORE))
             except BaseException:
                 discard(STORE, staged)
                 raise
@@ -119,11 +113,11 @@ def weights_after_hooks(accelerator: AcceleratorBase, engines: Sequence[DeepSpee
     return weights
 
 
-def streams_of(accelerator: AcceleratorBase, author: StreamsAuthor | None) -> dict[str, Any]:
-    """Returns this rank's random streams and step, as accelerate saves them, the positions of loaders, and who saves."""
+def streams_of(accelerator: AcceleratorBase) -> dict[str, Any]:
+    """Returns this rank's random streams and step, as accelerate saves them, and the positions of loaders."""
     positions = [loader.state_dict() for loader in accelerator.run.prepared.loaders]
     streams = random_streams(accelerator.step, accelerator.device.type)
-    return {**streams, LOADERS: positions, AUTHOR: {} if author is None else asdict(author)}
+    return {**streams, LOADERS: positions}
 
 
 def tag(number: int) -> str:

@@ -24,7 +24,7 @@ from paceline.base.errors import CheckpointError, CompatError
 from paceline.checkpoint.agree import WriterPeers, agreed
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.files import load_object, save_object, writing
-from paceline.checkpoint.format.folder_writer import Claimed
+from paceline.checkpoint.format.checkpoint_format import Claimed
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.train_state import TrainState
 from paceline.checkpoint.store import Store, store_for
@@ -126,6 +126,12 @@ def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places
     agreed_by_writers(peers, writes, lambda: save_object(state, places.whole))
 
 
+def _parts(store: Store, folder: str) -> list[str] | None:
+    """Returns the files of a distributed checkpoint, none of which are a user's; None where it was not finished."""
+    files = list(store.files(folder))
+    return files if _LAST in files else None
+
+
 class _PartsWriter:
     """The `FolderWriter` of one state in torch's distributed format, of which each rank writes its part.
 
@@ -134,11 +140,6 @@ class _PartsWriter:
 
     def __init__(self, state: Mapping[str, Any]) -> None:
         self._state = dict(state)
-
-    def files(self, store: Store, folder: str) -> list[str] | None:
-        """Returns all files, none of which are a user's; None where the folder was not finished."""
-        files = list(store.files(folder))
-        return files if _LAST in files else None
 
     def read(self, peers: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
         """Returns what writes the state: nothing is copied before."""
@@ -151,7 +152,7 @@ class _PartsWriter:
             if peers.rank:
                 return 0
             num_bytes = sum(store.files(staged).values())
-            store.publish(staged, claimed.home, last=_LAST, owned=lambda folder: self.files(store, folder))
+            store.publish(staged, claimed.home, last=_LAST, owned=partial(_parts, store))
             return num_bytes
 
         def write(writing_peers: WriterPeers) -> int:

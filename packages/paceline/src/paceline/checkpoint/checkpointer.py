@@ -23,8 +23,16 @@ from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
 from paceline.checkpoint.agree import Alone, WriterPeers, agreed, raise_alike, together
 from paceline.checkpoint.background import Background
-from paceline.checkpoint.format.checkpoint_format import CHECKPOINT_FORMATS, NATIVE, CheckpointFormat, format_of
-from paceline.checkpoint.format.folder_writer import Claimed, FolderWriter
+from paceline.checkpoint.format.checkpoint_format import (
+    CHECKPOINT_FORMATS,
+    NATIVE,
+    CheckpointFormat,
+    Claimed,
+    FolderWriter,
+    files_of,
+    format_of,
+    recover_one,
+)
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.native_writer import NativeWriter
 from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
@@ -155,7 +163,7 @@ class Checkpointer:
         def claim_folder() -> _Opened:
             if peers.rank:
                 return _Opened(home, "", {}, [])
-            return self._open(store, home, writer, keep, metrics, fresh)
+            return self._open(store, home, keep, metrics, fresh)
 
         try:
             # The result of rank 0 is used; the other ranks open nothing.
@@ -215,7 +223,6 @@ class Checkpointer:
         self,
         store: Store,
         home: str,
-        writer: FolderWriter,
         keep: Keep,
         metrics: Mapping[str, float] | None,
         fresh: bool,
@@ -254,7 +261,7 @@ class Checkpointer:
             return other == name or (numbered and retention.PATTERN.fullmatch(other) is not None)
 
         # The name is taken before anything is cleaned. So no number comes back that a suspended process may still hold.
-        store.recover(folder, is_mine, partial(writer.files, store))
+        store.recover(folder, is_mine, partial(files_of, store))
         return _Opened(home, staged, numbers, self._ownership.runs(folder))
 
     def _prune(self, peers: WriterPeers, claimed: Claimed, keep: Keep) -> None:
@@ -315,10 +322,7 @@ class Checkpointer:
         """On rank 0: returns the format of a folder; "native" if it is no checkpoint, so that the error names our files."""
         if self._peers.rank:
             return ""
-        if not store.exists(home):
-            # A crash between the two renames of a save leaves the old checkpoint under another name, which is undone here.
-            folder, name = store.parent(home)
-            store.recover(folder, lambda other: other == name, partial(self._native.files, store), clean=False)
+        recover_one(store, home)
         checkpoint_format = format_of(store, home)
         return NATIVE if checkpoint_format is None else checkpoint_format.name
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from paceline.checkpoint.checkpointer import Checkpointer
-    from paceline.checkpoint.format.folder_writer import FolderWriter
+    from paceline.checkpoint.format.checkpoint_format import FolderWriter
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.state.window import WindowState
     from paceline.run.preemption import Preemption

@@ -3,11 +3,11 @@
     recognises      whether a folder is a checkpoint of this kind; all that follows is asked of the one that says so
     newest          the checkpoint that a folder of several says is its newest
     summary         what `paceline checkpoint ls` and `show` say of it
-    author          whose it is: a run prunes only what it has saved itself, or the runs that it goes on from
+    author          whose it is, and its files: a run prunes only its own, and a save replaces only files of a save
     read, open      everything but the tensors, in the words of our `state.json`: `load_state`, `resume`
     weights         the tensors of one model: `load_model`, `paceline checkpoint export`
 
-A format that is also written has a `FolderWriter`, which its library's way of saving hands to `Checkpointer.save`.
+A format that is also written has a `FolderWriter`. `Checkpointer.save` claims a folder, and leaves the files in it to that one.
 
 The file of a format is imported to ask whether it recognises a folder, also by commands that need no torch: it imports
 torch, and whatever does so, within its methods.
@@ -15,8 +15,9 @@ torch, and whatever does so, within its methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from paceline.base.errors import CheckpointError
@@ -50,7 +51,7 @@ class Summary:
 
 
 class Author(Protocol):
-    """Who has saved a checkpoint, and what a rule about old ones asks for; a `Manifest` says it."""
+    """Who has saved a checkpoint, and what; a `Manifest` says it."""
 
     @property
     def runs(self) -> Sequence[str]:
@@ -67,6 +68,9 @@ class Author(Protocol):
     @property
     def metrics(self) -> Mapping[str, float]:
         """The metrics of the script, by name."""
+
+    def paths(self) -> list[str]:
+        """Returns the names of all files that the save has written, relative to its folder."""
 
 
 @dataclass(frozen=True)
@@ -197,6 +201,41 @@ class CheckpointFormat:
         return {}
 
 
+@dataclass(frozen=True)
+class Claimed:
+    """A folder that a save has claimed, and what belongs into it.
+
+    Attributes:
+        store: where it is written.
+        home: the final folder of the checkpoint.
+        staged: the folder into which it is written first. Rank 0 has created it.
+        state: the state to save.
+        manifest: what a manifest says of the save, without the files.
+        extra_files_hook: writes further files into `staged`; called on each rank before the state is read.
+        background: whether the state may change as soon as `FolderWriter.read` has returned.
+    """
+
+    store: Store
+    home: str
+    staged: str
+    state: TrainState
+    manifest: Manifest
+    extra_files_hook: Callable[[str], None] | None
+    background: bool
+
+
+class FolderWriter(Protocol):
+    """Writes checkpoints of one kind."""
+
+    def read(self, peers: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
+        """Reads the state. Ranks: all.
+
+        Returns:
+            What does the rest of the save, with a group of its own: it writes the files, moves the folder to its place when all
+            are there, and returns their bytes on rank 0. Ranks: all.
+        """
+
+
 def formats() -> Iterator[CheckpointFormat]:
     """Yields all formats. Ours comes first: a folder with our manifest is ours, whatever else it contains."""
     yield CHECKPOINT_FORMATS.get(NATIVE)
@@ -217,6 +256,18 @@ def author_of(store: Store, folder: str) -> Author | None:
     """Returns who has saved the checkpoint in a folder; None if it is none, or if its files do not say it."""
     checkpoint_format = format_of(store, folder)
     return None if checkpoint_format is None else checkpoint_format.author(store, folder)
+
+
+def files_of(store: Store, folder: str) -> list[str] | None:
+    """Returns the files of the checkpoint in a folder, as its author says it; None if it is none, or says nothing."""
+    author = author_of(store, folder)
+    return None if author is None else author.paths() or None
+
+
+def recover_one(store: Store, home: str) -> None:
+    """Finishes a save into a folder that was cut off while its files took their place, for who is about to read it."""
+    folder, name = store.parent(home)
+    store.recover(folder, lambda other: other == name, partial(files_of, store), clean=False)
 
 
 def newest_in(store: Store, folder: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -17,8 +18,8 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.agree import WriterPeers, agreed, collected, distinct
-from paceline.checkpoint.format.folder_writer import Claimed
-from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFact, Manifest, measure
+from paceline.checkpoint.format.checkpoint_format import Claimed, files_of
+from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFact, measure
 from paceline.checkpoint.format.shards import INDEX, SavePlanner, write_index, write_shard
 from paceline.checkpoint.format.share import FileShare
 from paceline.checkpoint.staging import Staging
@@ -44,32 +45,12 @@ class _WriterAssignment:
     shares: list[FileShare]
 
 
-@dataclass(frozen=True)
-class _Read:
-    """A state that was read, and is to be written.
-
-    Attributes:
-        shared: the JSON state of all ranks.
-        division: which rank writes which tensors.
-        pieces: returns the content of this rank's file, piece by piece.
-    """
-
-    shared: dict[str, Any]
-    division: _WriterAssignment
-    pieces: Callable[[], Iterable[Any]]
-
-
 class NativeWriter:
     """The `FolderWriter` of one `Checkpointer`. Memory of the copy and the division of the tensors serve its next save, too."""
 
     def __init__(self) -> None:
         self._division: _WriterAssignment | None = None
         self._staging = Staging()
-
-    def files(self, store: Store, folder: str) -> list[str] | None:
-        """Returns the files that the manifest of a folder names, and the manifest; None if there is none."""
-        manifest = Manifest.find(store, folder)
-        return None if manifest is None else manifest.paths()
 
     def read(self, peers: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
         """See `FolderWriter`. Training may continue after it, if the save is in the background."""
@@ -95,8 +76,7 @@ class NativeWriter:
 
         pieces = agreed(peers, "copying the state", copy)
         shared["rng"] = merge(peers.collect_object(encoded.own))
-        read = _Read(shared, division, pieces)
-        return lambda writing_peers: self._write(writing_peers, claimed, read)
+        return lambda writing_peers: self._write(writing_peers, claimed, division, shared, pieces)
 
     def _divide(self, peers: WriterPeers, encoded: Encoded) -> _WriterAssignment:
         """Plans which rank writes which tensors, or returns the plan of the last save.
@@ -126,16 +106,22 @@ class NativeWriter:
         self._division = _WriterAssignment(key, peers.scatter_object(shares), index, shares)
         return self._division
 
-    def _write(self, peers: WriterPeers, claimed: Claimed, read: _Read) -> int:
-        """Writes and publishes what was read. Ranks: all; in the background over a process group of its own."""
+    def _write(
+        self,
+        peers: WriterPeers,
+        claimed: Claimed,
+        division: _WriterAssignment,
+        shared: dict[str, Any],
+        pieces: Callable[[], Iterable[Any]],
+    ) -> int:
+        """Writes and publishes what was read: the JSON of all ranks, and the content of this rank's file. Ranks: all."""
         store = claimed.store
         staged = claimed.staged
-        division = read.division
 
         def write() -> dict[str, FileFact]:
             if not division.share.places:
                 return {}
-            return write_shard(store, staged, _name(peers.rank), read.pieces())
+            return write_shard(store, staged, _name(peers.rank), pieces())
 
         facts: dict[str, FileFact] = {}
 
@@ -149,14 +135,14 @@ class NativeWriter:
             facts[INDEX] = write_index(store, staged, division.index, results)
             with store.open(store.join(staged, STATE), "wb") as file:
                 stream = Checksummed(file)
-                stream.write(json.dumps(read.shared).encode())
+                stream.write(json.dumps(shared).encode())
             facts[STATE] = stream.fact
             for name in store.files(staged):
                 if name not in facts:  # a user's hook has added it
                     facts[name] = measure(store, store.join(staged, name))
             # The manifest comes last: a folder without one is no checkpoint, wherever the process was cut off.
             replace(claimed.manifest, files=facts).write(store, staged)
-            store.publish(staged, claimed.home, last=NAME, owned=lambda folder: self.files(store, folder))
+            store.publish(staged, claimed.home, last=NAME, owned=partial(files_of, store))
 
         # Every file of every rank is written and durable before rank 0 publishes.
         written = collected(peers, f"writing the shards into {staged}", write)
