@@ -16,43 +16,21 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.format.checkpoint_format import CheckpointFormat, RunNames, Summary
-from paceline.checkpoint.store import Store, confined
+from paceline.checkpoint.store import Store
 
 if TYPE_CHECKING:
+    from paceline.checkpoint.format.manifest import Manifest
     from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.weights.sources import Weights
 
 
-AUTHOR = "paceline_author"  # our own key in the files of random streams; accelerate ignores it
+RECORD = "paceline_author"  # our own key in the files of random streams; accelerate ignores it
 _STREAMS_OF_RANK_0 = "random_states_0.pkl"
-
-
-@dataclass(frozen=True)
-class StreamsAuthor:
-    """Who has saved a folder, as the random streams of rank 0 say it. Folders of accelerate say nothing.
-
-    Attributes:
-        runs: the random names of the run, and of the runs that it goes on from.
-        writer: the process that has saved it, as `claim.record` describes it.
-        files: the names of all files that were written together.
-        step, metrics: the files do not say them.
-    """
-
-    runs: list[str] = field(default_factory=list)
-    writer: dict[str, str] = field(default_factory=dict)
-    files: list[str] = field(default_factory=list)
-    step: ClassVar[int] = 0
-    metrics: ClassVar[Mapping[str, float]] = {}
-
-    def paths(self) -> list[str]:
-        return self.files
 
 
 class AccelerateFormat(CheckpointFormat):
@@ -69,17 +47,19 @@ class AccelerateFormat(CheckpointFormat):
         stream_files = [name for name in os.listdir(folder) if name.startswith("random_states_")]
         return Summary(world_size=len(stream_files))
 
-    def author(self, store: Store, folder: str) -> StreamsAuthor | None:
+    def record(self, store: Store, folder: str) -> Manifest | None:
+        """Returns what the random streams of rank 0 say of the save. Folders of accelerate itself say nothing."""
+        from paceline.checkpoint.format.manifest import FileFact, Manifest
         from paceline_accelerate.surroundings import load
 
         try:
-            record = load(os.path.join(folder, _STREAMS_OF_RANK_0)).get(AUTHOR, {})
-        except CheckpointError:
+            record = load(os.path.join(folder, _STREAMS_OF_RANK_0)).get(RECORD, {})
+            files = dict.fromkeys(record.get("files", ()), FileFact(0, ""))
+            found = Manifest(files, runs=record.get("runs", []), writer=record.get("writer", {}))
+            found.check()
+        except (CheckpointError, ValueError):  # it cannot be read, or names files outside of the folder
             return None
-        files = record.get("files", [])
-        for name in files:
-            confined(store, folder, name, _STREAMS_OF_RANK_0)
-        return StreamsAuthor(record.get("runs", []), record.get("writer", {}), files)
+        return found
 
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
         """Reads everything but the tensors; see `checkpoint_format_state`."""

@@ -7,7 +7,6 @@ both; `safe_serialization=True` or `False` writes one of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,7 @@ from paceline.checkpoint.files import save_object, writing
 from paceline.checkpoint.format.checkpoint_format import Claimed, files_of
 from paceline.checkpoint.store import discard
 from paceline.checkpoint.store.local import STORE
-from paceline_accelerate.checkpoint_format import AUTHOR, StreamsAuthor
+from paceline_accelerate.checkpoint_format import RECORD
 from paceline_accelerate.checkpoint_functions import agreed_by_writers, file_name, random_streams, write_states
 from paceline_accelerate.rank_logger import get_logger
 from paceline_accelerate.surroundings import writes_files
@@ -74,9 +73,10 @@ class AccelerateWriter:
             try:
                 self._write_files(Path(staged), weights, claimed.state)
                 names = [f"random_states_{rank}.pkl" for rank in streams]
-                author = StreamsAuthor(claimed.manifest.runs, claimed.manifest.writer, [*STORE.files(staged), *names])
+                record = {"runs": claimed.manifest.runs, "writer": claimed.manifest.writer}
+                record["files"] = [*STORE.files(staged), *names]
                 for name, stream in zip(names, streams.values(), strict=True):
-                    save_object({**stream, AUTHOR: asdict(author)}, Path(staged) / name)
+                    save_object({**stream, RECORD: record}, Path(staged) / name)
                 num_bytes = sum(STORE.files(staged).values())
                 with writing(f"saving the state to {claimed.home}"):
                     # The script's own files are there too, even those that are open.

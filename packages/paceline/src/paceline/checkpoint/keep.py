@@ -11,7 +11,7 @@ from paceline.base.errors import CheckpointError
 from paceline.config.keywords import checked_keywords
 
 if TYPE_CHECKING:
-    from paceline.checkpoint.format.checkpoint_format import Author
+    from paceline.checkpoint.format.manifest import Manifest
 
 
 @checked_keywords
@@ -100,7 +100,7 @@ class Keep:
         """Metrics for a save before the metric of `best` was measured: NaN."""
         return {} if self.best is None else {self.best: math.nan}
 
-    def stays(self, checkpoints: Sequence[tuple[str, Author]]) -> set[str]:
+    def stays(self, checkpoints: Sequence[tuple[str, Manifest]]) -> set[str]:
         """Returns the paths of the checkpoints, given oldest first, that a rule keeps."""
         if self.last is None and self.every is None and self.best is None:
             return {path for path, _ in checkpoints}
@@ -108,13 +108,13 @@ class Keep:
         if self.last:
             stay |= {path for path, _ in checkpoints[-self.last :]}
         if self.every:
-            stay |= {path for path, author in checkpoints if author.step % self.every == 0}
+            stay |= {path for path, manifest in checkpoints if manifest.step % self.every == 0}
         # With the sign turned for "min", the best value is always the largest.
         sign = 1 if self.mode == "max" else -1
         best_path: str | None = None
         best_value = -math.inf
-        for path, author in checkpoints:
-            value = sign * author.metrics.get(self.best or "", math.nan)
+        for path, manifest in checkpoints:
+            value = sign * manifest.metrics.get(self.best or "", math.nan)
             if value >= best_value:  # NaN compares as false; of equal values the newest counts
                 best_path = path
                 best_value = value

@@ -10,7 +10,7 @@ import secrets
 from dataclasses import dataclass, field
 
 from paceline.checkpoint import retention
-from paceline.checkpoint.format.checkpoint_format import author_of
+from paceline.checkpoint.format.checkpoint_format import record_of
 from paceline.checkpoint.store import Store, claim
 
 _log = logging.getLogger("paceline.checkpoint")
@@ -58,7 +58,7 @@ class Ownership:
 
         Only what is there now counts. If that run lives on another host and saves again, its new checkpoints stay its own.
         """
-        author = author_of(store, home)
+        author = record_of(store, home)
         if author is None or (claim.is_running(author.writer) and not claim.is_mine(author.writer)):
             return
         folder = store.parent(home)[0]
@@ -67,7 +67,7 @@ class Ownership:
         ancestors = author.runs or [""]
         known.runs += [name for name in ancestors if name not in known.runs]
         for path in retention.numbered(store, folder).values():
-            other = author_of(store, path)
+            other = record_of(store, path)
             if other is not None and (other.runs or [""])[0] in ancestors:
                 known.own.add(path)
 
@@ -79,7 +79,7 @@ class Ownership:
         for path in sorted(foreign):
             if known.is_warned:
                 break
-            author = author_of(store, path)
+            author = record_of(store, path)
             if author is None or claim.is_mine(author.writer):
                 continue
             # What lies there before the first save is a rival's only if its process is seen to run.

@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint.format.checkpoint_format import Author, author_of
+from paceline.checkpoint.format.checkpoint_format import record_of
 from paceline.checkpoint.format.manifest import NAME, Manifest
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import Store
@@ -145,13 +145,13 @@ def surplus(
     The checkpoint that was just saved is never among them. Damaged ones are neither counted nor removed, since their intact
     files may be needed. Nor are those of other runs, if `own` says which are of this run; None means all of them.
     """
-    whole: list[tuple[str, Author]] = []
+    whole: list[tuple[str, Manifest]] = []
     for path in numbered(store, folder).values():
         if path in damaged or (own is not None and path not in own):
             continue
-        author = author_of(store, path)
-        if author is not None:
-            whole.append((path, author))
+        record = record_of(store, path)
+        if record is not None:
+            whole.append((path, record))
     # The one just saved counts as the newest, whatever its number is.
     stay = keep.stays(sorted(whole, key=lambda checkpoint: checkpoint[0] == just))
     return [path for path, _ in whole if path not in stay and path != just]

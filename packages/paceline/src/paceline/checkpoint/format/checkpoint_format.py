@@ -3,7 +3,7 @@
     recognises      whether a folder is a checkpoint of this kind; all that follows is asked of the one that says so
     newest          the checkpoint that a folder of several says is its newest
     summary         what `paceline checkpoint ls` and `show` say of it
-    author          whose it is, and its files: a run prunes only its own, and a save replaces only files of a save
+    record          whose it is, and its files: a run prunes only its own, and a save replaces only files of a save
     read, open      everything but the tensors, in the words of our `state.json`: `load_state`, `resume`
     weights         the tensors of one model: `load_model`, `paceline checkpoint export`
 
@@ -15,7 +15,7 @@ torch, and whatever does so, within its methods.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
@@ -48,29 +48,6 @@ class Summary:
     step: int | None = None
     created: float | None = None
     world_size: int | None = None
-
-
-class Author(Protocol):
-    """Who has saved a checkpoint, and what; a `Manifest` says it."""
-
-    @property
-    def runs(self) -> Sequence[str]:
-        """The random names of the run, and of the runs that it goes on from."""
-
-    @property
-    def writer(self) -> Mapping[str, str]:
-        """The process, as `claim.record` describes it."""
-
-    @property
-    def step(self) -> int:
-        """Optimizer steps done."""
-
-    @property
-    def metrics(self) -> Mapping[str, float]:
-        """The metrics of the script, by name."""
-
-    def paths(self) -> list[str]:
-        """Returns the names of all files that the save has written, relative to its folder."""
 
 
 @dataclass(frozen=True)
@@ -143,8 +120,8 @@ class CheckpointFormat:
         """Returns facts about a checkpoint that are known without reading tensors."""
         return Summary()
 
-    def author(self, store: Store, folder: str) -> Author | None:
-        """Returns who has saved a checkpoint; None if its files do not say it, or cannot be read."""
+    def record(self, store: Store, folder: str) -> Manifest | None:
+        """Returns what a checkpoint says of its save: at least whose it is, and its files; None if it says nothing."""
         return None
 
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
@@ -252,16 +229,19 @@ def format_of(store: Store, folder: str) -> CheckpointFormat | None:
     return None
 
 
-def author_of(store: Store, folder: str) -> Author | None:
-    """Returns who has saved the checkpoint in a folder; None if it is none, or if its files do not say it."""
+def record_of(store: Store, folder: str) -> Manifest | None:
+    """Returns what the checkpoint in a folder says of its save; None if it is none, or says nothing."""
     checkpoint_format = format_of(store, folder)
-    return None if checkpoint_format is None else checkpoint_format.author(store, folder)
+    return None if checkpoint_format is None else checkpoint_format.record(store, folder)
 
 
 def files_of(store: Store, folder: str) -> list[str] | None:
-    """Returns the files of the checkpoint in a folder, as its author says it; None if it is none, or says nothing."""
-    author = author_of(store, folder)
-    return None if author is None else author.paths() or None
+    """Returns the files of the checkpoint in a folder, as it says itself; None if it is none, or says nothing."""
+    checkpoint_format = format_of(store, folder)
+    record = None if checkpoint_format is None else checkpoint_format.record(store, folder)
+    if checkpoint_format is None or record is None:
+        return None
+    return record.paths() if checkpoint_format.has_manifest else list(record.files) or None
 
 
 def recover_one(store: Store, home: str) -> None:

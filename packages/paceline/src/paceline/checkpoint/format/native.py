@@ -28,7 +28,7 @@ class NativeFormat(CheckpointFormat):
         """Returns whether there is a manifest, sound or not."""
         return store.exists(store.join(folder, NAME))
 
-    def author(self, store: Store, folder: str) -> Manifest | None:
+    def record(self, store: Store, folder: str) -> Manifest | None:
         return Manifest.find(store, folder)
 
     def open(
