@@ -1,7 +1,7 @@
 """Saves and loads the folders of accelerate's `save_state`.
 
 A save is one of `Checkpointer`'s, which claims a folder, moves it into place when it is complete, and removes older ones;
-`AccelerateWriter` writes the files. Under a plan that shards models, and behind URLs, which accelerate itself does not
+`checkpoint_writer` writes the files. Under a plan that shards models, and behind URLs, which accelerate itself does not
 read, the files are those of the native `save_state`, which any number of processes can load.
 """
 
@@ -12,6 +12,7 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,7 @@ from paceline.checkpoint.format.checkpoint_format import recover_one
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import Store, store_for
 from paceline_accelerate.checkpoint_functions import file_name, load_custom_state, set_random_streams, weights_file
-from paceline_accelerate.checkpoint_writer import LOADERS, AccelerateWriter, streams_of, tag, weights_after_hooks
+from paceline_accelerate.checkpoint_writer import LOADERS, streams_of, tag, weights_after_hooks, write_folder
 from paceline_accelerate.errors import (
     CheckpointValueError,
     CompatTypeError,
@@ -116,7 +117,7 @@ class Folder:
             return Path(place)
         writer = None
         if not is_native:
-            writer = AccelerateWriter(accelerator, engines, self.custom_objects, safe)
+            writer = partial(write_folder, accelerator, engines, self.custom_objects, safe)
         saved = states.save(place, fresh=self._automatic, writer=writer, keep=self._keep, alone=alone)
         assert saved is not None, "it was not skipped"
         if self._automatic:

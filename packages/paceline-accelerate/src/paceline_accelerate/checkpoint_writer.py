@@ -32,74 +32,69 @@ if TYPE_CHECKING:
 LOADERS = "paceline_loaders"  # our own key in the files of random streams; accelerate ignores it
 
 
-class AccelerateWriter:
-    """The `FolderWriter` of one save.
+def write_folder(
+    accelerator: AcceleratorBase,
+    engines: Sequence[DeepSpeedEngine],
+    custom_objects: Sequence[Any],
+    safe: bool | None,
+    peers: WriterPeers,
+    claimed: Claimed,
+) -> Callable[[WriterPeers], int]:
+    """Runs the hooks, lets engines save, collects random streams, and returns what writes the rest; a `FolderWriter`.
 
     Args:
         accelerator: whose state is saved.
         engines: DeepSpeed's engines of it, which save themselves.
         custom_objects: what the script has registered.
         safe: safetensors (True), torch's format (False), or both (None).
+        peers, claimed: as of every `FolderWriter`.
     """
+    get_logger("accelerate.accelerator").info("Saving current state to %s", claimed.home)
+    staged = claimed.staged
+    writes = peers.rank == 0
+    # With `save_on_each_node` the first rank of each host writes too, unless it sees the folder of rank 0.
+    if writes_files(accelerator.project_configuration.save_on_each_node) and not STORE.exists(staged):
+        writes = True
+        with writing(f"making {claimed.home}"):
+            staged = STORE.stage(claimed.home)
+    weights = weights_after_hooks(accelerator, engines, staged)
+    for number, engine in enumerate(engines):
+        engine.save_checkpoint(staged, tag(number))
+    streams = dict(peers.gather_object((accelerator.process_index, streams_of(accelerator))))
 
-    def __init__(
-        self,
-        accelerator: AcceleratorBase,
-        engines: Sequence[DeepSpeedEngine],
-        custom_objects: Sequence[Any],
-        safe: bool | None,
-    ) -> None:
-        self._accelerator = accelerator
-        self._engines = engines
-        self._custom_objects = custom_objects
-        self._safe = safe
+    def write() -> int:
+        try:
+            folder = Path(staged)
+            _write_states(folder, weights, claimed.state, safe)
+            for number, custom_object in enumerate(custom_objects):
+                save_object(custom_object.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
+            names = [f"random_states_{rank}.pkl" for rank in streams]
+            record = {"runs": claimed.manifest.runs, "writer": claimed.manifest.writer}
+            record["files"] = [*STORE.files(staged), *names]
+            for name, stream in zip(names, streams.values(), strict=True):
+                save_object({**stream, RECORD: record}, folder / name)
+            num_bytes = sum(STORE.files(staged).values())
+            with writing(f"saving the state to {claimed.home}"):
+                # The script's own files are there too, even those that are open.
+                STORE.merge(staged, claimed.home, owned=partial(files_of, STORE))
+        except BaseException:
+            discard(STORE, staged)
+            raise
+        return num_bytes
 
-    def read(self, peers: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
-        """Runs the hooks, lets engines save, and collects the random streams of the ranks. See `FolderWriter`."""
-        get_logger("accelerate.accelerator").info("Saving current state to %s", claimed.home)
-        staged = claimed.staged
-        writes = peers.rank == 0
-        # With `save_on_each_node` the first rank of each host writes too, unless it sees the folder of rank 0.
-        if writes_files(self._accelerator.project_configuration.save_on_each_node) and not STORE.exists(staged):
-            writes = True
-            with writing(f"making {claimed.home}"):
-                staged = STORE.stage(claimed.home)
-        weights = weights_after_hooks(self._accelerator, self._engines, staged)
-        for number, engine in enumerate(self._engines):
-            engine.save_checkpoint(staged, tag(number))
-        streams = dict(peers.gather_object((self._accelerator.process_index, streams_of(self._accelerator))))
+    return lambda writing_peers: agreed_by_writers(writing_peers, writes, write)
 
-        def write() -> int:
-            try:
-                self._write_files(Path(staged), weights, claimed.state)
-                names = [f"random_states_{rank}.pkl" for rank in streams]
-                record = {"runs": claimed.manifest.runs, "writer": claimed.manifest.writer}
-                record["files"] = [*STORE.files(staged), *names]
-                for name, stream in zip(names, streams.values(), strict=True):
-                    save_object({**stream, RECORD: record}, Path(staged) / name)
-                num_bytes = sum(STORE.files(staged).values())
-                with writing(f"saving the state to {claimed.home}"):
-                    # The script's own files are there too, even those that are open.
-                    STORE.merge(staged, claimed.home, owned=partial(files_of, STORE))
-            except BaseException:
-                discard(STORE, staged)
-                raise
-            return num_bytes
 
-        return lambda writing_peers: agreed_by_writers(writing_peers, writes, write)
-
-    def _write_files(self, folder: Path, weights: Sequence[Any], state: TrainState) -> None:
-        for number, values in enumerate(weights):
-            if self._safe is not False:
-                tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
-                save_object(without_repeated(tensors), folder / file_name("model", number, "safetensors"), True)
-            if self._safe is not True:
-                save_object(values, folder / file_name("pytorch_model", number, "bin"))
-        optimizers = [state.optimizers[name] for name in state.optimizers if name.startswith("optimizer")]
-        schedulers = list(state.plain["schedulers"].values())
-        write_states(folder, optimizers, schedulers, list(state.plain["loaders"].values()), state.scaler)
-        for number, custom_object in enumerate(self._custom_objects):
-            save_object(custom_object.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
+def _write_states(folder: Path, weights: Sequence[Any], state: TrainState, safe: bool | None) -> None:
+    for number, values in enumerate(weights):
+        if safe is not False:
+            tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+            save_object(without_repeated(tensors), folder / file_name("model", number, "safetensors"), True)
+        if safe is not True:
+            save_object(values, folder / file_name("pytorch_model", number, "bin"))
+    optimizers = [state.optimizers[name] for name in state.optimizers if name.startswith("optimizer")]
+    schedulers = list(state.plain["schedulers"].values())
+    write_states(folder, optimizers, schedulers, list(state.plain["loaders"].values()), state.scaler)
 
 
 def weights_after_hooks(accelerator: AcceleratorBase, engines: Sequence[DeepSpeedEngine], folder: str) -> list[Any]:

@@ -120,7 +120,7 @@ def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places
     """Writes the state of a model or an optimizer as a file, or as a folder with every rank's part. Ranks: all."""
     peers = accelerator.collectives
     if is_divided:
-        Checkpointer(peers).save(places.divided, TrainState(), writer=_PartsWriter({kind: dict(state)}))
+        Checkpointer(peers).save(places.divided, TrainState(), writer=partial(_write_parts, {kind: dict(state)}))
         return
     writes = writes_files(accelerator.project_configuration.save_on_each_node)
     agreed_by_writers(peers, writes, lambda: save_object(state, places.whole))
@@ -132,35 +132,27 @@ def _parts(store: Store, folder: str) -> list[str] | None:
     return files if _LAST in files else None
 
 
-class _PartsWriter:
-    """The `FolderWriter` of one state in torch's distributed format, of which each rank writes its part.
+def _write_parts(state: dict[str, Any], _: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
+    """Writes a state in torch's distributed format, of which each rank writes its part; a `FolderWriter`.
 
     Such a folder that is written over an older one can load as a mix of both. So it is a new one, which replaces the old.
     """
+    from torch.distributed.checkpoint.state_dict_saver import save
 
-    def __init__(self, state: Mapping[str, Any]) -> None:
-        self._state = dict(state)
+    store = claimed.store
+    staged = claimed.staged
 
-    def read(self, peers: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
-        """Returns what writes the state: nothing is copied before."""
-        from torch.distributed.checkpoint.state_dict_saver import save
+    def publish() -> int:
+        num_bytes = sum(store.files(staged).values())
+        store.publish(staged, claimed.home, last=_LAST, owned=partial(_parts, store))
+        return num_bytes
 
-        store = claimed.store
-        staged = claimed.staged
+    def write(peers: WriterPeers) -> int:
+        with writing(f"saving {claimed.home}"):
+            save(state, checkpoint_id=staged, no_dist=peers.size == 1)
+        return agreed(peers, f"saving {claimed.home}", publish if peers.rank == 0 else int)
 
-        def publish() -> int:
-            if peers.rank:
-                return 0
-            num_bytes = sum(store.files(staged).values())
-            store.publish(staged, claimed.home, last=_LAST, owned=partial(_parts, store))
-            return num_bytes
-
-        def write(writing_peers: WriterPeers) -> int:
-            with writing(f"saving {claimed.home}"):
-                save(self._state, checkpoint_id=staged, no_dist=peers.size == 1)
-            return agreed(writing_peers, f"saving {claimed.home}", publish)
-
-        return write
+    return write
 
 
 def _written(

@@ -150,7 +150,7 @@ class Checkpointer:
                 `checkpoint-not-shared`, `checkpoint-failed`, `checkpoint-metric`. Earlier checkpoints are untouched.
         """
         peers: WriterPeers = Alone() if alone else self._peers
-        writer = writer or self._native
+        writer = writer or self._native.read
         keep = keep or self._keep
         report = SaveReport(self._tell if self._peers.rank == 0 else None, os.fspath(path), state.run.step)
         # There is one save at a time, since all saves use the same staging memory and the same background group. An error of
@@ -184,7 +184,7 @@ class Checkpointer:
         )
         claimed = Claimed(store, opened.home, opened.staged, state, manifest, extra_files_hook, background)
         with self._failing(claimed, peers, report):
-            write = writer.read(peers, claimed)
+            write = writer(peers, claimed)
 
         def finish(peers: WriterPeers) -> None:
             with self._failing(claimed, peers, report):

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from paceline.base.errors import CheckpointError
 from paceline.base.registry import Registry
@@ -189,7 +189,7 @@ class Claimed:
         state: the state to save.
         manifest: what a manifest says of the save, without the files.
         extra_files_hook: writes further files into `staged`; called on each rank before the state is read.
-        background: whether the state may change as soon as `FolderWriter.read` has returned.
+        background: whether the state may change as soon as it was read.
     """
 
     store: Store
@@ -201,16 +201,9 @@ class Claimed:
     background: bool
 
 
-class FolderWriter(Protocol):
-    """Writes checkpoints of one kind."""
-
-    def read(self, peers: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
-        """Reads the state. Ranks: all.
-
-        Returns:
-            What does the rest of the save, with a group of its own: it writes the files, moves the folder to its place when all
-            are there, and returns their bytes on rank 0. Ranks: all.
-        """
+# Reads the state of a save, and returns what does the rest of it, later and with a group of its own: it writes the files, moves
+# the folder to its place when all are there, and returns the number of bytes on rank 0. Ranks: all call both.
+FolderWriter = Callable[[WriterPeers, Claimed], Callable[[WriterPeers], int]]
 
 
 def formats() -> Iterator[CheckpointFormat]:

@@ -46,7 +46,7 @@ class _WriterAssignment:
 
 
 class NativeWriter:
-    """The `FolderWriter` of one `Checkpointer`. Memory of the copy and the division of the tensors serve its next save, too."""
+    """Writes for one `Checkpointer`. Memory of the copy and the division of the tensors serve its next save, too."""
 
     def __init__(self) -> None:
         self._division: _WriterAssignment | None = None
