@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from killed_saves import Killed
@@ -217,3 +218,28 @@ def test_a_link_to_a_folder_stays_a_link(make_run, tmp_path) -> None:
     assert os.path.islink(tmp_path / "near") and sorted(os.listdir(tmp_path)) == ["far", "near"]
     assert Checkpointer().load(tmp_path / "near", run.state()).manifest.step == 2
     assert (tmp_path / "far" / "note.txt").read_text() == "mine"
+
+
+def test_two_merges_at_once_leave_the_files_of_one(tmp_path, monkeypatch) -> None:
+    home = str(tmp_path / "c")
+
+    def merge(content: str) -> None:
+        staged = local.STORE.stage(home)
+        for name in "ab":
+            Path(staged, name).write_text(content)
+        local.STORE.merge(staged, home, owned=lambda _: None)
+
+    merge("0")
+    replace, calls = os.replace, []
+
+    def replaced(source: str, target: str) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            merge("2")
+        replace(source, target)
+
+    with monkeypatch.context():
+        monkeypatch.setattr(os, "replace", replaced)
+        merge("1")
+    assert [(tmp_path / "c" / name).read_text() for name in "ab"] == ["2", "2"]
+    assert os.listdir(tmp_path) == ["c"]

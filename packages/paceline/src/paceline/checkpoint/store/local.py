@@ -3,7 +3,7 @@
 stage     .NAME.partial-XXXX beside NAME; for an automatic name .NAME.partial, a folder that must not exist yet
 publish   nothing at NAME        one rename
           something at NAME      the two folders change places at once, foreign files follow, the old one goes
-merge     for files that lie among others: one rename, or where NAME exists, one to .NAME.merging-XXXX and one for each file
+merge     for files that lie among others: one rename, or where NAME exists, one to .NAME.merging and one for each file
 recover   a partial folder that nobody writes any more is deleted; of one that was exchanged, what is foreign goes
           home first; a folder that was moved aside returns if nothing took its place; a merge is brought to its end
 
@@ -143,9 +143,11 @@ class LocalStore:
         except OSError:
             if not os.path.isdir(path):  # also a link to a folder
                 raise
-            # From here on whoever finds the folder brings the merge to its end.
-            merging = _beside(path, _MERGING)
-            os.rename(staged, merging)
+            folder, name = os.path.split(path)
+            merging = os.path.join(folder, f".{name}.{_MERGING}")
+            # One merge at a time. From here on whoever finds the folder, also a save at the same time, brings it to its end.
+            while not _renamed(staged, merging):
+                _finish_merge(merging, path, owned)
             _finish_merge(merging, path, owned)
             sync_folder(path)
         with contextlib.suppress(FileNotFoundError):  # the files were moved without it
@@ -291,8 +293,37 @@ def _finish_merge(merging: str, home: str, owned: Callable[[str], Collection[str
                 os.unlink(os.path.join(home, name))
     try:
         _move_files(merging, home)
-    finally:
+    except OSError:
         _remove_tree(merging)
+        raise
+    _remove_emptied(merging)
+
+
+def _renamed(source: str, target: str) -> bool:
+    """Renames a folder, unless there is one with files at the target."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+        return False
+    return True
+
+
+def _remove_emptied(folder: str) -> None:
+    """Removes what is left of a folder whose files were moved. By now another save may have files under its name."""
+    for entry in _entries(folder):
+        path = os.path.join(folder, entry)
+        if _is_real_folder(path):
+            _remove_emptied(path)
+        elif entry == _CLAIM:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        if error.errno not in (*_TAKEN, errno.ENOENT):
+            raise
 
 
 def _move_files(source: str, target: str) -> None:
