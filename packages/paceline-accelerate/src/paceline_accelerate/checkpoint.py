@@ -219,7 +219,8 @@ class Folder:
         get_logger("accelerate.accelerator").info("Loading states from %s", place)
         store = store_for(place)
         home = store.resolve(place)
-        recover_one(store, home)
+        with writing(f"finishing a save into {place}"):
+            recover_one(store, home)
         if store.exists(store.join(home, "manifest.json")):  # only the native `save_state` writes a manifest
             self._accelerator.states.load(place)
             if not self._accelerator.use_stateful_dataloader:
