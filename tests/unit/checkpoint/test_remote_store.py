@@ -450,3 +450,18 @@ def test_a_model_larger_than_a_block_comes_back_bit_equal(s3, small_parts) -> No
     Checkpointer().save(f"{s3}/c", TrainState(models={"m": source}))
     Checkpointer().load(f"{s3}/c", TrainState(models={"m": target}))
     assert torch.equal(source.weight, target.weight) and torch.equal(source.bias, target.bias)
+
+
+def test_a_manifest_that_is_replaced_while_it_is_read_is_one_of_the_two(s3, monkeypatch) -> None:
+    folder = Checkpointer().save(f"{s3}/c", state(1.0))
+    path = f"{folder}/manifest.json"
+    size = objects.size
+
+    def replaced_meanwhile(url: str) -> int:
+        length = size(url)
+        if url == path:
+            objects.write(path, b" " * 50 + (objects.read(path) or b""))  # longer, and the same JSON
+        return length
+
+    monkeypatch.setattr(objects, "size", replaced_meanwhile)
+    assert value_of(folder) == 1.0
