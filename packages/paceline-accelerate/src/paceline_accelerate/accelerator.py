@@ -511,7 +511,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
 
     def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool | None = None, **others: object
-    ) -> Path:
+    ) -> Path | str:
         """Saves under accelerate's file names; see `Folder.save`. Ranks: all."""
         return self._folder.save(output_dir, safe_serialization)
 

@@ -27,7 +27,6 @@ from paceline.base.log import logger
 from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
 from paceline.world import lifetime
-from paceline.world.departures import announce
 from paceline.world.lifetime import Leaving
 from paceline.world.mesh import forget_meshes
 from paceline.world.world import World
