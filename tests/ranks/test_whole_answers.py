@@ -34,14 +34,16 @@ class Plain:
         return model.state_dict()
 
 
-def started(plan, change=None, rows=36):
+def started(plan, change=None, rows=36, window=1):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     if change is not None:
         change(model)
     x = torch.randn(rows, 4, dtype=torch.float64)
     batches = DataLoader(TensorDataset(x, torch.arange(rows) % 3), 12)
-    accelerator = Plain() if plan is None else Accelerator(cpu=True, split_batches=True, plan=plan)
+    accelerator = Plain()
+    if plan is not None:
+        accelerator = Accelerator("no", window, cpu=True, split_batches=True, plan=plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return accelerator, *accelerator.prepare(model, optimizer, batches)
 
@@ -105,8 +107,26 @@ def masked(model):
     model[0].weight.register_hook(lambda gradient: gradient * mask)
 
 
-def one_pass_each(plan, change):
-    accelerator, model, optimizer, batches = started(plan, change, rows=35)
+def scaled_by_norm(model):
+    """Both kinds of hooks on one parameter, in the order in which autograd calls them."""
+    model[2].weight.register_hook(lambda gradient: gradient / (1 + gradient.norm().item()))
+
+    def clamp(parameter):
+        parameter.grad.clamp_(-0.02, 0.02)
+
+    model[2].weight.register_post_accumulate_grad_hook(clamp)
+
+
+def hooked(plan, change, before=False, **options):
+    """Hooks that come before `prepare`, or after it."""
+    accelerator, model, optimizer, batches = started(plan, change if before else None, **options)
+    if not before:
+        change(accelerator.unwrap_model(model))
+    return accelerator, model, optimizer, batches
+
+
+def one_pass_each(plan, change, before):
+    accelerator, model, optimizer, batches = hooked(plan, change, before, rows=35)
     for x, y in batches:
         accelerator.backward(F.cross_entropy(model(x), y))
         optimizer.step()
@@ -114,15 +134,17 @@ def one_pass_each(plan, change):
     return weights(accelerator, model)
 
 
-def two_passes_each(plan, change):
-    """Passes that add up; hooks that come after `prepare`, and go."""
-    accelerator, model, optimizer, batches = started(plan, change)
+def two_passes_each(plan, change, before):
+    """Passes that add up; hooks that come after `prepare`, between forward and backward, and go."""
+    accelerator, model, optimizer, batches = hooked(plan, change, before)
     norms = []
     inner = accelerator.unwrap_model(model)
-    handle = inner[2].weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
     for number, (x, y) in enumerate(batches):
-        accelerator.backward(F.cross_entropy(model(x), y))
-        accelerator.backward(F.cross_entropy(model(-x), y))
+        loss = F.cross_entropy(model(x), y)
+        if number == 0:
+            handle = inner[0].bias.register_hook(lambda gradient: norms.append(gradient.norm().item()))
+        accelerator.backward(loss)
+        accelerator.backward(F.cross_entropy(model(-x), y) + (inner[0].weight ** 2).sum())
         optimizer.step()
         optimizer.zero_grad()
         if number == 1:
@@ -131,13 +153,30 @@ def two_passes_each(plan, change):
     return [*weights(accelerator, model), *norms]
 
 
-@pytest.mark.parametrize("script", [one_pass_each, two_passes_each])
-@pytest.mark.parametrize("change", [clamped, masked])
+def in_windows(plan, change, before):
+    accelerator, model, optimizer, batches = hooked(plan, change, before, window=2)
+    for number, (x, y) in enumerate(batches):
+        loss = F.cross_entropy(model(x), y)
+        if plan is None:
+            (loss / (2 if number < 2 else 1)).backward()
+            if number == 0:
+                continue
+        else:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(accelerator, model)
+
+
+@pytest.mark.parametrize("script", [one_pass_each, two_passes_each, in_windows])
+@pytest.mark.parametrize("change", [clamped, masked, scaled_by_norm])
 def test_hooks_on_gradients_get_the_mean_of_all_ranks(script, change):
-    expected = script(None, change)
-    for width, plan in WHOLE:
-        for numbers in run_ranks(script, width, args=(plan, change)):
-            assert numbers == pytest.approx(expected, rel=1e-9), plan
+    expected = script(None, change, True)
+    for before, plans in ((True, WHOLE), (False, DIVIDED)):
+        for width, plan in plans:
+            for numbers in run_ranks(script, width, args=(plan, change, before)):
+                assert numbers == pytest.approx(expected, rel=1e-9), plan
 
 
 def told_when_saved(how):
