@@ -244,11 +244,12 @@ def train(kind, plan, keep=()):
 
 
 def hooked(plan):
-    """Hooks that are no linear functions see the gradient of each batch of a window."""
+    """Hooks that are no linear functions see the gradient of each batch of a window, and the prepared model is compiled."""
     torch.manual_seed(0)
     accelerator = Accelerator(cpu=True, plan=plan, gradient_accumulation_steps=2)
     model = Residual().double()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    model = torch.compile(model, backend="eager")  # which the stages are called beside
     for parameter in model.parameters():
         parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     layout = accelerator.plan.layout
@@ -258,6 +259,8 @@ def hooked(plan):
             accelerator.forward_backward(model, (x[own], x[own].sum(1, keepdim=True)), loss_of)
             optimizer.step()
             optimizer.zero_grad()
+    with torch.no_grad():
+        model(x)
     return [value for entry in accelerator.get_state_dict(model).values() for value in entry.flatten().tolist()]
 
 

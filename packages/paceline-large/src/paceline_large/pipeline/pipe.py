@@ -101,7 +101,8 @@ class Pipe(Runner):
         self._loss: Callable[[Any, Any], Tensor] | None = None
         self._losses: list[Tensor] = []
         self._inner = model.forward
-        override_forward(model, "pipeline", self._forward)
+        # A script may compile the prepared model, whose stages communicate: that is nothing to trace.
+        override_forward(model, "pipeline", torch.compiler.disable(self._forward))
         forward: Any = model.forward
         forward.__func__.pipe = self  # see `timing.measure`
 

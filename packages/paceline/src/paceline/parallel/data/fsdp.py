@@ -86,8 +86,9 @@ class Units(AppliedStrategy):
         # Names of buffers that `forward` changes by this rank's samples; None until the first training pass has shown them.
         self._changed_buffers: list[str] | None = None if broadcast_buffers else []
         self._versions: dict[str, tuple[int, int]] = {}
-        model.register_forward_pre_hook(self._before_forward, prepend=True)
-        model.register_forward_hook(self._after_forward)
+        # A script may compile the prepared model. FSDP2 keeps its own hooks from the compiler in the same way.
+        model.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
+        model.register_forward_hook(torch.compiler.disable(self._after_forward))
         # Once gradients were held back: whole parameters whose gradients are noted as they are computed, and those whose
         # gradients the last backward pass has computed.
         self._notes = False
