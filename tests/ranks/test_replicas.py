@@ -135,13 +135,17 @@ def what_is_told(plan: dict[str, int]) -> dict[str, list[str]]:
         said.clear()
         set_seed(0)
         accelerator = Accelerator(cpu=True, plan=plan, split_batches=True)
-        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+        model = nn.Sequential(*layers, nn.Linear(4, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(2)
         data = TensorDataset(torch.randn(89, 4, generator=generator), torch.arange(89) ** 2 % 5 % 3)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 12))
         for x, y in loader:
-            accelerator.backward(loss_of(model(x), x, y))
+            if plan:
+                accelerator.forward_backward(model, (x, (x, y)), lambda z, given: loss_of(z, *given))  # noqa: B023
+            else:
+                accelerator.backward(loss_of(model(x), x, y))
             optimizer.step()
             optimizer.zero_grad()
         seen[name] = list(said)
@@ -149,9 +153,9 @@ def what_is_told(plan: dict[str, int]) -> dict[str, list[str]]:
     return seen
 
 
-@pytest.mark.parametrize("plan", [{}, {"shard": 2}], ids=str)
-def test_a_loss_whose_numbers_depend_on_the_division_is_told(plan: dict[str, int]) -> None:
-    for seen in run_ranks(what_is_told, 2, args=(plan,)):
+@pytest.mark.parametrize(("plan", "world"), [({}, 2), ({"shard": 2}, 2), ({"pp": 2}, 2), ({"pp": 2, "shard": 2}, 4)])
+def test_a_loss_whose_numbers_depend_on_the_division_is_told(plan: dict[str, int], world: int) -> None:
+    for seen in run_ranks(what_is_told, world, args=(plan,)):
         told = {name: " ".join(said) for name, said in seen.items() if said}
         assert set(told) == {"mask inside of a loss", "ignored targets", "root", "constant"}
         assert all("test_replicas.py:" in said for said in told.values())

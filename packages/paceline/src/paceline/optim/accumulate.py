@@ -368,7 +368,9 @@ class Accumulation:
     def _look(self, loss: Tensor, window: Window, batch: BatchInfo | None, has_items: bool) -> None:
         """Looks at how much each element of a loss counts, where this could be another number elsewhere."""
         order = window.next_loss()
-        if self.width == 1 and (has_items or self.steps == 1):
+        # The losses of micro-batches come later.
+        is_whole = loss.grad_fn is not None
+        if self.width == 1 and is_whole and (has_items or self.steps == 1):
             return
         if has_items:
             rows = 1
@@ -528,8 +530,6 @@ class Accumulation:
         window.passed(parameters, mean)
         self._mean = None
         self.loss_weights.passed(self.last_pass.factor)
-        if self.width == 1 and window.sync:
-            self.loss_weights.judge([self.loss_weights.take()], is_sure=True)
         if mean is None:
             return
         for other in window.means:

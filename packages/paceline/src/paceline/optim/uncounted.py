@@ -119,7 +119,7 @@ class SeenLoss:
     """What one rank has seen of the loss of one backward pass.
 
     Attributes:
-        number: of the pass in the run.
+        number: of the pass in the run; the micro-batches of a pass have the same.
         window: identifies the window, and which of its losses this is.
         rows: the samples of this rank; 0 if it has none.
         has_items: whether it was passed with `num_items`.
@@ -184,7 +184,7 @@ class _PartOfLoss:
 
 @dataclass
 class _PassLookedAt:
-    """A backward pass that is looked at."""
+    """A backward pass that is looked at, or one micro-batch of it."""
 
     number: int
     window: tuple[int, ...]
@@ -216,7 +216,7 @@ class LossWeights:
 
     _rows: int = 0  # of the last pass that was looked at
     _others: int = 0  # passes that were looked at after the first ones
-    _open: _PassLookedAt | None = None
+    _open: list[_PassLookedAt] = field(default_factory=list)  # the pass, and its micro-batches
     _noted: list[_PassLookedAt] = field(default_factory=list)
     _judged: list[Sequence[SeenLoss]] = field(default_factory=list)  # of earlier passes, each by rank
 
@@ -231,11 +231,21 @@ class LossWeights:
             has_items: whether the loss was passed with `num_items`.
         """
         self._rows = rows
-        parts = _parts_of(loss)
-        handles = [part.node.register_prehook(part.see) for part in parts]
         frame = user_frame()
         place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        self._open = _PassLookedAt(number, window, rows, has_items, place, parts, handles)
+        self._open = [_look_at(loss, number, window, rows, has_items, place)]
+
+    def look_inside(self, loss: Tensor, rows: int | None) -> None:
+        """Called before the backward pass of each micro-batch of the pass, whose losses are parts of one.
+
+        Args:
+            loss: of the micro-batch.
+            rows: the samples in it; None if there is nothing that counts them.
+        """
+        if self._open and rows and loss.grad_fn is not None:
+            whole = self._open[0]
+            counted = 1 if whole.has_items else rows
+            self._open.append(_look_at(loss, whole.number, whole.window, counted, whole.has_items, whole.place))
 
     def wants(self, number: int, rows: int) -> bool:
         """Returns whether a pass is one of the first, or has another number of samples than the last that was looked at."""
@@ -252,11 +262,15 @@ class LossWeights:
         Args:
             factor: what the loss was multiplied by before it; 0 if this rank has no sample.
         """
-        if self._open is None:
-            return
-        self._open.close(factor)
-        self._noted.append(self._open)
-        self._open = None
+        micro_batches = self._open[1:]
+        if micro_batches and not micro_batches[0].has_items:
+            factor /= len(micro_batches)
+        for each in micro_batches or self._open:
+            each.close(factor)
+            # The loss of a pipeline is computed by its last stage.
+            if each.parts:
+                self._noted.append(each)
+        self._open = []
 
     def take(self) -> list[SeenLoss]:
         """Returns what was seen since the last call, which waits for the device."""
@@ -285,6 +299,14 @@ class LossWeights:
     def _say(seen: Sequence[SeenLoss], text: str | None) -> None:
         if text is not None:
             warn_once("train", text + seen[0].place)
+
+
+def _look_at(
+    loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool, place: str
+) -> _PassLookedAt:
+    parts = _parts_of(loss)
+    handles = [part.node.register_prehook(part.see) for part in parts]
+    return _PassLookedAt(number, window, rows, has_items, place, parts, handles)
 
 
 @dataclass(frozen=True)
@@ -355,7 +377,7 @@ def _is_of_weights(node: Any) -> bool:
 
 
 def _across_ranks(seen: Sequence[SeenLoss]) -> str | None:
-    """Returns what is to be said of one loss that several ranks have computed."""
+    """Returns what is to be said of one loss that several ranks, or micro-batches of one pass, have computed."""
     seen = [each for each in seen if each.rows]
     if len(seen) < 2 or not _have_one_form(seen):
         return None

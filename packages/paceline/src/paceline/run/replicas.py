@@ -112,9 +112,12 @@ class Replicas:
         if self._is_uneven or not self._run.gradients.replicas_equal or self._run.runtime.compares_widths:
             return
         states: list[Whereabouts] = self._run.collectives.gather_object(self._state())
-        # Ranks that read the same samples compute the same loss.
-        by_data_index = {self._run.plan.layout.data_index(rank): state for rank, state in enumerate(states)}
-        losses = [state.losses for state in by_data_index.values()]
+        # Ranks that read the same samples compute the same loss, or one of them does, with the last stage of a pipeline.
+        by_data_index: dict[int, tuple[SeenLoss, ...]] = {}
+        for rank, state in enumerate(states):
+            index = self._run.plan.layout.data_index(rank)
+            by_data_index[index] = by_data_index.get(index) or state.losses
+        losses = list(by_data_index.values())
         # After an epoch, or so many passes, the ranks have seen all numbers of samples that batches have.
         is_sure = self._passes >= _EVERY or states[0].position[:1] > (0,)
         self._run.gradients.loss_weights.judge(losses, is_sure)
