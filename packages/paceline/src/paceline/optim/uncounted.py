@@ -14,7 +14,8 @@ is judged by itself: its micro-batches divide samples as ranks do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from typing import Any
@@ -26,8 +27,10 @@ from paceline.base.log import warn_once
 from paceline.torch_internals.tensors import divisor_of, reduction_of
 from paceline.world.places import user_frame
 
-_PASSES = 4  # of a run that are looked at
+_PASSES = 4  # at the start of a run that are looked at
 _OTHER_PASSES = 8  # of those after them whose number of samples is another one, as in the last batch of an epoch
+_EVERY = 64  # passes between two comparisons of the ranks, after the first ones
+_JUDGED = 32  # losses that are remembered
 _NODES = 32  # of the graph behind a loss; losses are a few sums and factors away from their mean
 _LINEAR = (
     "Add",
@@ -218,7 +221,7 @@ class LossWeights:
     _others: int = 0  # passes that were looked at after the first ones
     _open: list[_PassLookedAt] = field(default_factory=list)  # the pass, and its micro-batches
     _noted: list[_PassLookedAt] = field(default_factory=list)
-    _judged: list[Sequence[SeenLoss]] = field(default_factory=list)  # of earlier passes, each by rank
+    _judged: deque[Sequence[SeenLoss]] = field(default_factory=lambda: deque(maxlen=_JUDGED))  # each by rank
 
     def look(self, loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool = False) -> None:
         """Called before a backward pass.
@@ -248,8 +251,11 @@ class LossWeights:
             self._open.append(_look_at(loss, whole.number, whole.window, counted, whole.has_items, whole.place))
 
     def wants(self, number: int, rows: int) -> bool:
-        """Returns whether a pass is one of the first, or has another number of samples than the last that was looked at."""
-        if number <= _PASSES:
+        """Returns whether a pass is one of the first, or has another number of samples than the last that was looked at.
+
+        One after which the ranks compare themselves is wanted, too: factors may come from losses of earlier passes.
+        """
+        if number <= _PASSES or is_compared(number):
             return True
         if rows == self._rows or self._others == _OTHER_PASSES:
             return False
@@ -285,9 +291,11 @@ class LossWeights:
             is_sure: whether other numbers of samples than so far are not to be expected.
         """
         numbers = sorted({seen.number for own in by_rank for seen in own})
+        if not numbers:
+            return
         for number in numbers:
             self._judged.append([seen for own in by_rank for seen in own if seen.number == number])
-        for seen in self._judged[len(self._judged) - len(numbers) :]:
+        for seen in list(self._judged)[-len(numbers) :]:
             self._say(seen, _across_ranks(seen))
         for seen in _micro_batches(self._judged):
             self._say(seen, _across_micro_batches(seen))
@@ -299,6 +307,11 @@ class LossWeights:
     def _say(seen: Sequence[SeenLoss], text: str | None) -> None:
         if text is not None:
             warn_once("train", text + seen[0].place)
+
+
+def is_compared(number: int) -> bool:
+    """Returns whether the ranks compare themselves after a pass: after the 1st, 2nd, 4th, ... 64th, and then each 64th."""
+    return number % _EVERY == 0 or (number < _EVERY and number.bit_count() == 1)
 
 
 def _look_at(
@@ -422,7 +435,7 @@ def _are_equal(values: Sequence[float], tolerance: float) -> bool:
     return all(math.isclose(value, values[0], rel_tol=tolerance) for value in values)
 
 
-def _micro_batches(judged: Sequence[Sequence[SeenLoss]]) -> list[list[SeenLoss]]:
+def _micro_batches(judged: Iterable[Sequence[SeenLoss]]) -> list[list[SeenLoss]]:
     """Returns the losses of each window that the micro-batches of the first rank have in common."""
     windows: dict[tuple[int, ...], list[SeenLoss]] = {}
     for seen in judged:
@@ -444,7 +457,7 @@ def _across_micro_batches(seen: Sequence[SeenLoss]) -> str | None:
     return None
 
 
-def _of_sum(seen: SeenLoss, number: int, judged: Sequence[Sequence[SeenLoss]], width: int, is_sure: bool) -> str | None:
+def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], width: int, is_sure: bool) -> str | None:
     """Returns what is to be said of a sum over samples that is not divided by their number.
 
     Args:
