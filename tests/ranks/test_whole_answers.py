@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator
+from paceline import Accelerator, CheckpointError
 from paceline.testing import run_ranks
 
 DIVIDED = [(2, {"zero": 2}), (2, {"shard": 2}), (3, {"shard": 3})]
@@ -200,3 +200,25 @@ def told_when_saved(how):
 )
 def test_a_file_of_one_ranks_parts_is_told_once(how, count):
     assert run_ranks(told_when_saved, 2, args=(how,)) == [count, 0]
+
+
+def read_from_one_rank(folder):
+    """Each rank reads its own file; then that of rank 0."""
+    accelerator, model, optimizer, batches = started({"shard": 2})
+    for x, y in batches:
+        accelerator.backward(F.cross_entropy(model(x), y))
+    gradient = accelerator.unwrap_model(model)[0].weight.grad
+    torch.save(gradient, f"{folder}/{accelerator.process_index}")
+    accelerator.wait_for_everyone()
+    codes = []
+    for name in (accelerator.process_index, 0):
+        try:
+            read = torch.load(f"{folder}/{name}", weights_only=True)
+            codes.append(torch.equal(read.to_local(), gradient.to_local()))
+        except CheckpointError as error:
+            codes.append(error.code)
+    return codes
+
+
+def test_the_part_of_another_rank_is_not_read(tmp_path):
+    assert run_ranks(read_from_one_rank, 2, args=(str(tmp_path),)) == [[True, True], [True, "checkpoint-part"]]
