@@ -204,7 +204,7 @@ def test_a_file_of_one_ranks_parts_is_told_once(how, count):
 
 def read_from_one_rank(folder):
     """Each rank reads its own file; then that of rank 0."""
-    accelerator, model, optimizer, batches = started({"shard": 2})
+    accelerator, model, _, batches = started({"shard": 2})
     for x, y in batches:
         accelerator.backward(F.cross_entropy(model(x), y))
     gradient = accelerator.unwrap_model(model)[0].weight.grad

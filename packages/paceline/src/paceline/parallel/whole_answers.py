@@ -99,10 +99,9 @@ def unpickled(place: tuple[int, ...], rebuild: Any, arguments: Any) -> DTensor:
     raise CheckpointError(
         "checkpoint-part",
         f"a file has another rank's part of a tensor of shape {list(tensor.shape)}.",
-        why=f"it was pickled by the rank with part {place}, as by `torch.save(optimizer.state_dict(), path)`, and this rank has "
-        f"part {own}",
-        fix="save with `accelerator.save_state(folder)` on all ranks and load with `accelerator.load_state(folder)`, or write and "
-        "read a file for each rank",
+        why=f"the rank with part {place} has pickled it, as by `torch.save(optimizer.state_dict(), path)`; this one has {own}",
+        fix="save with `accelerator.save_state(folder)` on all ranks and load with `accelerator.load_state(folder)`, or let each "
+        "rank write and read a file of its own",
     )
 
 

@@ -247,13 +247,14 @@ class WholeParameter(nn.Parameter):
 
     # The gradient of this parameter is that of this rank's samples. Hooks of the script's wait for the mean, at the shard.
     def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
-        shard = self._shard()
-        return super().register_hook(hook) if shard is None else shard.register_hook(hook)
+        return _PLAIN_REGISTER_HOOK(self._shard_or_self(), hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        return _PLAIN_REGISTER_LATER_HOOK(self._shard_or_self(), hook)
+
+    def _shard_or_self(self) -> nn.Parameter:
         shard = self._shard()
-        register = super().register_post_accumulate_grad_hook if shard is None else shard.register_post_accumulate_grad_hook
-        return register(hook)
+        return self if shard is None else shard
 
 
 def shard_behind(parameter: torch.Tensor | None) -> torch.Tensor | None:
@@ -368,6 +369,8 @@ def _take_values(parameter: FSDPParam) -> bool:
 _PLAIN_DATA: Any = nn.Parameter.data
 _PLAIN_GRADIENT: Any = nn.Parameter.grad
 _PLAIN_REQUIRES_GRAD: Any = nn.Parameter.requires_grad
+_PLAIN_REGISTER_HOOK: Any = nn.Parameter.register_hook
+_PLAIN_REGISTER_LATER_HOOK: Any = nn.Parameter.register_post_accumulate_grad_hook
 
 
 def _own_gradient(whole: torch.Tensor) -> torch.Tensor | None:
@@ -538,7 +541,7 @@ def reset_unfinished(root: FSDPModule) -> None:
 def call_around_final_callback(
     units: Iterable[FSDPModule], before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
 ) -> None:
-    """Calls functions at the end of each backward pass, before FSDP2 ends it and waits for the last gradients, and after that."""
+    """Calls functions at the end of each backward pass: before FSDP2 ends it and waits for the last gradients, and after."""
 
     def wrapped(final: Callable[[], None]) -> Callable[[], None]:
         def call_all() -> None:
@@ -599,7 +602,7 @@ def call_before_reduction(group: FSDPParamGroup, callback: Callable[[list[FSDPPa
 
 def call_after_accumulation(whole: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
     """Calls `callback` with a whole parameter after autograd has accumulated into its own gradient."""
-    nn.Parameter.register_post_accumulate_grad_hook(whole, callback)
+    _PLAIN_REGISTER_LATER_HOOK(whole, callback)
 
 
 def call_before_gathering(group: FSDPParamGroup, callback: Callable[[], None]) -> None:

@@ -49,10 +49,10 @@ def _hooks_of(table: Any) -> list[Callable[..., Any]]:
     return list((table.others if isinstance(table, _OneHook) else table or {}).values())
 
 
-class _OneHook(dict[int, Callable[[Tensor], None]]):
+class _OneHook(dict[int, Callable[[Tensor], Any]]):
     """A table of a tensor's hooks: autograd sees one of them, the others are put by."""
 
-    def __init__(self, hook: Callable[[Tensor], None], others: dict[int, Callable[[Tensor], None]]) -> None:
+    def __init__(self, hook: Callable[[Tensor], Any], others: dict[int, Callable[[Tensor], None]]) -> None:
         super().__init__({-1: hook})
         self.others = others
 
