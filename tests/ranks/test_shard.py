@@ -564,9 +564,6 @@ def test_hooks_and_second_derivatives_are_refused() -> None:
         model.aside.weight.register_post_accumulate_grad_hook(lambda p: seen.append(p.grad.shape))
         accelerator.backward(model(x, 0, 3).sum())
         assert seen == [(5, 5)]
-        model.aside.weight.register_hook(lambda gradient: gradient * 2)
-        with pytest.raises(PlanError, match="shard-hooks"):
-            accelerator.backward(model(x, 0, 3).sum())
 
     run_ranks(body, world=2)
 

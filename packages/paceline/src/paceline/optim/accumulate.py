@@ -29,7 +29,6 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
 
@@ -169,15 +168,23 @@ class Accumulation:
         self._held = held
         self._took_part = took_part
         self._finish_reduction = finish_reduction
+        self._loss_weights: LossWeights | None = None  # from the first loss on that is looked at
         self._items_divisor: float | None = None  # the estimate for the next window whose losses are sums over items
         self.reset()
 
-    @cached_property
+    @property
     def loss_weights(self) -> LossWeights:
         """What the first losses have shown. One process that does not accumulate has nothing to compare."""
-        from paceline.optim.uncounted import LossWeights
+        if self._loss_weights is None:
+            from paceline.optim.uncounted import LossWeights
 
-        return LossWeights()
+            self._loss_weights = LossWeights()
+        return self._loss_weights
+
+    def judge_own_losses(self) -> None:
+        """Judges the losses of one process, whose micro-batches divide samples as ranks do."""
+        if self._loss_weights is not None:
+            self._loss_weights.judge([self._loss_weights.take()], is_sure=True)
 
     def reset(self) -> None:
         """Forgets all windows, as the models to which they belong are forgotten."""
@@ -376,7 +383,9 @@ class Accumulation:
     def _look(self, loss: Tensor, window: Window, batch: BatchInfo | None, has_items: bool) -> None:
         """Looks at how much each element of a loss counts, where this could be another number elsewhere."""
         order = window.next_loss()
-        if self.width == 1 and (has_items or self.steps == 1):
+        # The losses of micro-batches come later.
+        is_whole = loss.grad_fn is not None
+        if self.width == 1 and is_whole and (has_items or self.steps == 1):
             return
         if has_items:
             rows = 1
@@ -535,10 +544,8 @@ class Accumulation:
             self._gradients_before = None
         window.passed(parameters, mean)
         self._mean = None
-        if self.width > 1 or self.steps > 1:
-            self.loss_weights.passed(self.last_pass.factor)
-        if self.width == 1 and self.steps > 1 and window.sync:
-            self.loss_weights.judge([self.loss_weights.take()], is_sure=True)
+        if self._loss_weights is not None:
+            self._loss_weights.passed(self.last_pass.factor)
         if mean is None:
             return
         for other in window.means:

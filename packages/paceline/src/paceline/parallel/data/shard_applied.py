@@ -149,7 +149,8 @@ class DividedUnits(Units):
     def __init__(self, model: nn.Module, context: Context, alone: list[nn.Parameter], keeps: bool) -> None:
         broadcasts = context.options.broadcast_buffers
         mesh = context.mesh
-        super().__init__(model, mesh.gradient_group, alone, keeps, broadcasts, mesh.same_part_group)
+        is_stage = context.runner is not None
+        super().__init__(model, mesh.gradient_group, alone, keeps, broadcasts, mesh.same_part_group, is_stage)
         self._context = context
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:

@@ -94,6 +94,7 @@ class DividedGradients(ReducedGradients):
             broadcast_buffers=options.broadcast_buffers,
             siblings=ReducedGradients.reducers_of(context),
             others_answer=context.runtime.others_answer,
+            is_stage=context.runner is not None,
         )
         super().__init__(model, reducer)
         self._states = DividedStates(model, context)
