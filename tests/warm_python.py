@@ -108,7 +108,7 @@ class WarmPython:
         self.bin.mkdir()
         # A worker, and an agent that is attached, end with their parent, which must therefore be the launcher itself.
         cold = f'"-m paceline.launch.worker"*|*" attached ") exec {self._python} "$@";;'
-        warm = f'"-m "*|"-u -m "*|[!-]*) exec {client} "$@";;'
+        warm = f'"-m "*|"-u -m "*|"-u "[!-]*|[!-]*) exec {client} "$@";;'
         self._write("python", f'case "$* " in {cold} {warm} *) exec {self._python} "$@";; esac')
         # What containers begin with. Under the other name `-c` is cold, because `multiprocessing` starts its children so.
         self._write("python3", f'case "$1" in -c) exec {client} "$@";; *) exec {self.executable} "$@";; esac')
