@@ -178,7 +178,10 @@ def warm_up() -> None:
         "encodings.idna",  # for the names of hosts
     ):
         importlib.import_module(name)
-    packages = {f"paceline.{name}" for name in ("checkpoint", "data", "optim", "parallel", "planner", "precision", "run", "world")}
+    packages = {
+        f"paceline.{name}"
+        for name in ("checkpoint", "data", "optim", "parallel", "planner", "precision", "run", "world")
+    }
     for group in ("paceline.strategies", "paceline.observers", "paceline.hang_reports"):
         packages |= {point.module.rpartition(".")[0] for point in points(group).values()}
     for package in sorted(packages):
