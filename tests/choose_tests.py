@@ -7,7 +7,8 @@ with what is not committed yet. A file of tests is reached by
 - each of our modules that it imports, those that they import (in functions, too), and those that they name by text, as tables
   of lazy names and `pyproject.toml` do;
 - an entry point of a part beside the core, if the test says its name: `slurm`, `deepspeed`, `watch`;
-- pages and examples, for the tests in tests/docs, page by page; their long cases, which `make test-all` leaves out, too;
+- pages and examples, for the tests in tests/docs, page by page; their long cases, which `make test-all` leaves out, and the
+  built site, too;
 - files that are not Python, in the folder of a file that it needs or below.
 
 Texts of programs that a test starts count as its own imports. Some files always run: `ALWAYS`. A change of anything else
@@ -47,7 +48,13 @@ UNTESTED = (
 PAGES = ("docs/", "examples/", "README.md", "CONTRIBUTING.md", "mkdocs.yml")
 PAGE_TESTS = "tests/docs/"
 PAGE_CASES = "tests/docs/test_code_blocks.py"
-EXAMPLE_TESTS = ("tests/docs/test_examples.py", "tests/docs/test_chaos.py")
+# File of tests -> the beginning of what it reads: its long cases run where that has changed.
+LONG_WHERE_CHANGED = {
+    "tests/docs/test_examples.py": "examples/",
+    "tests/docs/test_chaos.py": "examples/",
+    "tests/docs/test_site.py": "docs/",
+    "tests/shape/test_types.py": "packages/",
+}
 # A command of ours: called, started by its name, or by a helper that is told the words after it.
 _COMMAND = re.compile(r"\bmain\(\[|-m\W+paceline|paceline (launch|plan|test|env)|\"paceline\"")
 # "paceline.optim.clip", "paceline_large.offload.offload:STRATEGY"
@@ -350,7 +357,7 @@ def chosen(changed: set[str], needs: Mapping[str, set[str]]) -> list[str] | None
             is_reached = bool(pages) or file in changed
         if not is_reached:
             continue
-        if file in EXAMPLE_TESTS and any(path.startswith("examples/") for path in pages):
+        if file in LONG_WHERE_CHANGED and any(path.startswith(LONG_WHERE_CHANGED[file]) for path in changed):
             words += [f"tests/{case}" for case in LONG if f"tests/{case}".startswith(f"{file}::")]
         if file == PAGE_CASES and file not in changed:
             words += [f"{file}::test_a_page_runs[{page}]" for page in sorted(pages) if _has_code(page)]

@@ -128,7 +128,13 @@ LONG = {
     "ranks/test_reshard_window.py::test_the_window_goes_on_with_the_same_bits[fp16-zero2]",
     "ranks/test_background_save.py::test_what_is_written_is_what_was_there[{'replicate': 2}]",
     "ranks/test_background_save.py::test_what_is_written_is_what_was_there[{'shard': 2, 'zero': 1}]",
-    # A second round, for the same 8 minutes.
+    # A second round, for the same 8 minutes. Jobs of their own in CI have mypy (`make check`) and the built site (`make docs`).
+    "shape/test_types.py::test_a_type_checker_sees_each_name_and_keeps_the_types_of_what_is_prepared",
+    "shape/test_types.py::test_the_package_has_no_error_of_types",
+    "docs/test_site.py::test_the_site_builds_strictly",
+    "docs/test_site.py::test_a_page_needs_nothing_from_elsewhere",
+    "docs/test_site.py::test_search_works_without_a_server",
+    "docs/test_site.py::test_decisions_are_reached_by_contributors_alone",
     "ranks/test_reduction.py::test_programs_train_as_on_one_process[replicate-3]",
     "ranks/test_reduction.py::test_programs_train_as_on_one_process[zero 1-2]",
     "ranks/test_reduction.py::test_programs_train_as_on_one_process[zero 2-2]",
