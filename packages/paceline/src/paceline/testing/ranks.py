@@ -173,7 +173,6 @@ def warm_up() -> None:
     """
     for name in (
         "torch.distributed.checkpoint",
-        "torch._subclasses.schema_check_mode",  # for the first operation on divided parameters
         "paceline.torch_internals.compiler",
         "encodings.idna",  # for the names of hosts
     ):
