@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from choose_tests import imported_names
+from choose_tests import text_of
 
 FIELDS = Path(__file__).with_name("fields_written_elsewhere.txt")
 
@@ -26,7 +26,7 @@ HOLDERS_OF_OTHERS = ("args", "ctx", "namespace", "parser", "action", "sys")
 def imports_of(module) -> Iterator[str]:
     """Dotted names that a module imports anywhere, also for type checkers alone."""
     package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
-    return imported_names(module.tree, package)
+    return text_of(module.tree).imported_names(package)
 
 
 def graph_of(modules) -> dict[str, set[str]]:
