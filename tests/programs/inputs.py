@@ -758,7 +758,9 @@ def instances(folder: Path) -> None:
         train_num_points=64,
     )
     Mask2FormerForUniversalSegmentation(config).save_pretrained(folder / "mask2former")
-    Mask2FormerImageProcessor(size={"height": 64, "width": 64}, ignore_index=255).save_pretrained(folder / "mask2former")
+    Mask2FormerImageProcessor(size={"height": 64, "width": 64}, ignore_index=255).save_pretrained(
+        folder / "mask2former"
+    )
     numbers = {name: datasets.Value("int64") for name in ("background", "cat", "dog")}
     kinds = {"image": datasets.Image(), "annotation": datasets.Image(), "semantic_class_to_id": numbers}
     names = {"background": 0, "cat": 1, "dog": 2}
@@ -783,6 +785,8 @@ def choices(folder: Path) -> None:
         )
     _write(folder / "choices" / "validation.jsonl", rows)
     code = """
+        import statistics
+
         import sitecustomize
         from lighteval.metrics.metrics_sample import SampleLevelComputation
         from lighteval.metrics.utils.metric_utils import SampleLevelMetric
@@ -807,7 +811,7 @@ def choices(folder: Path) -> None:
             higher_is_better=True,
             category=SamplingMethod.LOGPROBS,
             sample_level_fn=Recorded(),
-            corpus_level_fn=lambda values: sum(values) / len(values),
+            corpus_level_fn=statistics.mean,
         )
         TASKS_TABLE = [
             LightevalTaskConfig(
