@@ -124,6 +124,11 @@ def chats(folder: Path) -> None:
     _split(folder, "chats", lambda draw: {"messages": _chat(draw)})
 
 
+def sentences(folder: Path) -> None:
+    """Makes `sentences`, lines of text."""
+    _split(folder, "sentences", lambda draw: {"text": _text(draw, 12)})
+
+
 def _instruction(draw: random.Random) -> dict[str, str]:
     return {"instruction": _text(draw, 5), "input": _text(draw, 3), "output": _text(draw, 6)}
 
@@ -429,7 +434,8 @@ def _mask(number: int, kind: tuple[str, int]) -> Any:
     mode, channels = kind
     rows = []
     for row in range(64):
-        value = (number + row // 32) % (4 if channels == 1 else 3)
+        # Of a thing's mask 0 is the background, which is no thing.
+        value = (number + row // 32) % 4 if channels == 1 else 1 + (number + row // 32) % 2
         pixel = bytes([value] if channels == 1 else [value, 1 + row // 32, 0])
         rows.append(pixel * 64)
     return Image.frombytes(mode, (64, 64), b"".join(rows))
@@ -752,7 +758,9 @@ def instances(folder: Path) -> None:
         train_num_points=64,
     )
     Mask2FormerForUniversalSegmentation(config).save_pretrained(folder / "mask2former")
-    Mask2FormerImageProcessor(size={"height": 64, "width": 64}).save_pretrained(folder / "mask2former")
+    Mask2FormerImageProcessor(size={"height": 64, "width": 64}, ignore_index=255).save_pretrained(
+        folder / "mask2former"
+    )
     numbers = {name: datasets.Value("int64") for name in ("background", "cat", "dog")}
     kinds = {"image": datasets.Image(), "annotation": datasets.Image(), "semantic_class_to_id": numbers}
     names = {"background": 0, "cat": 1, "dog": 2}
@@ -777,6 +785,8 @@ def choices(folder: Path) -> None:
         )
     _write(folder / "choices" / "validation.jsonl", rows)
     code = """
+        import statistics
+
         import sitecustomize
         from lighteval.metrics.metrics_sample import SampleLevelComputation
         from lighteval.metrics.utils.metric_utils import SampleLevelMetric
@@ -801,7 +811,7 @@ def choices(folder: Path) -> None:
             higher_is_better=True,
             category=SamplingMethod.LOGPROBS,
             sample_level_fn=Recorded(),
-            corpus_level_fn=lambda values: sum(values) / len(values),
+            corpus_level_fn=statistics.mean,
         )
         TASKS_TABLE = [
             LightevalTaskConfig(
@@ -816,6 +826,8 @@ def choices(folder: Path) -> None:
         ]
     """
     (folder / "questions.py").write_text(textwrap.dedent(code), encoding="utf-8")
+    # lighteval imports all of its tasks, and one of them would download this file.
+    (folder / "lighteval" / "tasks" / "tasks" / "tinyBenchmarks.pkl").write_bytes(b"")
 
 
 def axolotl(folder: Path) -> None:
