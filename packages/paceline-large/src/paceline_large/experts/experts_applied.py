@@ -29,7 +29,6 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     """Divides the experts, with the values of the first rank along `ep`. Ranks: all."""
     mesh = context.mesh.along("ep")
     group = context.mesh.layers_group("ep")
-    layers = []
     present = dict(model.named_modules())  # a pipeline stage lacks some
     for row in STRATEGY.chosen(context.plan, context.facts):
         if row.name not in present:
@@ -38,12 +37,11 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
         _divide(module, row, mesh)
         layer = _ExpertLayer(module, ExpertRanks(group, row.number, context.runtime.others_answer))
         override_forward(module, "experts", layer.forward)
-        layers.append(layer)
     take_whole_values(model)
     refuse_removed(model)
     refuse_tools()
     answer_for_whole_tensors()
-    return DividedExperts(model, layers, context)
+    return DividedExperts(model, context)
 
 
 class DividedExperts(AppliedStrategy):
@@ -51,19 +49,18 @@ class DividedExperts(AppliedStrategy):
 
     Args:
         model: after the division.
-        layers: its layers with experts.
         context: of the strategy.
     """
 
-    def __init__(self, model: nn.Module, layers: list[_ExpertLayer], context: Context) -> None:
+    def __init__(self, model: nn.Module, context: Context) -> None:
         super().__init__(model)
-        self._layers = layers
         self._context = context
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Lets an optimizer that may look at whole parameters step each on its owner."""
         # Otherwise `shard` does it, whose ranks hold parts of the same parameters.
-        if self._context.plan.fully_sharded:
+        # So does `tensor`.
+        if self._context.plan.fully_sharded or self._context.plan.layout.tp > 1:
             return []
         return step_by_owners(adapter, self.module, self._context.mesh.along("ep"))
 
@@ -71,13 +68,7 @@ class DividedExperts(AppliedStrategy):
     def full_parameters(self, writeback: bool) -> Iterator[None]:
         """While it is open, each rank has all experts, and computes those of its own tokens."""
         with whole_parameters(self.module, writeback):
-            for layer in self._layers:
-                layer.is_whole = True
-            try:
-                yield
-            finally:
-                for layer in self._layers:
-                    layer.is_whole = False
+            yield
 
     def uneven_steps(self) -> AbstractContextManager[None]:
         """Refuses it: each forward pass waits for the tokens of the other ranks.
@@ -111,14 +102,9 @@ def _divide(module: nn.Module, row: Experts, mesh: Any) -> None:
 
 
 class _ExpertLayer:
-    """One module of experts.
-
-    Attributes:
-        is_whole: whether all experts are on this rank at the moment, as plain parameters.
-    """
+    """One module of experts."""
 
     def __init__(self, module: nn.Module, ranks: ExpertRanks) -> None:
-        self.is_whole = False
         self._ranks = ranks
         # Attributes that count the experts, which the code of the model may use.
         self._counts = [
@@ -131,7 +117,7 @@ class _ExpertLayer:
         self, module: nn.Module, original: Callable[..., Any], tokens: Tensor, choices: Tensor, weights: Tensor
     ) -> Tensor:
         """Stands in the place of the module's forward. Shape: tokens [..., H], choices [..., K], weights [..., K]."""
-        if self.is_whole:
+        if not any(map(is_sharded, parameter_table(module).values())):  # all experts are on this rank at the moment
             return original(tokens, choices, weights)  # type: ignore[no-any-return]
 
         def run(tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:

@@ -15,15 +15,6 @@ from paceline.plan.rules import origin
 def problems_of(plan: Plan, facts: ModelFacts, experts: Sequence[Experts]) -> list[Problem]:
     """Returns the problems of dividing these experts of a model over the `ep` axis."""
     problems = []
-    if plan.layout.tp > 1:
-        problems.append(
-            Problem(
-                "experts-axes",
-                "experts cannot be divided over ep and tp at the same time.",
-                why=f"{origin(plan, 'ep')}, {origin(plan, 'tp')}",
-                fix="leave `tp` out: ep works together with replicate, shard, cp and pp",
-            )
-        )
     if not experts:
         problems.append(
             Problem(
