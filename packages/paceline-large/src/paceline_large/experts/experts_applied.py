@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import TrainError
-from paceline.parallel.data.averages import broadcast_tensors
 from paceline.parallel.data.division import step_by_owners
+from paceline.parallel.data.shard import STRATEGY as SHARD
+from paceline.parallel.data.shard import param_dtype
 from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, take_whole_values, whole_parameters
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.experts import Experts
-from paceline.plan.plan import Decision
+from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded
 from paceline_large.experts.experts import STRATEGY
+from paceline_large.experts.listed import ListedExperts
 from paceline_large.experts.travel import ExpertRanks
 
 
@@ -34,9 +36,12 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
         if row.name not in present:
             continue
         module = present[row.name]
+        ranks = ExpertRanks(group, row.number, context.runtime.others_answer)
         _divide(module, row, mesh)
-        layer = _ExpertLayer(module, ExpertRanks(group, row.number, context.runtime.others_answer))
-        override_forward(module, "experts", layer.forward)
+        if row.modules:
+            ListedExperts(present[row.caller], row.modules, ranks, _computed_dtype(context.plan))
+        else:
+            override_forward(module, "experts", StackedExperts(module, ranks).forward)
     take_whole_values(model)
     refuse_removed(model)
     refuse_tools()
@@ -86,23 +91,26 @@ class DividedExperts(AppliedStrategy):
 
 def _divide(module: nn.Module, row: Experts, mesh: Any) -> None:
     """Replaces the weights of one layer's experts by DTensors. Ranks: all along `ep`."""
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    table = parameter_table(module)
-    group = mesh.get_group()
     for key in row.parameters:
-        parameter = table[key]
+        owner, _, name = key.rpartition(".")
+        table = parameter_table(module.get_submodule(owner))
+        parameter = table[name]
         assert parameter is not None
-        values = parameter.detach()
-        if not values.is_meta:
-            broadcast_tensors([values], group)
-        part = values.chunk(mesh.size())[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
-        divided = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-        table[key] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+        # With None nothing is sent: a parameter on the meta device has no values yet.
+        source = None if parameter.is_meta else 0
+        divided = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=source)
+        table[name] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
 
 
-class _ExpertLayer:
-    """One module of experts."""
+def _computed_dtype(plan: Plan) -> torch.dtype | None:
+    """Returns the dtype to which FSDP2 casts the inputs of layers; None where it casts nothing."""
+    return param_dtype(plan, SHARD.options(plan)) if plan.fully_sharded else None
+
+
+class StackedExperts:
+    """The experts of one layer, whose weights are stacked in one module."""
 
     def __init__(self, module: nn.Module, ranks: ExpertRanks) -> None:
         self._ranks = ranks

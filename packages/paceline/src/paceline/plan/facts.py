@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.ours import is_our_module
 from paceline.plan.blocks import is_sequence, repeated_blocks
+from paceline.plan.fqn import joined
 
 if TYPE_CHECKING:
     import torch
@@ -131,11 +132,11 @@ class ModelFacts:
 
     def elements_of(self, experts: Iterable[Experts]) -> int:
         """Returns the number of elements in the weights of experts."""
-        rows = {row.name: row.parameters for row in experts}
+        names = {joined(row.name, key) for row in experts for key in row.parameters}
         elements = 0
         for layer in self.layers:
             for key, shape in layer.shapes:
-                if key in rows.get(layer.name, ()):
+                if joined(layer.name, key) in names:
                     elements += prod(shape)
         return elements
 
