@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -148,59 +149,101 @@ def test_gradients_norms_and_weights_are_those_of_one_process(case) -> None:
 
 def test_checkpoints_go_into_any_width_and_into_one_file(tmp_path) -> None:
     """Saved at ep 2; loaded at ep 1, plain, and ep 4. The exported file is that of one process."""
-    saved = str(tmp_path / "saved")
+    both = (False, True)  # whether the experts are a list
+    saved = {listed: str(tmp_path / f"saved_{listed}") for listed in both}
 
     def save() -> list[str]:
-        run = Run({"ep": 2, "zero": 3})
-        found = differences(run.train(saved), plain())
-        run.accelerator.save_model(run.model, tmp_path / "exported")
+        found = []
+        for listed in both:
+            run = Run({"ep": 2, "zero": 3}, listed=listed)
+            found += differences(run.train(saved[listed]), plain(listed))
+            run.accelerator.save_model(run.model, tmp_path / f"exported_{listed}")
         # An optimizer that needs whole parameters steps each on one rank.
         for plan in ({"ep": 2}, {"ep": 2, "zero": 3}):
             found += differences(Run(plan, Whole).train(), plain())
         return found
 
     def resume(plans: list[Plan]) -> list[str]:
-        want = plain()
-        want = {**want, "gradients": want["gradients"][1:], "norms": want["norms"][1:]}
         found = []
-        newest = saved
-        for plan in plans:
-            run = Run(plan, seed=8)
-            run.accelerator.load_state(newest)
-            if "tp" in plan:  # the next plan reads what this one has written
-                newest = str(tmp_path / "saved_again")
-                run.accelerator.save_state(newest)
-            found += differences(run.train(), want)
-            run.accelerator.load_model(run.model, tmp_path / "exported")
-            for name, weight in (run.accelerator.get_state_dict(run.model) or {}).items():
-                if not torch.allclose(weight, want["weights"][name], atol=CLOSE, rtol=0):
-                    found.append(f"exported {name}")
+        for listed in both:
+            want = plain(listed)
+            want = {**want, "gradients": want["gradients"][1:], "norms": want["norms"][1:]}
+            newest = saved[listed]
+            for plan in plans:
+                run = Run(plan, seed=8, listed=listed)
+                run.accelerator.load_state(newest)
+                if "tp" in plan:  # the next plan reads what this one has written
+                    newest = str(tmp_path / f"saved_again_{listed}")
+                    run.accelerator.save_state(newest)
+                found += differences(run.train(), want)
+                run.accelerator.load_model(run.model, tmp_path / f"exported_{listed}")
+                for name, weight in (run.accelerator.get_state_dict(run.model) or {}).items():
+                    if not torch.allclose(weight, want["weights"][name], atol=CLOSE, rtol=0):
+                        found.append(f"exported {name}")
         return found
 
     assert run_ranks(save, 2, timeout_s=120) == [[]] * 2
     assert run_ranks(resume, 1, args=([{}],), timeout_s=120) == [[]]
-    assert (
-        run_ranks(resume, 4, args=([{"ep": 4}, {"ep": 2, "tp": 2}, {"replicate": 4}],), timeout_s=120)
-        == [[]] * 4
-    )
+    plans = [{"ep": 4}, {"ep": 2, "tp": 2}, {"replicate": 4}]
+    assert run_ranks(resume, 4, args=(plans,), timeout_s=120) == [[]] * 4
+
+
+class Unroutable(nn.Module):
+    """Layers with lists of experts that cannot be sent to their ranks."""
+
+    def __init__(self, call: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.call = call
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return self.call(self, x)
 
 
 def test_evaluation_whole_parameters_and_what_is_refused() -> None:
+    def refusal(error: pytest.ExceptionInfo[TrainError]) -> str:
+        return error.value.code
+
     def work() -> None:
-        torch.manual_seed(7)
-        single = Mixture()
-        run = Run({"ep": 2})
-        accelerator = run.accelerator
-        tokens = data()[:3][0][accelerator.process_index :]
-        with torch.no_grad():
-            want = single(tokens)
-            # Ranks have other numbers of tokens.
-            torch.testing.assert_close(run.model(tokens), want)
-            with accelerator.full_parameters(run.model):
-                if accelerator.is_main_process:  # it computes alone
-                    torch.testing.assert_close(run.model(tokens), want)
-        with pytest.raises(TrainError) as error, accelerator.join_uneven_inputs([run.model]):
-            pass
-        assert error.value.code == "experts-uneven"
+        for listed in (False, True):
+            torch.manual_seed(7)
+            single = Mixture(listed=listed)
+            run = Run({"ep": 2}, listed=listed)
+            accelerator = run.accelerator
+            tokens = data()[:3][0][accelerator.process_index :]
+            with torch.no_grad():
+                want = single(tokens)
+                # Ranks have other numbers of tokens.
+                torch.testing.assert_close(run.model(tokens), want)
+                with accelerator.full_parameters(run.model):
+                    if accelerator.is_main_process:  # it computes alone
+                        torch.testing.assert_close(run.model(tokens), want)
+            with pytest.raises(TrainError) as error, accelerator.join_uneven_inputs([run.model]):
+                pass
+            assert refusal(error) == "experts-uneven"
+
+        calls = {
+            "keyword": lambda layer, x: layer.experts[0](input=x),
+            "other tokens": lambda layer, x: layer.experts[layer.runs % 2](x),
+            "more calls": lambda layer, x: layer.experts[0](layer.experts[0](x)) if layer.runs == 2 else layer.experts[0](x),
+        }
+        for call in calls.values():
+            layer = accelerator.prepare(Unroutable(call))
+            with pytest.raises(TrainError) as error:
+                layer(torch.ones(3, 4))
+            assert refusal(error) == "experts-call"
+        layer = accelerator.prepare(Unroutable(lambda layer, x: layer.experts[0](nn.functional.dropout(x))))
+        with pytest.raises(TrainError) as error:
+            layer.experts[1](torch.ones(3, 4))
+        assert refusal(error) == "experts-call"
+        # The first run of the layer draws random numbers that the second one draws again.
+        torch.manual_seed(3)
+        layer(torch.ones(3, 4))
+        drawn = torch.rand(())
+        torch.manual_seed(3)
+        nn.functional.dropout(torch.ones(3, 4))
+        assert drawn == torch.rand(())
 
     run_ranks(work, 2)
