@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -202,6 +203,26 @@ class Unroutable(nn.Module):
         return self.call(self, x)
 
 
+def router_gradients(model: nn.Module, tokens: torch.Tensor, backward: Callable[[torch.Tensor], None]) -> list[torch.Tensor]:
+    """Gradients of routers by a loss that balances experts, a product of two means over the tokens of all ranks."""
+    logits: list[torch.Tensor] = []
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name.endswith("gate"):
+                hook = module.register_forward_hook(lambda _, inputs, output: logits.append(output))
+                stack.callback(hook.remove)
+        model(tokens)
+    backward(torch.stack([each.view(len(tokens), -1) for each in logits], 1))
+    return [whole(parameter.grad) for name, parameter in model.named_parameters() if ".gate." in name]
+
+
+def balance(logits: torch.Tensor) -> torch.Tensor:
+    """Shape: logits [samples, layers, positions x experts]."""
+    shares = logits.unflatten(2, (-1, 4)).softmax(-1)
+    chosen = nn.functional.one_hot(shares.argmax(-1), 4).float()
+    return (chosen.mean((0, 1, 2)) * shares.mean((0, 1, 2))).sum()
+
+
 def test_evaluation_whole_parameters_and_what_is_refused() -> None:
     def refusal(error: pytest.ExceptionInfo[TrainError]) -> str:
         return error.value.code
@@ -223,6 +244,19 @@ def test_evaluation_whole_parameters_and_what_is_refused() -> None:
             with pytest.raises(TrainError) as error, accelerator.join_uneven_inputs([run.model]):
                 pass
             assert refusal(error) == "experts-uneven"
+
+        # A loss that is no mean over samples is exact if it is made of the rows of all ranks.
+        accelerator = Accelerator(cpu=True, plan={"ep": 2})
+        torch.manual_seed(7)
+        model = accelerator.prepare(Mixture())
+        rows = data()[:5][0]
+        own = rows[:3] if accelerator.is_main_process else rows[3:]
+        torch.manual_seed(7)
+        wanted = router_gradients(Mixture(), rows, lambda logits: balance(logits).backward())
+        got = router_gradients(
+            model, own, lambda logits: accelerator.backward(balance(accelerator.gather(logits, with_gradient=True)))
+        )
+        torch.testing.assert_close(got, wanted, atol=CLOSE, rtol=0)
 
         calls = {
             "keyword": lambda layer, x: layer.experts[0](input=x),
