@@ -97,6 +97,23 @@ ROWS = (
         {"shard": 32, "tp": 8, "recompute": "blocks"},
         EAGER,
     ),
+    # What the published run did: activations between divided layers by position, logits and loss by the vocabulary.
+    Row(
+        "70b, 256, tp 8, sequence and loss",
+        "70b",
+        256,
+        16,
+        8192,
+        829,
+        None,
+        {
+            "shard": 32,
+            "tp": 8,
+            "recompute": "blocks",
+            "options": {"tensor": {"sequence": True, "loss": True}},
+        },
+        EAGER,
+    ),
 )
 
 
