@@ -141,7 +141,9 @@ def test_gradients_norms_and_weights_are_those_of_one_process(case) -> None:
                 found += [f"{plan}, listed: {is_list}: {row}" for row in differences(run.train(), want)]
                 for name, parameter in run.model.named_parameters():
                     whole_rows = parameter.shape[0]
-                    if ".experts." in name and not (is_sharded(parameter) and parameter.to_local().shape[0] < whole_rows):
+                    if ".experts." in name and not (
+                        is_sharded(parameter) and parameter.to_local().shape[0] < whole_rows
+                    ):
                         found.append(f"{plan}: {name} is whole on each rank")
         return found
 
@@ -203,7 +205,9 @@ class Unroutable(nn.Module):
         return self.call(self, x)
 
 
-def router_gradients(model: nn.Module, tokens: torch.Tensor, backward: Callable[[torch.Tensor], None]) -> list[torch.Tensor]:
+def router_gradients(
+    model: nn.Module, tokens: torch.Tensor, backward: Callable[[torch.Tensor], None]
+) -> list[torch.Tensor]:
     """Gradients of routers by a loss that balances experts, a product of two means over the tokens of all ranks."""
     logits: list[torch.Tensor] = []
     with ExitStack() as stack:
@@ -261,7 +265,9 @@ def test_evaluation_whole_parameters_and_what_is_refused() -> None:
         calls = {
             "keyword": lambda layer, x: layer.experts[0](input=x),
             "other tokens": lambda layer, x: layer.experts[layer.runs % 2](x),
-            "more calls": lambda layer, x: layer.experts[0](layer.experts[0](x)) if layer.runs == 2 else layer.experts[0](x),
+            "more calls": lambda layer, x: (
+                layer.experts[0](layer.experts[0](x)) if layer.runs == 2 else layer.experts[0](x)
+            ),
         }
         for call in calls.values():
             layer = accelerator.prepare(Unroutable(call))

@@ -203,7 +203,11 @@ class _WholeWeights(Function):
         arrived = ctx.route.back().carry(torch.cat([piece for pieces in by_rank for piece in pieces]))
         returned = _pieces(arrived, ctx.part_sizes)
         needed = ctx.needs_input_grad[2:]
-        return None, None, *(gradient if is_needed else None for gradient, is_needed in zip(returned, needed, strict=True))
+        return (
+            None,
+            None,
+            *(gradient if is_needed else None for gradient, is_needed in zip(returned, needed, strict=True)),
+        )
 
 
 def _part(shape: torch.Size, rank: int, ranks: int) -> torch.Size:

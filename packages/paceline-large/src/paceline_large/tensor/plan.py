@@ -150,7 +150,9 @@ def _divide(
     divided = [name for name, style in styles.items() if style in DIVIDED]
     for row in facts.experts:
         if not any(within(name, row.name) for name in divided):
-            whole[row.name] = "experts: ranks along tp hold the same ones and compute the same tokens; ep divides experts"
+            whole[row.name] = (
+                "experts: ranks along tp hold the same ones and compute the same tokens; ep divides experts"
+            )
 
     # A `colwise_gather` layer outside of the blocks puts out logits; one inside of a block begins a group that is not split.
     head = ""

@@ -35,7 +35,9 @@ class ExpertLoad(PhaseListener):
         # A copy of the model, or one that was read from a file, tells nobody.
         return ExpertLoad, (_tell_nobody,)
 
-    def _count(self, experts: Experts, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]) -> None:
+    def _count(
+        self, experts: Experts, module: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> None:
         """A forward pre-hook: the experts that were chosen are the only whole numbers among the arguments."""
         choices = next((tensor for tensor in tensors((args, kwargs)) if not tensor.is_floating_point()), None)
         if choices is None or not module.training:
