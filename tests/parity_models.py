@@ -128,7 +128,8 @@ class ListedExperts(nn.Module):
         for number, expert in enumerate(self.experts):
             rows, place = torch.where(index == number)
             if len(rows):
-                out = out.index_add(0, rows, expert(flat[rows]) * weights[rows, place, None])
+                result = expert(flat[rows]) * weights[rows, place, None]
+                out = out.index_add(0, rows, result.to(out.dtype))  # of another dtype under autocast
         return out.view(x.shape)
 
 

@@ -120,7 +120,7 @@ def settings_of(door: str, world: int, plan: str) -> dict[str, int | str]:
 
 
 def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iterable[str] = ()) -> list[Case]:
-    """The cases of a program. A pipeline needs `forward_backward` in place of `backward`, and some axes models that they know."""
+    """The cases of a program. A pipeline needs `forward_backward` in place of `backward`; some axes need certain models."""
     # A stage of a pipeline reads the gradients of its own parameters.
     no_pipeline = any(isinstance(statement, Backward | Read) for statement in statements(program.body))
     cases = []
