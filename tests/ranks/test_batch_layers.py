@@ -19,16 +19,21 @@ def test_each_has_the_numbers_of_one_process(plan) -> None:
 
 
 class Seen(nn.Linear):
-    """Keeps the largest input that it has seen."""
+    """Keeps the largest input that it has seen, and an average of its outputs in an attribute that is no buffer."""
 
     def __init__(self) -> None:
         super().__init__(3, 1)
+        self.center = torch.zeros(1)
+        self.last = torch.zeros(())  # is an output, with a gradient
         self.register_buffer("largest", torch.zeros(()))
         self.register_buffer("table", torch.ones(4))  # which nothing changes
 
     def forward(self, x):
         self.largest = torch.maximum(self.largest, x.detach().max())
-        return super().forward(x)
+        output = super().forward(x)
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        self.last = output.sum()
+        return output
 
 
 def observe(plan, options=None):
@@ -42,7 +47,7 @@ def observe(plan, options=None):
         accelerator.backward(model(x).mean())
         optimizer.step()
         optimizer.zero_grad()
-    lines = [line for line in accelerator.plan.explain().splitlines() if "buffers(" in line]
+    lines = [line for line in accelerator.plan.explain().splitlines() if "buffers(" in line or "attributes(" in line]
     return seen.largest.item(), lines
 
 
@@ -50,9 +55,10 @@ def observe(plan, options=None):
 def test_buffers_that_a_forward_pass_changes_are_named_and_those_of_rank_0(plan) -> None:
     (first, lines), (second, _) = run_ranks(observe, 2, args=(plan,))
     assert first == second
-    (line,) = lines
+    line, of_attributes = lines
     assert "buffers(Sequential) = 1.0 (Seen)" in line and "seen in the first pass" in line
     assert "those of rank 0" in line
+    assert "attributes(Sequential) = 1.0.center  <-" in of_attributes
 
 
 @pytest.mark.parametrize(("plan", "strategy"), [("replicate", "replicate"), ("zero 2", "zero"), ("shard", "shard")])
@@ -60,7 +66,7 @@ def test_buffers_stay_with_each_rank_where_an_option_says_so(plan, strategy) -> 
     options = {strategy: {"broadcast_buffers": False}}
     (first, lines), (second, _) = run_ranks(observe, 2, args=(plan, options))
     assert first < second
-    (line,) = lines
+    line, _ = lines
     assert "keeps its own" in line
 
 

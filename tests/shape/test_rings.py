@@ -18,7 +18,6 @@ FIELDS = Path(__file__).with_name("fields_written_elsewhere.txt")
 # Files that import each other in a ring, imports for type checkers and those in functions included. A ring may lose files or
 # vanish, and then its entry does; no entry grows, and none is added.
 RINGS = {
-    "loaders, and the stack of those that are iterated": "paceline.data: active loader origins",
     "membership: one state in five classes": """
         paceline_hosts.membership: errors following leadership membership search store
     """,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.parallel.draws import watch_first_pass
+from paceline.parallel.draws import PassFindings, watch_first_pass
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan
@@ -56,7 +56,7 @@ def test_a_plan_of_several_ranks_names_each_layer_that_says_that_it_is_random():
 
 def test_the_first_training_pass_shows_who_drew():
     model, reports = net()[:5], []
-    watch_first_pass(model, torch.device("cpu"), lambda drew, changed: reports.append(drew + changed))
+    watch_first_pass(model, torch.device("cpu"), reports.append)
     before = torch.get_rng_state()
     with torch.no_grad():
         model(-torch.ones(16, 2))  # no training pass
@@ -68,5 +68,5 @@ def test_the_first_training_pass_shows_who_drew():
     torch.set_rng_state(before)
     assert torch.equal(model(-torch.ones(16, 2)), want)
     model(-torch.ones(16, 2))
-    assert reports == [["0", "2", "3", "4"]]
+    assert reports == [PassFindings(["0", "2", "3", "4"], [], [])]
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())

@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from paceline.base.log import warn_once
+from paceline.data.loader import CreatedIterator, PreparedLoader, T
 from paceline.data.origins import Origins
 from paceline.world.events import Events
-
-if TYPE_CHECKING:
-    from paceline.data.loader import PreparedLoader
-
-T = TypeVar("T")
-
-
-class CreatedIterator:
-    """Stands for an iterator for as long as that exists."""
 
 
 class ActiveLoaders:
@@ -237,6 +229,10 @@ class ActiveLoaders:
         for loader in self._stack:
             loader.train()
         self._events.trains()
+
+    def loaded(self, loader: PreparedLoader) -> None:
+        """Called when a loader has loaded a state: it may have trained in the run that saved."""
+        self.trained |= loader.trains
 
     def give(self, loader: PreparedLoader, batch: object = None) -> None:
         """Called by a loader's iterator when it yields a batch."""

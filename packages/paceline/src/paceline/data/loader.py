@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, default_collate, default_convert
 
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
-from paceline.data.active import ActiveLoaders, CreatedIterator
 from paceline.data.cursor import Cursor
 from paceline.data.feed import NOTHING, Feed, Mark, Steps
 from paceline.data.packing import packed_tokens
@@ -21,6 +20,37 @@ from paceline.data.tokens import token_sampler
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.world import runtime
 from paceline.world.tree import common_rows
+
+T = TypeVar("T")
+
+
+class CreatedIterator:
+    """Stands for an iterator of a loader for as long as that exists."""
+
+
+class LoopObserver(Protocol):
+    """What a loader tells of its loops; `active.ActiveLoaders` listens, and explains each method."""
+
+    @property
+    def trained(self) -> bool: ...
+
+    def loaded(self, loader: PreparedLoader) -> None: ...
+
+    def created(self) -> CreatedIterator: ...
+
+    def push(self, loader: PreparedLoader, iterator: CreatedIterator) -> None: ...
+
+    def measured(self, batches: Iterator[T]) -> Iterator[T]: ...
+
+    def give(self, loader: PreparedLoader, batch: object) -> None: ...
+
+    def ask(self, loader: PreparedLoader) -> None: ...
+
+    def end(self, loader: PreparedLoader) -> None: ...
+
+    def ended_beside(self, loader: PreparedLoader) -> bool: ...
+
+    def remove(self, loader: PreparedLoader, finished: bool) -> None: ...
 
 
 class EpochRows(NamedTuple):
@@ -55,7 +85,7 @@ class PreparedLoader:
         original: DataLoader[Any],
         feed: Feed,
         device: torch.device,
-        active: ActiveLoaders,
+        active: LoopObserver,
         non_blocking: bool,
         arguments: Mapping[str, Any],
         asked: Mapping[str, Any],
@@ -277,7 +307,7 @@ class PreparedLoader:
         # What remains in `note` after this is for the feed.
         length = note.pop("length", None)
         self.trains = note.pop("trains", False)
-        self._active.trained |= self.trains
+        self._active.loaded(self)
         self._resize({name: note.pop(name, None) for name in (*self.asked, "global_batch", "group")})
         # A checkpoint of an older version, or of a run with a `data_seed`, goes on in the order of that seed.
         self._feed.reseed(seed, drawn=bool(note.pop("drawn", 0)))

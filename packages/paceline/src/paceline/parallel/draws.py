@@ -1,9 +1,10 @@
 """Finds the modules that draw random numbers in the first training pass, also those that are no dropout layers, and the
-modules that change their buffers in it.
+modules that change tensors of their own in it.
 
     before a module      if the generators have changed since the module around it continued, that module has drawn numbers
     after a module       if they have changed since its last child returned, this module has drawn numbers;
-                         if a buffer of its own is another one, or was written to, since it was entered, it changes buffers
+                         if a buffer of its own is another one, or was written to, since it was entered, it changes buffers;
+                         the same of a tensor that is an attribute and no buffer
 
 Only hooks are used, and they are removed after one pass.
 """
@@ -11,7 +12,8 @@ Only hooks are used, and they are removed after one pass.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -22,10 +24,23 @@ from paceline.torch_internals.tensors import times_written
 from paceline.world.generators import generator_states
 
 
-def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[list[str], list[str]], None]) -> None:
-    """Calls `report` after the first forward pass in training.
+@dataclass(frozen=True)
+class PassFindings:
+    """Names of modules and of attributes, in the order in which they were seen.
 
-    It gets the names of the modules that drew numbers, and of those that changed buffers of their own.
+    Attributes:
+        drew: modules that drew random numbers.
+        changed_buffers: modules that changed buffers of their own.
+        changed_tensors: attributes with tensors that are no buffers and were changed, as "head.center".
+    """
+
+    drew: list[str]
+    changed_buffers: list[str]
+    changed_tensors: list[str]
+
+
+def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[PassFindings], None]) -> None:
+    """Calls `report` with what was found after the first forward pass in training.
 
     Args:
         model: as the user wrote it; its root is called once a pass.
@@ -38,30 +53,59 @@ def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[l
     watch.handles = [model.register_forward_pre_hook(watch.begin, prepend=True)]
 
 
-_Versions = list[tuple[int, int]]  # of each buffer of a module: which tensor it is, and how often it was written to
+# Of each tensor of a module by its name: which tensor it is, and how often it was written to.
+_Versions = dict[str, tuple[Tensor, int]]
 
 
-def _versions(module: nn.Module) -> _Versions:
-    return [
-        (id(buffer), times_written(buffer)) for buffer in module.buffers(recurse=False) if not buffer.is_inference()
-    ]
+def _versions(tensors: Mapping[str, object]) -> _Versions:
+    """Returns the version of each tensor among a module's buffers or attributes."""
+    versions: _Versions = {}
+    for name, tensor in tensors.items():
+        if isinstance(tensor, Tensor) and not tensor.is_inference():
+            versions[name] = (tensor, times_written(tensor))
+    return versions
+
+
+def _changed(before: _Versions, now: _Versions) -> list[str]:
+    """Returns the names of the tensors that are other ones now, or were written to."""
+    names = []
+    for name, (tensor, times) in before.items():
+        tensor_now, times_now = now.get(name, (None, 0))
+        if tensor_now is not tensor or times_now != times:
+            names.append(name)
+    return names
+
+
+@dataclass
+class _EnteredModule:
+    """A module that is running.
+
+    Attributes:
+        generators: the states of the generators when it last ran code of its own.
+        buffers: its own, as they were when it was entered.
+        attributes: its tensors that are no buffers, as they were then.
+    """
+
+    module: nn.Module
+    generators: list[Tensor]
+    buffers: _Versions
+    attributes: _Versions
 
 
 class _FirstPass:
     """The hooks of one forward pass of the root. If the model is copied, the copy of this object does nothing."""
 
     states: Callable[[], list[Tensor]]
-    report: Callable[[list[str], list[str]], None]
+    report: Callable[[PassFindings], None]
 
     def __init__(self) -> None:
         self.root: Callable[[], nn.Module | None] = lambda: None
         self.handles: list[Any] = []
         self._names: dict[nn.Module, str] = {}
         self._drew: dict[str, None] = {}
-        self._changed: dict[str, None] = {}
-        # The modules that are running, each with the states of the generators when it last ran code of its own, and with its
-        # buffers as they were when it was entered.
-        self._open: list[tuple[nn.Module, list[Tensor], _Versions]] = []
+        self._changed_buffers: dict[str, None] = {}
+        self._changed_tensors: dict[str, None] = {}
+        self._open: list[_EnteredModule] = []
 
     def __reduce__(self) -> Any:
         return _FirstPass, ()
@@ -82,33 +126,48 @@ class _FirstPass:
         """A hook before each module."""
         if module in self._names:
             self._look()
-            self._open.append((module, self.states(), _versions(module)))
+            buffers = _versions(module._buffers)
+            attributes = _versions(vars(module))
+            self._open.append(_EnteredModule(module, self.states(), buffers, attributes))
 
     def leave(self, module: nn.Module, args: object, output: object) -> None:
-        """A hook after each module; after the root it reports the modules."""
-        if not any(module is entered for entered, _, _ in self._open):
+        """A hook after each module; after the root it reports what was found."""
+        if not any(entered.module is module for entered in self._open):
             return
         self._look()
-        entered, _, versions = self._open.pop()
-        while entered is not module:  # an error has left the modules inside open
-            entered, _, versions = self._open.pop()
-        if _versions(module) != versions:
-            self._changed[self._names[module]] = None
+        entered = self._open.pop()
+        while entered.module is not module:  # an error has left the modules inside open
+            entered = self._open.pop()
+        self._compare(entered)
         if self._open:
             # The module around it continues: from here on, drawn numbers are its own.
-            around, _, versions = self._open[-1]
-            self._open[-1] = (around, self.states(), versions)
+            self._open[-1].generators = self.states()
             return
         self._remove()
         self._names = {}
-        self.report(list(self._drew), list(self._changed))
+        self.report(PassFindings(list(self._drew), list(self._changed_buffers), list(self._changed_tensors)))
+
+    def _compare(self, entered: _EnteredModule) -> None:
+        """Records what a module has changed since it was entered."""
+        module = entered.module
+        name = self._names[module]
+        if _changed(entered.buffers, _versions(module._buffers)):
+            self._changed_buffers[name] = None
+        attributes = _versions(vars(module))
+        for attribute in _changed(entered.attributes, attributes):
+            before, _ = entered.attributes[attribute]
+            now, _ = attributes.get(attribute, (None, 0))
+            # An average over batches stays what it is. Tensors with a gradient are outputs that are kept to be read, such as
+            # the loss of a router, and those of another shape or kind are caches.
+            if now is not None and not now.requires_grad and (now.shape, now.dtype) == (before.shape, before.dtype):
+                self._changed_tensors[f"{name}.{attribute}".lstrip(".")] = None
 
     def _look(self) -> None:
         """Records the innermost running module, if the generators have changed since it was entered or continued."""
         if self._open:
-            module, before, _ = self._open[-1]
-            if not all(map(torch.equal, before, self.states())):
-                self._drew[self._names[module]] = None
+            innermost = self._open[-1]
+            if not all(map(torch.equal, innermost.generators, self.states())):
+                self._drew[self._names[innermost.module]] = None
 
     def _remove(self) -> None:
         for handle in self.handles:

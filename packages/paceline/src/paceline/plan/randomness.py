@@ -51,6 +51,15 @@ def changed_buffers(model: str, layers: Iterable[tuple[str, str]], are_sent: boo
     return Decision(f"buffers({model})", _shown(layers), "derived", "seen in the first pass", reason)
 
 
+def changed_tensors(model: str, attributes: Iterable[str]) -> Decision:
+    """What the plan says of tensors that are attributes of modules but no buffers, and that the first pass has changed."""
+    reason = (
+        "the forward pass changes these tensors, which are neither buffers nor parameters. Each rank keeps its own, by its "
+        "part of the batch, and no checkpoint holds them. Buffers (`register_buffer`) follow rank 0 and are saved"
+    )
+    return Decision(f"attributes({model})", ", ".join(attributes), "derived", "seen in the first pass", reason)
+
+
 def adapted_weights(model: str) -> Decision:
     """What the plan says of a model that was called with other tensors than its parameters, as MAML's inner steps do."""
     reason = (

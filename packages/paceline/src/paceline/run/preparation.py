@@ -59,6 +59,7 @@ from paceline.world.mesh import Mesh, mesh_of
 from paceline.world.param_groups import inner_optimizers
 
 if TYPE_CHECKING:
+    from paceline.parallel.draws import PassFindings
     from paceline.parallel.materialise import Recipe
 
 Kind = Literal["model", "optimizer", "loader", "scheduler", "parameter", "done"]
@@ -424,24 +425,18 @@ class Preparation:
         seed = int(self.run.collectives.broadcast_object(torch.initial_seed()))
         recipe.run(model, device, seed)
 
-    def _note_first_pass(self, facts: ModelFacts, drew: list[str], changed: list[str]) -> None:
-        """Adds to the plan what the first pass has shown of modules that did not say it of themselves.
-
-        Args:
-            facts: those of the model.
-            drew: names of the modules that drew random numbers.
-            changed: names of the modules that changed buffers of their own.
-        """
+    def _note_first_pass(self, facts: ModelFacts, findings: PassFindings) -> None:
+        """Adds to the plan what the first pass has shown of the modules of a model that did not say it of themselves."""
         kinds = dict(facts.modules)
         decisions = []
         known_draws = dict(facts.random_layers)
-        unknown_draws = [(name, kinds.get(name, "module")) for name in drew if name not in known_draws]
+        unknown_draws = [(name, kinds.get(name, "module")) for name in findings.drew if name not in known_draws]
         if unknown_draws:
             decisions.append(randomness.decision(facts.name, unknown_draws, "seen in the first pass"))
         # Those that are synchronised have a decision already. Spectral norms change theirs by the weight alone.
         known_changes = {*facts.batch_norms, *(name for name, _ in facts.batch_layers)}
         unknown_changes = []
-        for name in changed:
+        for name in findings.changed_buffers:
             kind = kinds.get(name, "module")
             if name not in known_changes and kind != "_SpectralNorm":
                 unknown_changes.append((name, kind))
@@ -449,6 +444,8 @@ class Preparation:
             options = [self.run.plan.options.get(name, {}) for name in self.run.plan.strategies]
             are_sent = all(chosen.get("broadcast_buffers", True) for chosen in options)
             decisions.append(randomness.changed_buffers(facts.name, unknown_changes, are_sent))
+        if findings.changed_tensors:
+            decisions.append(randomness.changed_tensors(facts.name, findings.changed_tensors))
         for decision in decisions:
             self._note(decision)
 

@@ -260,55 +260,75 @@ class Account:
         return [self._described(number, group) for group in groups]
 
     def _kind(self, number: int, unit: HeldUnit, limit: float, total: float) -> tuple[Kind, dict[int, float]]:
-        """Returns the kind of a unit, and by rank the factor between its gradient and that of one process, if there is one."""
-        steps = {rank: self.ranks[rank][number] for rank in unit.holders}
-        expected = self.reference[number].gradient(unit.name, unit.part)
-        if not self.compares_gradients:
-            # Then the ranks can only be compared with each other: their mean stands for one process.
-            own = [self.ranks[rank][number].gradient(name) for rank, name in unit.holders.items()]
-            found = [value for value in own if value is not None]
-            expected = sum(found[1:], found[0]) / len(found) if len(found) > 1 else None
-        values = {rank: step.gradient(unit.holders[rank]) for rank, step in steps.items()}
-        # A rank that has not called the model yet does not know the name, and has recorded the gradient by its number.
-        for rank, step in steps.items():
-            has_unnamed = any(name.startswith("optimizer") for name in step.event["gradients"])
-            if has_unnamed and unit.holders[rank] not in step.event["weights"]:
-                del values[rank]
-        present = {rank: value for rank, value in values.items() if value is not None and value.size}
-        small = _SMALL_PART * total
+        """Returns the kind of a unit, and by rank the factor between its gradient and that of one process, if there is one.
+
+        Args:
+            number: of the step, from 0.
+            unit: a parameter, or a part of one.
+            limit: the largest relative difference that counts as rounding.
+            total: the norm of all gradients of one process.
+        """
+        expected = self._expected(number, unit)
+        known = self._known_gradients(number, unit)
+        present = {rank: value for rank, value in known.items() if value is not None and value.size}
         if expected is None and not self.compares_gradients:
             return "same", {}
+        small = _SMALL_PART * total
         if expected is None or _norm(expected) <= small:
             is_zero = all(_norm(value) <= max(small, limit * total) for value in present.values())
             return ("same" if is_zero else "differs"), {}
-        if not values:
+        if not known:
             return "same", {}
         if not present:
             return "none", {}
         size = _norm(expected)
-        self.largest = max(self.largest, *(_norm(value - expected) / size for value in present.values()))
-        if len(present) < len(values):
+        differences = [_norm(value - expected) for value in present.values()]
+        self.largest = max(self.largest, *(difference / size for difference in differences))
+        if len(present) < len(known):
             return "some", {}
-        factors = {rank: float(value @ expected) / size**2 for rank, value in present.items()}
-        is_multiple = all(
-            _norm(value - factors[rank] * expected) <= max(limit, NEAR) * size * max(abs(factors[rank]), NEAR)
-            for rank, value in present.items()
-        )
-        if not is_multiple:
-            factors = {}
-        if all(_norm(value - expected) <= limit * size for value in present.values()):
+        factors = _factors(present, expected, limit)
+        if max(differences) <= limit * size:
             return "same", factors
         first = next(iter(present.values()))
-        are_alike = all(_norm(value - first) <= limit * max(size, _norm(first)) for value in present.values())
-        if are_alike:
+        if all(_norm(value - first) <= limit * max(size, _norm(first)) for value in present.values()):
             return ("factor" if factors else "differs"), factors
-        raws = {rank: steps[rank].raw(unit.holders[rank]) for rank in present}
-        are_own = all(raw is not None and _norm(present[rank] - raw) <= NEAR * _norm(raw) for rank, raw in raws.items())
         if self.rows != "divided" and _norm(sum(present.values()) - expected) <= NEAR * size:
             return "partial", {}
-        if are_own:
+        if self._are_own(number, unit, present):
             return "own", {}
         return ("scaled" if factors else "differs"), factors
+
+    def _expected(self, number: int, unit: HeldUnit) -> Vector | None:
+        """Returns the gradient of one process.
+
+        Where that is another one by right, ranks can only be compared with each other: their mean stands for one process.
+        """
+        if self.compares_gradients:
+            return self.reference[number].gradient(unit.name, unit.part)
+        of_ranks = [self.ranks[rank][number].gradient(name) for rank, name in unit.holders.items()]
+        present = [value for value in of_ranks if value is not None]
+        return sum(present[1:], present[0]) / len(present) if len(present) > 1 else None
+
+    def _known_gradients(self, number: int, unit: HeldUnit) -> dict[int, Vector | None]:
+        """Returns the gradient of each rank that knows the unit by its name.
+
+        A rank that has not called the model yet does not know the name, and has recorded the gradient by its number.
+        """
+        known: dict[int, Vector | None] = {}
+        for rank, name in unit.holders.items():
+            step = self.ranks[rank][number]
+            has_unnamed = any(recorded.startswith("optimizer") for recorded in step.event["gradients"])
+            if name in step.event["weights"] or not has_unnamed:
+                known[rank] = step.gradient(name)
+        return known
+
+    def _are_own(self, number: int, unit: HeldUnit, gradients: Mapping[int, Vector]) -> bool:
+        """Returns whether the gradient of each rank is what its own backward passes gave."""
+        for rank, gradient in gradients.items():
+            raw = self.ranks[rank][number].raw(unit.holders[rank])
+            if raw is None or _norm(gradient - raw) > NEAR * _norm(raw):
+                return False
+        return True
 
     def _described(self, number: int, group: GradientGroup) -> GradientGroup:
         """Adds to a group of what its gradients are made."""
@@ -363,6 +383,18 @@ class Account:
             own.append(vectors[0])
         parts = _solved([*means, *own], targets)
         return None if parts is None else (parts[:count], parts[count:])
+
+
+def _factors(gradients: Mapping[int, Vector], expected: Vector, limit: float) -> dict[int, float]:
+    """Returns by rank the number by which its gradient is a multiple of the expected one; {} if one rank's is no multiple."""
+    size = _norm(expected)
+    factors: dict[int, float] = {}
+    for rank, gradient in gradients.items():
+        factor = float(gradient @ expected) / size**2
+        if _norm(gradient - factor * expected) > max(limit, NEAR) * size * max(abs(factor), NEAR):
+            return {}
+        factors[rank] = factor
+    return factors
 
 
 def _one_factor_a_rank(judged: Iterable[tuple[HeldUnit, Kind, dict[int, float]]], world: int) -> dict[int, float]:
