@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from paceline.base.ours import is_our_module
 from paceline.plan.blocks import is_sequence, repeated_blocks
-from paceline.plan.fqn import joined
 
 if TYPE_CHECKING:
     import torch
@@ -132,11 +131,11 @@ class ModelFacts:
 
     def elements_of(self, experts: Iterable[Experts]) -> int:
         """Returns the number of elements in the weights of experts."""
-        names = {joined(row.name, key) for row in experts for key in row.parameters}
+        names = {f"{row.name}.{key}".lstrip(".") for row in experts for key in row.parameters}
         elements = 0
         for layer in self.layers:
             for key, shape in layer.shapes:
-                if joined(layer.name, key) in names:
+                if f"{layer.name}.{key}".lstrip(".") in names:
                     elements += prod(shape)
         return elements
 
