@@ -141,7 +141,8 @@ def definitions(program: Program) -> str:
     text = ["import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"]
     if program.precision == "no":
         text.append("torch.set_default_dtype(torch.float64)\n")
-    classes = [zoo.Block] * ("Blocks" in bodies) + [zoo.BODIES[body] for body in bodies] + [zoo.Net]
+    parts = [zoo.Block] * ("Blocks" in bodies) + [zoo.TwoExperts] * ("StackedMixture" in bodies)
+    classes = [*parts, *(zoo.BODIES[body] for body in bodies), zoo.Net]
     text += ["\n" + _source(cls) for cls in classes]
     if kinds - {"map"}:
         text.append(_STREAM)

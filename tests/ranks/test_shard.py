@@ -210,6 +210,27 @@ def test_options(options: dict[str, Any], one_group: OneGroup) -> None:
     one_group.check(partial(call_of, case), partial(compare, case))
 
 
+def test_ignored_layers_that_freeze_in_a_window() -> None:
+    """Their gradients of the passes before are averaged at the end of the window."""
+
+    def body() -> None:
+        from paceline import Accelerator
+
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        plan = {"shard": 2, "options": {"shard": {"ignored": "1"}}}
+        accelerator = Accelerator(plan=plan, cpu=True, gradient_accumulation_steps=2)
+        model = accelerator.prepare(model)
+        for frozen in (False, True):
+            accelerator.unwrap_model(model)[1].requires_grad_(not frozen)
+            with accelerator.accumulate(model):
+                accelerator.backward(model(torch.full((1, 2), accelerator.process_index + 1.0)).sum())
+        everywhere = accelerator.gather(accelerator.unwrap_model(model)[1].weight.grad)
+        torch.testing.assert_close(*everywhere.chunk(2))
+
+    run_ranks(body, world=2)
+
+
 def test_parts_are_kept_on_fewer_ranks() -> None:
     check(Case("gpt", clip=0.3), {"reshard": 2}, {"shard": 4})
 
