@@ -14,7 +14,7 @@ import pytest
 
 # The doors imitate what other libraries take, and `torch_internals` hands on what torch does not type: their types are checked
 # too, but may be `Any`.
-OF_ANY_KIND = {"compat", "paceline_accelerate", "paceline_deepspeed", "torch_internals"}
+OF_ANY_KIND = {"paceline_accelerate", "paceline_deepspeed", "torch_internals"}
 LARGEST_SHARE_OF_ANY = 0.03
 
 # A torch of a few names: analysing the real one takes 20 s. The types are Paceline's own.
