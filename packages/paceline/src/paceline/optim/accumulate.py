@@ -136,6 +136,7 @@ class Accumulation:
         passes: the number of such backward passes.
         last_pass: the last of them.
         declared: whether the loop marks its micro-batches with `accumulate`.
+        loss_weights: what the first losses have shown; None while none was looked at.
         items: the number of items in all finished windows of this process, over all ranks, if losses are sums over items.
         replicas_equal: False while ranks take separate steps (LocalSGD), until their parameters are averaged.
         optimizers_equal: False from the first separate step on: averages leave the states of optimizers as they are.
@@ -163,28 +164,14 @@ class Accumulation:
         self.replicas_equal = True
         self.optimizers_equal = True
         self.items = 0
+        self.loss_weights: LossWeights | None = None
         self._active = active
         self._collectives = collectives
         self._held = held
         self._took_part = took_part
         self._finish_reduction = finish_reduction
-        self._loss_weights: LossWeights | None = None  # from the first loss on that is looked at
         self._items_divisor: float | None = None  # the estimate for the next window whose losses are sums over items
         self.reset()
-
-    @property
-    def loss_weights(self) -> LossWeights:
-        """What the first losses have shown. One process that does not accumulate has nothing to compare."""
-        if self._loss_weights is None:
-            from paceline.optim.uncounted import LossWeights
-
-            self._loss_weights = LossWeights()
-        return self._loss_weights
-
-    def judge_own_losses(self) -> None:
-        """Judges the losses of one process, whose micro-batches divide samples as ranks do."""
-        if self._loss_weights is not None:
-            self._loss_weights.judge([self._loss_weights.take()], is_sure=True)
 
     def reset(self) -> None:
         """Forgets all windows, as the models to which they belong are forgotten."""
@@ -393,6 +380,10 @@ class Accumulation:
             rows = batch.real[batch.index]
         else:
             return
+        if self.loss_weights is None:
+            from paceline.optim.uncounted import LossWeights  # one process seldom looks
+
+            self.loss_weights = LossWeights()
         if self.loss_weights.wants(self.passes, rows):
             place = list(self._windows).index(window)
             self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, has_items)
@@ -544,8 +535,8 @@ class Accumulation:
             self._gradients_before = None
         window.passed(parameters, mean)
         self._mean = None
-        if self._loss_weights is not None:
-            self._loss_weights.passed(self.last_pass.factor)
+        if self.loss_weights is not None:
+            self.loss_weights.passed(self.last_pass.factor)
         if mean is None:
             return
         for other in window.means:

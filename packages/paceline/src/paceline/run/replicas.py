@@ -120,7 +120,9 @@ class Replicas:
         losses = list(by_data_index.values())
         # After an epoch, or so many passes, the ranks have seen all numbers of samples that batches have.
         is_sure = self._passes >= _SURE or states[0].position[:1] > (0,)
-        self._run.gradients.loss_weights.judge(losses, is_sure)
+        weights = self._run.gradients.loss_weights
+        if weights is not None:
+            weights.judge(losses, is_sure)
         why = difference(states)
         if not why:
             self._equal_after = self._passes
@@ -151,7 +153,8 @@ class Replicas:
             steps.append((optimizer.steps, self._histories.get(optimizer, 0)))
             settings.append(tuple(map(_numbers, optimizer.param_groups)))
         norms = [_norm(model.module) for model in run.prepared.models]
-        losses = tuple(run.gradients.loss_weights.take())
+        weights = run.gradients.loss_weights
+        losses = () if weights is None else tuple(weights.take())
         part = _part(run.plan, run.world.rank)
         return Whereabouts(part, position, tuple(steps), tuple(settings), tuple(norms), losses)
 

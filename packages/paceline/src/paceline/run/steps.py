@@ -95,7 +95,8 @@ class Steps:
 
         def seen_loss(output: object, target: object) -> torch.Tensor:
             loss = loss_fn(output, target)
-            self._gradients.loss_weights.look_inside(loss, first_rows((output, target)))
+            if self._gradients.loss_weights is not None:
+                self._gradients.loss_weights.look_inside(loss, first_rows((output, target)))
             return loss
 
         if entry is None or runner is None:
@@ -289,5 +290,6 @@ class Steps:
                 self._prepared.finish_reduction()
             if self._replicas is not None:
                 self._replicas.passed()
-            elif self._run.world.size == 1:
-                self._gradients.judge_own_losses()
+            elif self._run.world.size == 1 and self._gradients.loss_weights is not None:
+                weights = self._gradients.loss_weights
+                weights.judge([weights.take()], is_sure=True)
