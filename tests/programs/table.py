@@ -333,7 +333,7 @@ PROGRAMS = (
             f"{_DIFFUSION} --save_steps 2", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
     hugging("lighteval", "huggingface/lighteval/src",
             "-m lighteval accelerate model_name=model,batch_size=2,dtype=float32 drawn|0 --custom-tasks questions.py "
-            "--output-dir out", "language_model", "choices", weights=False),
+            "--output-dir out", "language_model", "choices", procs=(2,), weights=False),
     hugging("ms-swift sft", "modelscope/ms-swift/.",
             "swift/cli/sft.py --model model --model_type llama --template chatml --dataset chats/train.jsonl "
             "--tuner_type full --torch_dtype float32 --max_steps 4 --per_device_train_batch_size 2 "
