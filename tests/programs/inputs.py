@@ -124,11 +124,6 @@ def chats(folder: Path) -> None:
     _split(folder, "chats", lambda draw: {"messages": _chat(draw)})
 
 
-def sentences(folder: Path) -> None:
-    """Makes `sentences`, lines of text."""
-    _split(folder, "sentences", lambda draw: {"text": _text(draw, 12)})
-
-
 def _instruction(draw: random.Random) -> dict[str, str]:
     return {"instruction": _text(draw, 5), "input": _text(draw, 3), "output": _text(draw, 6)}
 

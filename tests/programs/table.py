@@ -333,38 +333,18 @@ PROGRAMS = (
             f"{_DIFFUSION} --save_steps 2", "diffusion", env={"PROGRAMS_BACKWARD": "1"}),
     hugging("lighteval", "huggingface/lighteval/src",
             "-m lighteval accelerate model_name=model,batch_size=2,dtype=float32 drawn|0 --custom-tasks questions.py "
-            "--output-dir out", "language_model", "choices", weights=False),
+            "--output-dir out", "language_model", "choices", procs=(2,), weights=False),
     hugging("ms-swift sft", "modelscope/ms-swift/.",
             "swift/cli/sft.py --model model --model_type llama --template chatml --dataset chats/train.jsonl "
             "--tuner_type full --torch_dtype float32 --max_steps 4 --per_device_train_batch_size 2 "
             "--gradient_accumulation_steps 2 --learning_rate 1e-2 --logging_steps 1 --report_to none "
             "--split_dataset_ratio 0 --output_dir out --add_version false --save_steps 2 --dataset_num_proc 1 "
-            "--dataloader_num_workers 0 --gradient_checkpointing false --use_cpu true", "language_model", "chats",
+            "--dataloader_num_workers 0 --gradient_checkpointing false --use_cpu true", "language_model", "chats", procs=(2,),
             env={"PROGRAMS_BACKWARD": "1", "USE_HF": "1", "PYTORCH_JIT": "0"}),  # it compiles what the shim replaces
     hugging("axolotl", "axolotl-ai-cloud/axolotl/src", "-m axolotl.cli.train axolotl.yaml", "language_model", "chats",
             "axolotl", expected="own fault",  # it imports triton; on several processes it wants GPUs
-            env={"PROGRAMS_BACKWARD": "1", "AXOLOTL_DO_NOT_TRACK": "1"}),
+            env={"PROGRAMS_BACKWARD": "1", "AXOLOTL_DO_NOT_TRACK": "1", "PROGRAMS_IDLE": "wandb", "PYTORCH_JIT": "0"}),
     hugging("trl rloo", "huggingface/trl/trl/scripts",
             f"rloo.py {_TRL}questions --reward_funcs rewards.letters --num_generations 2 --max_completion_length 8 "
             "--beta 0.1 --seed 1", "language_model", "questions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
-    hugging("peft sft", "huggingface/peft/examples/sft",
-            f"train.py {_TRL}sentences --use_peft_lora --lora_r 2 --lora_alpha 4", "language_model", "sentences", procs=(2,),
-            env={"PROGRAMS_BACKWARD": "1"}),
-    task("trainer clm", "language-modeling",
-         "run_clm.py --model_name_or_path model --train_file train.txt --validation_file test.txt --block_size 16 --do_train "
-         "--do_eval --max_steps 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 1e-2 "
-         "--save_steps 2 --output_dir out --report_to none", "gpt2", procs=(2,)),
-    task("trainer summarization", "summarization",
-         "run_summarization.py --model_name_or_path t5 --max_source_length 16 --max_target_length 8 --num_beams 2 "
-         f"--predict_with_generate --do_train --do_eval --max_steps 4 --per_device_train_batch_size 2 --learning_rate 1e-2 "
-         f"--save_steps 2 --output_dir out --report_to none {rows('summary')}", "t5", procs=(2,)),
-    *(
-        hugging(f"peft {name}", f"huggingface/peft/examples/{name}_finetuning",
-                f"{name}_finetuning.py --base_model_name_or_path model {more} --bits fp32 --bf16 False "
-                "--data_path tatsu-lab/alpaca --dataset_split train --dataset_field instruction output --output_dir out "
-                "--max_steps 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 1e-2 "
-                "--logging_steps 1 --report_to none --use_cpu --gradient_checkpointing False --max_length 32 --save_steps 2",
-                "language_model", "instructions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"})
-        for name, more in (("miss", "--miss_r 4"), ("pissa", "--init_lora_weights pissa --lora_r 4 --lora_alpha 4"))
-    ),
 )  # fmt: skip
