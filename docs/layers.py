@@ -55,7 +55,7 @@ LAYERS = (
             "optim": "accumulation, clipping, the rebinding of optimizers to divided parameters",
             "data": "order, division and position of samples; prepared loaders",
             "checkpoint": "the checkpoint format, saving and loading, the store on disks, exports of weights",
-            "observe": "basic trackers, the phases of a step",
+            "observe": "basic trackers, logs, torch's profiler",
         },
         siblings=False,
     ),

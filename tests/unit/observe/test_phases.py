@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from paceline.data.active import ActiveLoaders
-from paceline.observe.phases import NAMES, Phases
 from paceline.world.events import Events
 from paceline_lens.observe.clock import HostClock
+from paceline_lens.observe.phases import NAMES, Phases
 from paceline_lens.observe.wall_clock import WallClock
 
 

@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
-from paceline.observe import phases as phases_module
-from paceline.observe.phases import Phases
 from paceline_accelerate.accelerator import Accelerator as ServedAccelerator
+from paceline_lens.observe import phases as phases_module
 from paceline_lens.observe import telemetry as module
 from paceline_lens.observe import watching
+from paceline_lens.observe.phases import Phases
 from paceline_lens.observe.telemetry import StepProgress, Telemetry
 from paceline_lens.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
 from paceline_lens.watch.records import CheckpointSaved, Hello, JournalRecord, PlanMade, Tick, ValuesLogged

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.observe.phases import PhaseListener
 from paceline.plan.experts import Experts
 from paceline.world.tree import tensors
+from paceline_lens.observe.phases import PhaseListener
 
 
 class ExpertLoad(PhaseListener):

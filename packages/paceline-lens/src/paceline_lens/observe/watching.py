@@ -31,6 +31,7 @@ from paceline.world.events import SavedCheckpoint
 from paceline_lens.forecast.known_forecasts import key_of, recall
 from paceline_lens.observe.expert_load import ExpertLoad
 from paceline_lens.observe.memory import resident
+from paceline_lens.observe.phases import follow_phases
 from paceline_lens.observe.step_flops import StepFlops
 from paceline_lens.observe.telemetry import StepProgress, Telemetry
 from paceline_lens.watch.journal import JournalWriter, RunHeader, add_header, rank_file
@@ -66,7 +67,7 @@ def telemetry_of(run: Run) -> Telemetry | None:
         if world.local_rank == 0:
             logger("watch").warning("this run is not recorded: %s: %s.", error.filename or folder, error.strerror)
         return None
-    phases = run.follow_phases()
+    phases = follow_phases(run)
     telemetry = Telemetry(writer, phases, _progress_of(weakref.ref(run)), memory_of(run.device), main=world.is_main)
     hello = _hello(run)
     telemetry.record(hello)
@@ -142,7 +143,7 @@ def count_flops(run: Run, telemetry: Telemetry) -> None:
         if counted_run is None or counted_run.plan.compile:
             return
         if not any(is_compiled(entry.wrapped) for entry in counted_run.prepared.models):
-            counted_run.follow_phases().listeners.append(StepFlops(tell))
+            follow_phases(counted_run).listeners.append(StepFlops(tell))
 
     once = run.events.prepared.subscribe(prepared)
 
@@ -165,8 +166,8 @@ def count_tokens_of_experts(run: Run, telemetry: Telemetry) -> None:
             stacked = [row for row in entry.facts.experts if row.name in present and not (row.modules or row.problem)]
             for row in stacked:
                 load.follow(present[row.name], row)
-            if stacked and load not in prepared_run.follow_phases().listeners:
-                prepared_run.follow_phases().listeners.append(load)
+            if stacked and load not in follow_phases(prepared_run).listeners:
+                follow_phases(prepared_run).listeners.append(load)
 
     once = run.events.prepared.subscribe(prepared)
 

@@ -16,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -42,8 +43,15 @@ from paceline.world.runtime import Runtime
 from paceline.world.world import World
 
 if TYPE_CHECKING:
-    from paceline.observe.phases import Phases
     from paceline.precision.scaler import LossScaler
+
+
+class FollowedPhases(Protocol):
+    """What follows the phases of a step, such as those of `paceline_lens.observe`."""
+
+    def follow_model(self, model: nn.Module) -> None: ...
+
+    def reduce(self) -> None: ...
 
 
 class Run:
@@ -62,7 +70,7 @@ class Run:
         data_ranks: collectives of the ranks that read different samples.
         scaler: the loss scaler; None if the precision needs none.
         admits: decides at the end of a window whether an optimizer may step; None if every optimizer may.
-        phases: the phases of a step, such as forward and backward; None if nobody follows them.
+        phases: what follows the phases of a step, such as forward and backward; None if nothing does.
 
     Ranks: all must construct it, since it creates the process groups of the plan.
     """
@@ -117,7 +125,7 @@ class Run:
             )
         self.scaler = loss_scaler if self.precision.scales else None
         self.admits: Callable[[PreparedOptimizer], bool] | None = None
-        self.phases: Phases | None = None
+        self.phases: FollowedPhases | None = None
         self._has_stepped = False
         # Creates process groups, so that all ranks must get here.
         self.lay_out(plan)
@@ -162,14 +170,15 @@ class Run:
         """Returns whether ranks hold gradients of different parameters, or of different parts of them."""
         return any(strategy.divides_steps for strategy in strategies_of(self.plan))
 
-    def follow_phases(self) -> Phases:
-        """Returns the phases of a step; from the first call on they are recorded."""
-        if self.phases is None:
-            from paceline.observe.phases import NAMES, Phases  # few runs are measured
+    def follow_phases(self, phases: FollowedPhases, contexts: Mapping[str, AbstractContextManager[None]]) -> None:
+        """Lets the phases of a step be followed from now on.
 
-            self.phases = Phases()
-            self.events.phase.subscribe({name: self.phases.during(name) for name in NAMES})
-        return self.phases
+        Args:
+            phases: what follows them.
+            contexts: for the name of each phase, a context that is open while it runs.
+        """
+        self.phases = phases
+        self.events.phase.subscribe(contexts)
 
     # -- contexts ------------------------------------------------------------------------------------------------
 
