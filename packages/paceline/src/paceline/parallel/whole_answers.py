@@ -100,8 +100,7 @@ def unpickled(place: tuple[int, ...], rebuild: Any, arguments: Any) -> DTensor:
         "checkpoint-part",
         f"a file has another rank's part of a tensor of shape {list(tensor.shape)}.",
         why=f"the rank with part {place} has pickled it, as by `torch.save(optimizer.state_dict(), path)`; this one has {own}",
-        fix="save with `accelerator.save_state(folder)` on all ranks and load with `accelerator.load_state(folder)`, or let "
-        "each rank write and read a file of its own",
+        fix="save with `save_state()` on all ranks and load with `load_state`, or let each rank write and read its own file",
     )
 
 

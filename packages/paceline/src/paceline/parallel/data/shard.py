@@ -307,7 +307,7 @@ def _hook_problems(facts: ModelFacts) -> list[Problem]:
             f"{facts.name} has hooks on gradients of parameters that will be divided over ranks.",
             why=f"`register_hook` or `register_post_accumulate_grad_hook` on {', '.join(facts.hooked[:3])}; other tensors take "
             "the place of these parameters, and the hooks would never be called",
-            fix="register them after `prepare`, on the parameters of the prepared model",
+            fix="register them after `prepare`, on the parameters of the model that it returns",
         )
     ]
 
