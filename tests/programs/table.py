@@ -341,9 +341,13 @@ PROGRAMS = (
             "--split_dataset_ratio 0 --output_dir out --add_version false --save_steps 2 --dataset_num_proc 1 "
             "--dataloader_num_workers 0 --gradient_checkpointing false --use_cpu true", "language_model", "chats", procs=(2,),
             env={"PROGRAMS_BACKWARD": "1", "USE_HF": "1", "PYTORCH_JIT": "0"}),  # it compiles what the shim replaces
-    hugging("axolotl", "axolotl-ai-cloud/axolotl/src", "-m axolotl.cli.train axolotl.yaml", "language_model", "chats",
-            "axolotl", expected="own fault",  # it imports triton; on several processes it wants GPUs
-            env={"PROGRAMS_BACKWARD": "1", "AXOLOTL_DO_NOT_TRACK": "1", "PROGRAMS_IDLE": "wandb", "PYTORCH_JIT": "0"}),
+    *(
+        hugging(name, "axolotl-ai-cloud/axolotl/src", "-m axolotl.cli.train axolotl.yaml", "language_model", "chats", "axolotl",
+                expected=expected, procs=procs, env={"PROGRAMS_BACKWARD": "1", "AXOLOTL_DO_NOT_TRACK": "1",
+                "PROGRAMS_IDLE": "wandb", "PYTORCH_JIT": "0"})
+        # On several processes it puts the model on the GPU with the number of the rank.
+        for name, expected, procs in (("axolotl", "equal", (1,)), ("axolotl 2", "own fault", (2,)))
+    ),
     hugging("trl rloo", "huggingface/trl/trl/scripts",
             f"rloo.py {_TRL}questions --reward_funcs rewards.letters --num_generations 2 --max_completion_length 8 "
             "--beta 0.1 --seed 1", "language_model", "questions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
