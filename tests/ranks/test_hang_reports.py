@@ -20,7 +20,7 @@ from warm_python import executable
 from paceline import Accelerator
 from paceline.base.errors import CollectiveError
 from paceline.testing import RankFailed, run_ranks
-from paceline.world import rendezvous
+from paceline.world import leaving, rendezvous
 from paceline.world.works import finish_threads
 from paceline_lens.hangs.waits import WaitReports
 from paceline_lens.hangs.watcher import duty
@@ -196,7 +196,7 @@ def test_works_that_nobody_waited_for_are_finished_or_told() -> None:
     def work() -> tuple[bool, bool]:
         log_to_stdout()
         first = dist.get_rank() == 0
-        rendezvous._UNFINISHED_S = 0.3
+        leaving._UNFINISHED_S = 0.3
         time.sleep(0.5 * (not first))
         work = dist.all_reduce(torch.ones(100), async_op=True)
         early = finish_threads(0.1) if first else True

@@ -9,11 +9,8 @@ The steps of `join`, for more than one process:
 from __future__ import annotations
 
 import atexit
-import contextlib
-import gc
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -23,12 +20,10 @@ import torch.distributed as dist
 
 from paceline.base import env as environment
 from paceline.base.errors import WorldError
-from paceline.base.log import logger
 from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
 from paceline.world import lifetime
 from paceline.world.lifetime import Leaving
-from paceline.world.mesh import forget_meshes
 from paceline.world.world import World
 
 if TYPE_CHECKING:
@@ -47,14 +42,6 @@ class _JoinedGroup:
     pid: int
     rank: int
 
-
-_CONNECTED = "connected"  # key of the store: how many ranks have initialised the group
-_CONNECT_S = 10.0  # how long a rank that ends waits until all ranks have
-_LEFT = "left"  # key of the store: how many ranks have finished with the group
-_LEAVE_S = 3.0  # how long rank 0 waits until all ranks have
-_READ_S = 1.0  # how much longer, so that ranks which waited for it can read who has left
-_UNFINISHED_S = 5.0  # how long a process that ends waits for asynchronous works for which its script did not wait
-_UNFINISHED_AFTER_FAILURE_S = 0.5
 
 _joined: _JoinedGroup | None = None
 atexit.register(lambda: leave(at_exit=True))
@@ -112,10 +99,11 @@ def join(
     if world.size == 1 and world.source == "single" and store is None:
         return world
     # Loaded here: most processes that no launcher started are alone, and meet nobody.
+    from paceline.world.leaving import note_connected
     from paceline.world.meeting import meet
 
     own = meet(world, device, devices.default_backend(device, backend), seconds, store)
-    own.add(_CONNECTED, 1)
+    note_connected(own)
     _keep(_JoinedGroup(own, ours=True, pid=os.getpid(), rank=world.rank))
     return world
 
@@ -143,11 +131,7 @@ def leave(at_exit: bool = False) -> None:
 
 
 def _leave_group(joined: _JoinedGroup, leaving: Leaving) -> None:
-    """Ends the group itself, as the last of what `lifetime.py` lists.
-
-    A short script may end before all ranks have connected, and they would fail if its connections closed. So it waits for them,
-    tells the others that it leaves, finishes the works for which its script did not wait, and destroys the group.
-    """
+    """Ends the group itself, as the last of what `lifetime.py` lists."""
     global _joined
     if joined is not _joined:
         return  # the script has destroyed this group itself, and then formed another
@@ -155,71 +139,10 @@ def _leave_group(joined: _JoinedGroup, leaving: Leaving) -> None:
     # A group that the user made may be used after `end_training`, so only at exit this rank has left it.
     if not joined.ours and not leaving.at_exit:
         return
+    from paceline.world.leaving import leave_group  # a process that is in no group leaves none
+
     # The script may have destroyed the group itself.
-    is_ours = joined.ours and dist.is_initialized()
-    if is_ours and leaving.failure is None:
-        _wait_for_all(joined.store, _CONNECTED, dist.get_world_size(), _CONNECT_S)
-    _say_goodbye(joined, leaving.failure)
-    _finish_works(joined.rank, leaving.failure is not None)
-    if is_ours:
-        _destroy(joined, leaving.failure)
-
-
-def _say_goodbye(joined: _JoinedGroup, failure: BaseException | None) -> None:
-    """Writes down that this rank leaves, and why."""
-    if not store_answers(joined.store):
-        return
-    from paceline.world.departures import announce  # a process that is in no group leaves none
-
-    # The store may end between the check and this write. Then rank 0 is gone, and nobody is left to read it.
-    with contextlib.suppress(RuntimeError):
-        announce(joined.store, joined.rank, failure)
-        joined.store.add(_LEFT, 1)
-
-
-def _destroy(joined: _JoinedGroup, failure: BaseException | None) -> None:
-    """Destroys the group. The store ends with rank 0, so rank 0 waits until the others do not need it any more."""
-    size = dist.get_world_size()
-    is_needed = failure is None and joined.rank == 0 and not _wait_for_all(joined.store, _LEFT, size, _LEAVE_S)
-    # After an error the other ranks may be gone, and NCCL would wait for them as it destroys the group.
-    if failure is None or dist.get_backend() == "gloo":
-        dist.destroy_process_group()
-        forget_meshes()
-    if is_needed:
-        # Another rank may wait for a message of this one. It fails as the connections are closed, and then reads in the store
-        # who has left. Objects that refer to each other in a circle keep the connections open until they are collected.
-        gc.collect()
-        _wait_for_all(joined.store, _LEFT, size, _READ_S)
-
-
-def _finish_works(rank: int, failed: bool) -> None:
-    """Waits for asynchronous works for which the script did not wait, and warns if some do not end in time."""
-    from paceline.world.works import finish_threads
-
-    # After a failure the other ranks may be gone, and then a collective never ends.
-    patience_s = _UNFINISHED_AFTER_FAILURE_S if failed else _UNFINISHED_S
-    if finish_threads(patience_s) or failed:
-        return
-    logger("world").warning(
-        "rank %d ends while a collective that its script began with async_op=True is not finished (waited for %g s). "
-        "Keep what the call returns, call wait() on it before the script ends, and let every rank make the call.",
-        rank, _UNFINISHED_S,
-    )  # fmt: skip
-
-
-def _wait_for_all(store: Store, key: str, size: int, seconds: float) -> bool:
-    """Waits up to `seconds` until all `size` ranks have added themselves to the counter `key`. Returns whether they have."""
-    if not store_answers(store):
-        return True  # it has ended, so no rank that needs it is left
-    until = time.monotonic() + seconds
-    try:
-        while store.add(key, 0) < size:
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.01)
-    except dist.DistNetworkError:
-        pass  # the same, a moment later
-    return True
+    leave_group(joined.store, joined.rank, leaving.failure, destroys=joined.ours and dist.is_initialized())
 
 
 def part(name: str) -> Store:
