@@ -27,7 +27,7 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
     Ranks: all of the group.
     """
     # Also those that are frozen now: an earlier pass of the window may have computed their gradients.
-    trained = [parameter for parameter in parameters if parameter.is_floating_point()]
+    trained = [parameter for parameter in parameters if parameter.is_floating_point() or parameter.is_complex()]
     if not trained:
         return
     device = trained[0].device
