@@ -53,7 +53,7 @@ REPLACEABLE = {
     "operations:pad_across_processes": "accelerator",
     "operations:reduce": "accelerator",
     "random_streams:synchronize_rng_states": "loader_feed",
-    "rank_logger:get_logger": "checkpoint",
+    "rank_logger:get_logger": "checkpoint checkpoint_writer",
     "samplers:get_sampler": "data_loader loader_classes",
     "state:is_initialized": "accelerator_arguments deepspeed_wrappers",
     "surroundings:is_peft_model": "fsdp_modules sharded",
