@@ -65,6 +65,7 @@ def test_the_quickstart_runs_with_what_the_wheel_and_the_sdist_install(tmp_path:
         "paceline",
         "paceline_accelerate",
         "paceline_deepspeed",
+        "paceline_doors",
         "paceline_hosts",
         "paceline_large",
         "paceline_lens",

@@ -75,7 +75,7 @@ def test_a_tied_parameter_of_an_ignored_module_is_ignored_everywhere():
     model = GPT(tied=True, layers=2)
     chosen = units(model, "Embedding", ignored="head")
     assert chosen.units == ("embed", "positions") and chosen.tied == ()
-    (ignored,) = _left_alone(model, chosen, ())
+    (ignored,) = _left_alone(model, chosen, (), [])
     assert ignored is model.embed.weight
 
 
