@@ -50,7 +50,8 @@ def watch_first_pass(model: nn.Module, device: torch.device, report: Callable[[P
     watch.states = partial(generator_states, device)
     watch.report = report
     watch.root = weakref.ref(model)
-    watch.handles = [model.register_forward_pre_hook(watch.begin, prepend=True)]
+    # Not before other hooks: where a script compiles the model, torch 2.11 looks for hooks in the order in which they came.
+    watch.handles = [model.register_forward_pre_hook(watch.begin)]
 
 
 # Of each tensor of a module by its name: which tensor it is, and how often it was written to.
