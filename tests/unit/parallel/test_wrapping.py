@@ -9,6 +9,7 @@ from paceline.config.settings import RunSettings
 from paceline.parallel.data.shard import STRATEGY
 from paceline.parallel.data.shard_applied import _left_alone
 from paceline.parallel.data.wrapping import wrapping
+from paceline.parallel.strategy import strategies_of
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft
@@ -77,6 +78,20 @@ def test_a_tied_parameter_of_an_ignored_module_is_ignored_everywhere():
     assert chosen.units == ("embed", "positions") and chosen.tied == ()
     (ignored,) = _left_alone(model, chosen, (), [])
     assert ignored is model.embed.weight
+
+
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"pp": 2}, {"zero": 3}, {"zero": 2}, {"tp": 2, "zero": 3}])
+def test_what_lets_models_share_parameters(settings):
+    """The settings that the remedies name are those that keep models apart, and without them nothing does."""
+
+    def remedies(settings):
+        width = 4 // (settings.get("tp", 1) * settings.get("pp", 1))
+        drafted = plan(**settings, shard=width)
+        return [remedy for strategy in strategies_of(drafted) if (remedy := strategy.keeps_apart(drafted))]
+
+    text = ", ".join(remedies(settings))
+    assert all(f"{name}=" in text for name in settings)
+    assert remedies({"zero": 1, **{name: 1 for name in settings}}) == []
 
 
 @pytest.mark.parametrize(

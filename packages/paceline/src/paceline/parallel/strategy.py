@@ -317,9 +317,10 @@ class Strategy:
 
     def keeps_apart(self, plan: Plan) -> str:
         """Returns what to change so that two models may share parameters; "" if they may under this plan."""
-        if self.replaces_parameters:
-            return "use zero=0 or 1, under which parameters and gradients are whole"
-        return ""
+        if not self.replaces_parameters:
+            return ""
+        settings = [f"{axis}=1" for axis in self.axes]
+        return f"use {' and '.join(settings)}, under which parameters are whole"
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Returns the strategy's own choices, each with its reason."""

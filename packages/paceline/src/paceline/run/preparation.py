@@ -323,13 +323,13 @@ class Preparation:
             problems += started_optimizers(unprepared, replaced)
         prepared_modules = [entry.module for entry in self.run.prepared.models]
         modules = [*prepared_modules, *(model.module for model in new)]
-        for strategy in strategies_of(plan):
-            remedy = strategy.keeps_apart(plan)
-            if remedy:
-                from paceline.parallel.model_problems import shared_models
+        refusing = [strategy for strategy in strategies_of(plan) if strategy.keeps_apart(plan)]
+        if refusing:
+            from paceline.parallel.model_problems import shared_models
 
-                problems += shared_models(modules, remedy, frozen_too=strategy.replaces_parameters)
-                break
+            remedy = ", and ".join(strategy.keeps_apart(plan) for strategy in refusing)
+            frozen_too = any(strategy.replaces_parameters for strategy in refusing)
+            problems += shared_models(modules, remedy, frozen_too=frozen_too)
         for model in new:
             if model.recipe is not None:
                 problems += model.recipe.missing(model.facts.name)

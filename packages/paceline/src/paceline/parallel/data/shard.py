@@ -95,6 +95,10 @@ class Shard(Strategy):
         """Used at stage 3, and at the lower stages together with tensor or pipeline parallelism."""
         return plan.fully_sharded
 
+    def keeps_apart(self, plan: Plan) -> str:
+        """Lower stages leave parameters whole."""
+        return "use zero=0 or 1, under which parameters and gradients are whole"
+
     def wrapping(self, plan: Plan, facts: ModelFacts) -> Wrapping:
         """Returns the units of a model."""
         options = self.options(plan)
