@@ -12,6 +12,7 @@ from one_group import RanksCall
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import paceline
 from paceline.testing import RankFailed, run_ranks
 
 VOCABULARY, POSITIONS, WIDTH, HEADS = 24, 8, 16, 4
@@ -412,6 +413,26 @@ def test_code_that_needs_the_whole_is_noticed_and_computed_whole(make, reason):
     for found in run_ranks(ours, 2, args=[make]):
         same(plain(make), found)
         assert len(found[4]) == 1 and reason in found[4][0]
+
+
+def hooked():
+    """Hooks on a divided layer, on an activation behind it, and on a layer whose output is whole."""
+    mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    kept = []
+    table = {"0": "colwise", "2": "rowwise"}
+    accelerator = paceline.Accelerator(cpu=True, plan={"tp": 2}, options={"tensor": {"plan": table}})
+    with warned() as told:
+        model = accelerator.prepare(mlp)
+        for layer in mlp:
+            layer.register_forward_hook(lambda _, inputs, output: kept.append(output))
+        for _ in range(2):
+            model(torch.ones(2, 4))
+    return told
+
+
+def test_a_hook_on_divided_features_is_told_of():
+    told = run_ranks(hooked, 2)[0]  # rank 0 says it for all
+    assert [line.partition(" sees")[0] for line in told] == ["a forward hook of 0", "a forward hook of 1"]
 
 
 @pytest.mark.parametrize("make", [GPT, Llama])

@@ -28,6 +28,7 @@ from paceline.world.sharded import is_sharded
 from paceline_large.random_streams import RandomStreams
 from paceline_large.same_inputs import SameInputs
 from paceline_large.tensor import styles
+from paceline_large.tensor.inner_hooks import InnerHooks
 from paceline_large.tensor.names import GROUPS, HEADS, KV_HEADS, LOCAL_HEADS, LayerGroup, shape
 from paceline_large.tensor.options import TensorOptions
 from paceline_large.tensor.plan import (
@@ -298,21 +299,23 @@ class _Divider:
 
     def _prove(self, name: str, group: LayerGroup, region: styles.Region) -> None:
         """Lets the first forward pass of a group be compared with the undivided one; modules that are alike share a proof."""
-        # A model's own plan needs no proof: it was written together with its code. But not for shared key-value heads.
-        is_known = self.division.source == "model" and not shares_heads(group, self.width)
-        if not group.split or is_known or not hasattr(self.modules.get(name), "forward"):
+        if not group.split or not hasattr(self.modules.get(name), "forward"):
             return
         module = self.modules[name]
+        hooks = InnerHooks(name, module, group.last, region)
         last = self.modules[group.last]
         # The same class with layers of the same names: the blocks of a model have the same code.
         layers = tuple(layer.removeprefix(name) for layer in (*group.first, group.last))
         key = (type(module).__name__, layers)
-        proof = self.proofs.setdefault(key, Proof(name, self.regions))
+        # A model's own plan needs no proof: it was written together with its code. But not for shared key-value heads.
+        is_known = self.division.source == "model" and not shares_heads(group, self.width)
+        proof = self.proofs.setdefault(key, Proof(name, self.regions, done=is_known))
         proof.regions.append(region)
 
         def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
             if not proof.done:
                 proof.run(self, last, region, original, args, kwargs)
+            hooks.look()
             return original(*args, **kwargs)
 
         override_forward(module, "tensor_proof", forward)
