@@ -31,8 +31,8 @@ from parallel.ways import Task, Way, paceline
 from timing import seconds
 
 from paceline.parallel.strategy import timetable_of
-from paceline.plan.timetable import simulate
 from paceline.testing import run_ranks
+from paceline_large.pipeline.timetable import simulate
 from paceline_large.pipeline.timing import Meter, measure
 from paceline_lens.forecast.calibration import Calibration, Machine
 from paceline_lens.forecast.measure import Probes

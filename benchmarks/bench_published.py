@@ -65,6 +65,7 @@ class Row:
 
 FLOAT8 = "published with float8"
 EAGER = "published with float8 and compiled, which Paceline refuses beside cp and tp"
+SEQUENCE = {"sequence": True, "loss": True}
 ROWS = (
     Row("8b, 8", "8b", 8, 2, 8192, 5762, 82.4, {"shard": 8, **SELECTIVE}),
     Row("8b, 8, compiled", "8b", 8, 2, 8192, 6667, 77.0, {"shard": 8, **SELECTIVE, "compile": True}),
@@ -93,8 +94,37 @@ ROWS = (
         16,
         8192,
         829,
-        None,
+        71.9,
         {"shard": 32, "tp": 8, "recompute": "blocks"},
+        EAGER,
+    ),
+    # What the published run did: activations between divided layers by position, logits and loss by the vocabulary.
+    Row(
+        "70b, 256, tp 8, sequence and loss",
+        "70b",
+        256,
+        16,
+        8192,
+        829,
+        71.9,
+        {"shard": 32, "tp": 8, "recompute": "blocks", "options": {"tensor": SEQUENCE}},
+        EAGER,
+    ),
+    Row(
+        "405b, 512, tp 8, pp 8, sequence and loss",
+        "405b",
+        512,
+        32,
+        8192,
+        100,
+        82.5,
+        {
+            "shard": 8,
+            "tp": 8,
+            "pp": 8,
+            "recompute": "blocks",
+            "options": {"tensor": SEQUENCE, "pipeline": {"microbatches": 32}},
+        },
         EAGER,
     ),
 )

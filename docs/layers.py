@@ -31,7 +31,8 @@ LAYERS = (
         {
             "base": "errors, the table of environment variables, logging, the registry, dataclasses from JSON; it needs the "
             "standard library only",
-            "torch_internals": "every private name of torch that Paceline uses, behind one function each; it needs torch only",
+            "torch_internals": "every private name of torch that Paceline uses, behind one function each (those that one part "
+            "alone uses are in its own `torch_internals`); it needs torch only",
         },
         siblings=False,
     ),
@@ -51,10 +52,10 @@ LAYERS = (
         {
             "parallel": "the chain of strategies, and those that every part builds on; `data`: replicate, ZeRO, shard",
             "precision": "number formats and loss scaling",
-            "optim": "accumulation, clipping, the rebinding of optimizers to divided parameters, Paceline's own optimizers",
+            "optim": "accumulation, clipping, the rebinding of optimizers to divided parameters",
             "data": "order, division and position of samples; prepared loaders",
             "checkpoint": "the checkpoint format, saving and loading, the store on disks, exports of weights",
-            "observe": "basic trackers, the phases of a step",
+            "observe": "basic trackers, logs, torch's profiler",
         },
         siblings=False,
     ),
@@ -69,17 +70,18 @@ LAYERS = (
     Layer(
         {
             "cli": "one module for each command of the core, and what commands of all parts have in common",
-            "compat": "how the names of another library are served: the table's reader, doors in an environment",
+            "compat": "`paceline.compat.install`, and `python -m paceline.compat script.py`",
             "testing": "tools for users' tests",
             "__main__": "`python -m paceline`",
         }
     ),
     Layer(
         {
+            "paceline_doors": "a part: how the names of another library are served, and `paceline doors`",
             "paceline_hosts": "a part: launchers for ssh, SLURM, Kubernetes, Ray and MPI, `paceline doctor`, "
             "stores behind URLs",
             "paceline_large": "a part: tensor, pipeline, context, expert parallel, offload, float8, "
-            "models run from memory or disk",
+            "models run from memory or disk, optimizers of our own, batches by tokens",
             "paceline_lens": "a part: the journal and its page, hangs, profiles, `plan`, `verify`, `tune`, "
             "`checkpoint`, trackers of products",
         },

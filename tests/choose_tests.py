@@ -7,7 +7,8 @@ with what is not committed yet. A file of tests is reached by
 - each of our modules that it imports, those that they import (in functions, too), and those that they name by text, as tables
   of lazy names and `pyproject.toml` do;
 - an entry point of a part beside the core, if the test says its name: `slurm`, `deepspeed`, `watch`;
-- pages and examples, for the tests in tests/docs, page by page; their long cases, which `make test-all` leaves out, too;
+- pages and examples, for the tests in tests/docs, page by page; their long cases, which `make test-all` leaves out, and the
+  built site, too;
 - files that are not Python, in the folder of a file that it needs or below.
 
 Texts of programs that a test starts count as its own imports. Some files always run: `ALWAYS`. A change of anything else
@@ -25,6 +26,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from textwrap import dedent
+from typing import NamedTuple
 
 from long_cases import LONG
 from page_reader import has_code
@@ -46,7 +48,13 @@ UNTESTED = (
 PAGES = ("docs/", "examples/", "README.md", "CONTRIBUTING.md", "mkdocs.yml")
 PAGE_TESTS = "tests/docs/"
 PAGE_CASES = "tests/docs/test_code_blocks.py"
-EXAMPLE_TESTS = ("tests/docs/test_examples.py", "tests/docs/test_chaos.py")
+# File of tests -> the beginning of what it reads: its long cases run where that has changed.
+LONG_WHERE_CHANGED = {
+    "tests/docs/test_examples.py": "examples/",
+    "tests/docs/test_chaos.py": "examples/",
+    "tests/docs/test_site.py": "docs/",
+    "tests/shape/test_types.py": "packages/",
+}
 # A command of ours: called, started by its name, or by a helper that is told the words after it.
 _COMMAND = re.compile(r"\bmain\(\[|-m\W+paceline|paceline (launch|plan|test|env)|\"paceline\"")
 # "paceline.optim.clip", "paceline_large.offload.offload:STRATEGY"
@@ -69,17 +77,42 @@ def names_of(node: ast.AST, package: str) -> list[str]:
     return []
 
 
-def imported_names(tree: ast.AST, package: str) -> Iterator[str]:
-    """Dotted names that a file imports anywhere, in functions and for type checkers, too."""
-    for node in ast.walk(tree):
-        yield from names_of(node, package)
+class Text(NamedTuple):
+    """What counts of a file of Python. The tree is not kept: a million nodes would be looked at in each collection of garbage.
+
+    Attributes:
+        imports: import statements anywhere, in functions and for type checkers, too.
+        texts: names of modules, and programs that a test writes down.
+    """
+
+    imports: list[ast.AST]
+    texts: list[str]
+
+    def imported_names(self, package: str) -> Iterator[str]:
+        """Dotted names that the file, in a package, may load."""
+        for node in self.imports:
+            yield from names_of(node, package)
 
 
-def texts(tree: ast.AST) -> Iterator[str]:
-    """The texts in a file: names of modules, and programs that a test writes down."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            yield node.value
+def text_of(tree: ast.AST) -> Text:
+    """Reads both in one pass, which is short because of what it leaves out."""
+    found = Text([], [])
+    waiting = [tree]
+    while waiting:
+        node = waiting.pop()
+        kind = type(node)
+        if kind is ast.Constant:
+            if type(node.value) is str:
+                found.texts.append(node.value)
+        elif kind is ast.Import or kind is ast.ImportFrom:
+            found.imports.append(node)
+        elif kind is not ast.Name:
+            for value in node.__dict__.values():
+                if type(value) is list:
+                    waiting += [each for each in value if isinstance(each, ast.AST)]
+                elif isinstance(value, ast.AST):
+                    waiting.append(value)
+    return found
 
 
 def names_in_program(text: str) -> Iterator[str]:
@@ -87,7 +120,7 @@ def names_in_program(text: str) -> Iterator[str]:
     if "import " not in text:
         return
     try:
-        yield from imported_names(ast.parse(dedent(text)), "")
+        yield from text_of(ast.parse(dedent(text))).imported_names("")
     except (SyntaxError, ValueError):
         for line in re.finditer(r"(?:from|import)\s+([\w.]+)", text):
             yield line[1]
@@ -114,10 +147,10 @@ class Sources:
         groups = _entry_points(root)
         for name, path in self.files.items():
             text = path.read_text(encoding="utf-8")
-            tree = ast.parse(text)
+            found = text_of(ast.parse(text))
             package = name if path.name == "__init__.py" else name.rpartition(".")[0]
             # The facade's table of names is read by the name that is used, so that not every program needs everything.
-            self.needs[name] = set() if name == CORE else self.modules(_named(tree, package))
+            self.needs[name] = set() if name == CORE else self.modules(_named(found, package))
             for group, points in groups.items():
                 if f'"{group}"' in text:
                     self.entry_points.setdefault(name, []).extend(points)
@@ -161,9 +194,9 @@ class Sources:
         return seen
 
 
-def _named(tree: ast.AST, package: str) -> Iterator[str]:
-    yield from imported_names(tree, package)
-    for text in texts(tree):
+def _named(found: Text, package: str) -> Iterator[str]:
+    yield from found.imported_names(package)
+    for text in found.texts:
         if _MODULE.fullmatch(text):
             yield text.partition(":")[0]
 
@@ -238,30 +271,30 @@ class FilesOfTests:
     def _helpers_of(self, path: Path) -> list[Path]:
         """The files of tests/ that one imports or names itself."""
         helpers = []
-        tree = _tree(path)
-        for name in imported_names(tree, ".".join(path.relative_to(self.root / "tests").parts[:-1])):
+        found = _text(path)
+        for name in found.imported_names(".".join(path.relative_to(self.root / "tests").parts[:-1])):
             while name:
                 if name in self._helpers:
                     helpers.append(self._helpers[name])
                     break
                 name = name.rpartition(".")[0]
-        named_files = [path.parent / text for text in texts(tree) if re.fullmatch(r"[\w/]+\.py", text)]
+        named_files = [path.parent / text for text in found.texts if re.fullmatch(r"[\w/]+\.py", text)]
         helpers += [script for script in named_files if script.is_file()]
-        return helpers + self._scripts_beside(path, tree)
+        return helpers + self._scripts_beside(path, found)
 
     @staticmethod
-    def _scripts_beside(path: Path, tree: ast.AST) -> list[Path]:
+    def _scripts_beside(path: Path, found: Text) -> list[Path]:
         """The programs of a folder `scripts` that a file speaks of."""
         folder = path.parent / "scripts"
-        speaks_of_it = any(text == "scripts" for text in texts(tree))
+        speaks_of_it = "scripts" in found.texts
         return sorted(folder.rglob("*.py")) if speaks_of_it else []
 
     @staticmethod
     @cache
     def _names(path: Path) -> set[str]:
-        tree = _tree(path)
-        names = set(_named(tree, ""))
-        for text in texts(tree):
+        found = _text(path)
+        names = set(_named(found, ""))
+        for text in found.texts:
             names |= set(names_in_program(text))
         # Other libraries' names are ours here.
         for library in ("accelerate", "deepspeed"):
@@ -282,8 +315,8 @@ def _read(path: Path) -> str:
 
 
 @cache
-def _tree(path: Path) -> ast.Module:
-    return ast.parse(_read(path))
+def _text(path: Path) -> Text:
+    return text_of(ast.parse(_read(path)))
 
 
 # -- the change --------------------------------------------------------------------------------------------------------
@@ -324,7 +357,7 @@ def chosen(changed: set[str], needs: Mapping[str, set[str]]) -> list[str] | None
             is_reached = bool(pages) or file in changed
         if not is_reached:
             continue
-        if file in EXAMPLE_TESTS and any(path.startswith("examples/") for path in pages):
+        if file in LONG_WHERE_CHANGED and any(path.startswith(LONG_WHERE_CHANGED[file]) for path in changed):
             words += [f"tests/{case}" for case in LONG if f"tests/{case}".startswith(f"{file}::")]
         if file == PAGE_CASES and file not in changed:
             words += [f"{file}::test_a_page_runs[{page}]" for page in sorted(pages) if _has_code(page)]

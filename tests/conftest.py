@@ -17,6 +17,7 @@ import long_cases
 import pytest
 import warm_python
 from free_ports import port  # noqa: F401  (fixture)
+from late_module import LateModule
 from one_group import one_group, results_of_groups  # noqa: F401  (fixtures)
 from s3_server import s3, s3_server  # noqa: F401  (fixtures)
 
@@ -67,11 +68,14 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def short_collections() -> None:
+def short_collections(request: pytest.FixtureRequest) -> None:
     """Hides what earlier modules left alive from the garbage collector.
 
     A worker that has read hundreds of files holds millions of objects, and each `gc.collect()` of a test took a second.
     """
+    for value in vars(request.module).values():
+        if isinstance(value, LateModule):
+            value.load()
     gc.collect()
     gc.freeze()
 

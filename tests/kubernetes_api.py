@@ -211,7 +211,7 @@ class ApiServer:
         self._stop = asyncio.Event()
         app = web.Application(middlewares=[self._guard])
         app.router.add_route("*", "/{path:.*}", self._handle)
-        runner = web.AppRunner(app, shutdown_timeout=1)
+        runner = web.AppRunner(app, shutdown_timeout=_GOOD_BYE_S)
         await runner.setup()
         http = runner.server
         certificate(self.folder)

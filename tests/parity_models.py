@@ -106,12 +106,52 @@ class MixtureBlock(Block):
         return x + self.experts(flat, index, weights).view(x.shape)
 
 
-class Mixture(GPT):
-    """A decoder with Mixtures of Experts."""
+class ListedExperts(nn.Module):
+    """A Mixture of Experts whose experts are modules of a list. Those without tokens are not called."""
 
-    def __init__(self, layers: int = 2, experts: int = 4) -> None:
+    def __init__(self, width: int, experts: int) -> None:
+        super().__init__()
+        self.gate = nn.Linear(width, experts)
+        with torch.no_grad():
+            self.gate.bias[-1] = -1e3
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(experts)
+        )
+        self.register_buffer("passes", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.passes += 1
+        flat = x.flatten(0, -2)
+        weights, index = torch.topk(self.gate(flat).softmax(-1), 2)
+        out = torch.zeros_like(flat)
+        for number, expert in enumerate(self.experts):
+            rows, place = torch.where(index == number)
+            if len(rows):
+                result = expert(flat[rows]) * weights[rows, place, None]
+                out = out.index_add(0, rows, result.to(out.dtype))  # of another dtype under autocast
+        return out.view(x.shape)
+
+
+class ListedMixtureBlock(Block):
+    """A block with a list of experts, and a shared expert beside it."""
+
+    def __init__(self, width: int, heads: int, experts: int = 4) -> None:
+        super().__init__(width, heads)
+        self.moe = ListedExperts(width, experts)
+
+    def forward(self, x):
+        x = super().forward(x)
+        return x + self.moe(self.norm2(x))
+
+
+class Mixture(GPT):
+    """A decoder with Mixtures of Experts, whose weights are stacked, or which are modules of a list."""
+
+    def __init__(self, layers: int = 2, experts: int = 4, listed: bool = False) -> None:
         super().__init__(layers=layers)
-        self.blocks = nn.ModuleList(MixtureBlock(16, 4, experts) for _ in range(layers))
+        block = ListedMixtureBlock if listed else MixtureBlock
+        self.blocks = nn.ModuleList(block(16, 4, experts) for _ in range(layers))
 
 
 class ConvNet(nn.Module):

@@ -226,7 +226,7 @@ class Host:
     @property
     def id(self) -> str:
         """Its member's id."""
-        return self.membership.me.id
+        return self.membership.state.me.id
 
     def react(self) -> None:
         """Does what the protocol asks for."""
@@ -236,23 +236,21 @@ class Host:
             network.act(self, kind, key, *rest)
         while membership.store is not None and membership.store.witness.requests:
             network.ask_store(self, membership.store.witness.requests.pop(0))
-        if membership.round_to_start is not None:
+        begun = membership.state.take_round()
+        if begun is not None:
             if self.running is not None:
-                raise Violation(
-                    f"{self.id} is to begin round {membership.round_to_start.number} while processes of another run"
-                )
-            self.running = membership.round_to_start
-            membership.round_to_start = None
+                raise Violation(f"{self.id} is to begin round {begun.number} while processes of another run")
+            self.running = begun
             self.rounds.append(self.running)
             network.trace(self, f"begins round {self.running.number} of {' '.join(self.running.ids)}")
             network.rounds_changed()
-        if membership.stop_request is not None and self.running is not None:
-            how = membership.stop_request[0]
+        if membership.state.stop_request is not None and self.running is not None:
+            how = membership.state.stop_request[0]
             slow = self.ending is None or self.ending[0] > network.now + 2
             if self.ending is None or (how == "end" and slow):
                 saved = how == "save" and self.saves
                 self.end_processes(Report("preempted" if saved else "stopped"), network.draw.uniform(*_STOPPED_S))
-        if self.running is None and (membership.end is not None or self.leaving):
+        if self.running is None and (membership.state.end is not None or self.leaving):
             network.ends(self)
 
     def end_processes(self, report: Report, after_s: float) -> None:
@@ -400,7 +398,7 @@ class Simulation:
 
     def ends(self, host: Host) -> None:
         """A launcher ends as planned."""
-        end = host.membership.end
+        end = host.membership.state.end
         # It need not be a round of its own: the end is told to those that waited for a place, too.
         done = any(self.done.get(name, set()) >= members for name, members in self.worked.items())
         if end is not None and end.code == 0 and not done:
@@ -562,8 +560,7 @@ class Simulation:
                 return
             answered[0] = True
             self.trace(host, f"<- store: {value and value[65:]} {trouble}")
-            if host.membership.store is not None:
-                host.membership.store.on_answer(request.key, value, trouble, self.now)
+            host.membership.on_store_answer(request.key, value, trouble, self.now)
             host.react()
 
         self.trace(host, f"-> store: {request.new[65:] if request.new else 'read'}")
@@ -610,7 +607,7 @@ class Simulation:
         if host.left_behind_since is None:
             host.left_behind_since = self.now
         behind_s = self.now - host.left_behind_since
-        if behind_s > 2 * host.membership.rules.silence_limit_s + _STOPPED_S[1]:
+        if behind_s > 2 * host.membership.state.rules.silence_limit_s + _STOPPED_S[1]:
             raise Violation(
                 f"{host.id} still runs round {host.running.number}, {behind_s:.1f} s after round {newest.number} began"
             )

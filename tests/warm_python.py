@@ -76,17 +76,27 @@ class WarmPython:
     Args:
         folder: for its socket; its path must be short (a socket's is at most 107 bytes).
         modules: what it imports.
+        python: the interpreter, whose packages commands find.
+        environment: of the server itself; that of this process if left out.
 
     Attributes:
         bin: a folder for the front of `PATH`, with the commands `python`, `python3` and `paceline`.
         executable: the path of that `python`.
     """
 
-    def __init__(self, folder: Path, modules: tuple[str, ...] = MODULES) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        modules: tuple[str, ...] = MODULES,
+        python: str = sys.executable,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self.bin = folder / "bin"
         self.executable = str(self.bin / "python")
         self._socket = folder / "socket"
         self._modules = modules
+        self._python = python
+        self._environment = environment
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -94,18 +104,18 @@ class WarmPython:
 
     def start(self) -> Self:
         """Starts the server, which imports its modules while others go on."""
-        client = f"{sys.executable} -I -S {_HERE.with_name('warm_client.py')} {self._socket}"
+        client = f"{self._python} -I -S {_HERE.with_name('warm_client.py')} {self._socket}"
         self.bin.mkdir()
         # A worker, and an agent that is attached, end with their parent, which must therefore be the launcher itself.
-        cold = f'"-m paceline.launch.worker"*|*" attached ") exec {sys.executable} "$@";;'
-        warm = f'"-m "*|"-u -m "*|[!-]*) exec {client} "$@";;'
-        self._write("python", f'case "$* " in {cold} {warm} *) exec {sys.executable} "$@";; esac')
+        cold = f'"-m paceline.launch.worker"*|*" attached ") exec {self._python} "$@";;'
+        warm = f'"-m "*|"-u -m "*|"-u "[!-]*|[!-]*) exec {client} "$@";;'
+        self._write("python", f'case "$* " in {cold} {warm} *) exec {self._python} "$@";; esac')
         # What containers begin with. Under the other name `-c` is cold, because `multiprocessing` starts its children so.
         self._write("python3", f'case "$1" in -c) exec {client} "$@";; *) exec {self.executable} "$@";; esac')
         self._write("paceline", f'exec {client} -m paceline "$@"')
-        command = [sys.executable, str(_HERE), str(self._socket), self.executable, *self._modules]
+        command = [self._python, str(_HERE), str(self._socket), self.executable, *self._modules]
         # A session of its own: Ctrl-C is for those who started the commands, and they pass it on.
-        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=self._environment, start_new_session=True)
         return self
 
     def wait(self) -> Self:

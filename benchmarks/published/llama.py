@@ -114,6 +114,11 @@ class Llama(nn.Module):
         return self.output(self.norm(x))
 
 
+def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
+    """Shape: logits [B, L, V], tokens [B, L]."""
+    return functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
+
+
 def main() -> None:
     """Trains two steps on random tokens."""
     parser = argparse.ArgumentParser()
@@ -128,9 +133,10 @@ def main() -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     for _ in range(3):
         tokens = torch.randint(0, 128_256, (options.batch, options.length), device=accelerator.device)
-        logits = model(tokens)
-        loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens.flatten())
-        accelerator.backward(loss)
+        if accelerator.plan.layout.pp > 1:
+            accelerator.forward_backward(model, (tokens, tokens), loss_of)
+        else:
+            accelerator.backward(loss_of(model(tokens), tokens))
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()

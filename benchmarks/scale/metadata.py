@@ -29,8 +29,8 @@ from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.format.shards import read_index
 from paceline.checkpoint.state.train_state import TrainState
 from paceline.checkpoint.store import store_for
-from paceline.torch_internals import imaginary
 from paceline_lens.forecast.rehearsal import SimulatedWorld, in_child
+from paceline_lens.torch_internals import imaginary
 from scale import growth
 
 SIZES = (8, 512, 4096, 16384)

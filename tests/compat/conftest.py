@@ -10,7 +10,7 @@ import pytest
 
 from paceline.base.log import forget_warnings
 from paceline.compat import install
-from paceline.compat.served import Server
+from paceline_doors.served import Server
 
 
 @pytest.fixture

@@ -80,7 +80,7 @@ def test_all_of_the_module_names_do_something() -> None:
     """None of the names of these modules is a stand-in."""
     program = (
         "from paceline.compat import install; install(['accelerate']); import importlib\n"
-        "from paceline.compat.absent import _Absence\n"
+        "from paceline_doors.absent import _Absence\n"
         "for name in ('big_modeling', 'hooks', 'utils.modeling', 'utils.offload'):\n"
         "    module = importlib.import_module('accelerate.' + name)\n"
         "    print(name, [each for each in dir(module) if isinstance(getattr(module, each), _Absence)])\n"

@@ -11,7 +11,7 @@ import pytest
 
 import paceline_accelerate as accelerate
 import paceline_deepspeed as deepspeed
-from paceline.compat.names import folder_for_children
+from paceline_doors.names import folder_for_children
 
 PROGRAM = """
 import subprocess

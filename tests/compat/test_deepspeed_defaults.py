@@ -11,12 +11,12 @@ import torch
 from torch import nn
 
 from paceline import CompatError
-from paceline.optim.lion import Lion
 from paceline_deepspeed import comm
 from paceline_deepspeed.initialize import initialize
 from paceline_deepspeed.offload_states import OffloadDeviceEnum, OffloadStateTypeEnum, get_state_devices
 from paceline_deepspeed.optimizers import DeepSpeedCPULion, FusedLion, build
 from paceline_deepspeed.pipe import PipelineModule
+from paceline_large.optim.lion import Lion
 
 
 def test_lion_has_deepspeeds_betas() -> None:

@@ -168,9 +168,18 @@ def test_a_universal_checkpoint_that_lacks_a_part_is_named(folders, tmp_path):
         (where / lost).write_bytes(kept)
 
 
+def failing(*_: object) -> None:
+    raise OSError(5, "Input/output error")
+
+
 @pytest.mark.parametrize("name", ["stage2_fp32", "stage3_fp32"])
 def test_a_conversion_of_ours_goes_on(folders, tmp_path, name):
-    convert(str(folders / name / "global_step4"), str(tmp_path / "global_step4_universal"))
+    converted = tmp_path / "global_step4_universal"
+    convert(str(folders / name / "global_step4"), str(converted))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError, match="checkpoint-io"):
+        patch.setattr(os, "rename", failing)
+        convert(str(folders / name / "global_step4"), str(converted))
+    assert sorted(os.listdir(tmp_path)) == [converted.name, "latest_universal"], "the older conversion stays"
     assert (tmp_path / "latest_universal").read_text() == "global_step4_universal"
     for losses, client, counters in run_ranks(
         _engine_goes_on, world=2, args=(str(tmp_path), 1, "global_step4_universal")

@@ -34,7 +34,7 @@ def test_names_that_are_carried_exist_in_the_real_library() -> None:
 
 
 def test_a_name_may_mean_another_thing_in_another_module(monkeypatch) -> None:
-    ours = {"configure": "paceline.compat:install", "deepspeed.comm.configure": "paceline.compat.served:Server"}
+    ours = {"configure": "paceline.compat:install", "deepspeed.comm.configure": "paceline_doors.served:Server"}
     monkeypatch.setattr(next(each for each in sys.meta_path if hasattr(each, "carried")), "carried", ours)
     import deepspeed
 

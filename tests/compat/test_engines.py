@@ -14,7 +14,6 @@ from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_p
 
 from paceline.base import env
 from paceline.base.errors import CompatError, ConfigError
-from paceline.compat.cases import fits
 from paceline.config import resolve_run
 from paceline.config.overrides import Overrides
 from paceline.plan.options import read
@@ -29,6 +28,7 @@ from paceline_accelerate.parallelism_config import (
     TorchTensorParallelConfig,
 )
 from paceline_accelerate.plugins import TorchDynamoPlugin, TorchTensorParallelPlugin
+from paceline_doors.cases import fits
 
 KNOWN = json.loads((Path(__file__).parent / "reference" / "engines.json").read_text(encoding="utf-8"))
 SWITCH = {"use_fsdp"}

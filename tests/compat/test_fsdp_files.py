@@ -11,8 +11,6 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from paceline.base.errors import CheckpointError, CompatError
-from paceline.optim.lamb import Lamb
-from paceline.optim.lion import Lion
 from paceline.testing import run_ranks
 from paceline_accelerate.accelerator import Accelerator
 from paceline_accelerate.arguments import ProjectConfiguration
@@ -23,6 +21,8 @@ from paceline_accelerate.sharded import (
     save_fsdp_model,
     save_fsdp_optimizer,
 )
+from paceline_large.optim.lamb import Lamb
+from paceline_large.optim.lion import Lion
 
 OPTIMIZERS = {"AdamW": torch.optim.AdamW, "Lion": Lion, "Lamb": Lamb}  # Lamb's states are whole, each on one rank
 

@@ -395,6 +395,84 @@ def test_a_folder_keeps_what_others_put_there(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["run"], "nothing is left beside it"
 
 
+def weights_after_load(folder: Path) -> torch.Tensor:
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(nn.Linear(2, 1))
+    accelerator.load_state(folder)
+    return accelerator.unwrap_model(model).weight.detach().clone()
+
+
+@pytest.mark.parametrize("older", ["native", "both forms"])
+def test_a_save_replaces_the_files_of_the_save_before(tmp_path: Path, older: str) -> None:
+    """Else a load takes the older weights: it prefers safetensors to torch's form, and a manifest to both."""
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    if older == "native":
+        from paceline import Accelerator as Native
+
+        native = Native(cpu=True)
+        native.prepare(nn.Linear(2, 1))
+        native.save_state(tmp_path / "run")
+    else:
+        saving(tmp_path).save_state(tmp_path / "run")
+    accelerator = saving(tmp_path)
+    accelerator.save_state(tmp_path / "run", safe_serialization=False)
+    assert set(os.listdir(tmp_path / "run")) == {
+        "mine.txt", "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl",
+    }  # fmt: skip
+    model = accelerator.unwrap_model(accelerator.preparation.models[0])
+    assert torch.equal(weights_after_load(tmp_path / "run"), model.weight)
+
+
+def test_a_kill_between_the_files_of_a_save_leaves_no_mix(tmp_path: Path) -> None:
+    """The next one that reads or saves there moves the rest."""
+    program = """
+import os, sys
+import torch
+from paceline_accelerate.accelerator import Accelerator
+
+accelerator = Accelerator(cpu=True)
+model = torch.nn.Linear(2, 1)
+model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+torch.nn.init.ones_(model.weight)
+accelerator.save_state(sys.argv[1])
+torch.nn.init.zeros_(model.weight)
+replace, moved = os.replace, []
+
+def dying(source, target):
+    replace(source, target)
+    moved.extend([target] if os.path.dirname(target) == sys.argv[1] else [])
+    if len(moved) == 2:
+        os._exit(9)
+
+os.replace = dying
+accelerator.save_state(sys.argv[1])
+"""
+    folder = tmp_path / "run"
+    killed = subprocess.run([sys.executable, "-c", program, str(folder)], timeout=100, check=False)
+    assert killed.returncode == 9
+    assert weights_after_load(folder).abs().sum() == 0 and os.listdir(tmp_path) == ["run"]
+    assert torch.load(folder / "pytorch_model.bin")["weight"].abs().sum() == 0
+    assert set(os.listdir(folder)) == {"model.safetensors", "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl"}
+
+
+def test_behind_a_url_the_files_are_the_native_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """accelerate itself reads no URL. Before, the state went into a local folder of that name."""
+    monkeypatch.chdir(tmp_path)
+    accelerator = saving(tmp_path / "project")
+    saved: list[Any] = []
+    accelerator.run.events.saved.subscribe(saved.append)
+    place = f"memory://{tmp_path.name}/run"
+    assert accelerator.save_state(place) == place
+    model = accelerator.unwrap_model(accelerator.preparation.models[0])
+    before = model.weight.detach().clone()
+    nn.init.zeros_(model.weight)
+    accelerator.load_state(place)
+    assert torch.equal(model.weight, before) and os.listdir(tmp_path) == []
+    accelerator.save_state(tmp_path / "local")
+    assert [save.path for save in saved] == [place, str(tmp_path / "local")], "and who follows the run hears of each"
+
+
 def test_automatic_names_go_on_after_a_load_and_in_a_new_run(tmp_path: Path) -> None:
     first = saving(tmp_path, automatic_checkpoint_naming=True, total_limit=2)
     for _ in range(3):

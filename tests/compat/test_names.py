@@ -17,9 +17,9 @@ import pytest
 import paceline_accelerate as table
 from paceline import CompatError
 from paceline.compat import install
-from paceline.compat.absent import absent
-from paceline.compat.served import Server
 from paceline_accelerate.neighbours import Mender
+from paceline_doors.absent import absent
+from paceline_doors.served import Server
 
 REFERENCE = Path(__file__).parent / "reference"
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from paceline.compat import install
-from paceline.compat.absent import _Absence
 from paceline.testing import run_ranks
+from paceline_doors.absent import _Absence
 
 TAKEN = json.loads((Path(__file__).parent / "reference" / "names_taken.json").read_text(encoding="utf-8"))
 

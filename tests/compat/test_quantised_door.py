@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from late_module import LateModule
 from torch import nn
 
 from paceline_accelerate.big_modeling import init_empty_weights
@@ -17,7 +18,7 @@ from paceline_accelerate.quantised import (
     load_and_quantize_model,
 )
 
-bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+bnb = LateModule("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 

@@ -33,6 +33,8 @@ PLANS: dict[int, dict[str, Plan]] = {
         "zero2": (("shard", 2), ("zero", 2)),
         "shard": (("shard", 2),),
         "tp": (("tp", 2),),
+        "ep": (("ep", 2),),
+        "ep-shard": (("ep", 2), ("zero", 3)),
         "pp": (("pp", 2),),
         "pp-zbv": (("pp", 2), ("schedule", "zbv")),
     },
@@ -49,10 +51,14 @@ PLANS: dict[int, dict[str, Plan]] = {
         "shard": (("shard", 4),),
         "hybrid": (("replicate", 2), ("shard", 2)),
         "tp-replicate": (("tp", 2), ("replicate", 2)),
+        "ep-replicate": (("ep", 2), ("replicate", 2)),
+        "ep-shard": (("ep", 2), ("shard", 2)),
         "pp-shard": (("pp", 2), ("shard", 2)),
         "pp-shard-halves": (("pp", 2), ("shard", 2), ("schedule", "zero-bubble")),
     },
 }
+# The bodies that an axis can divide; others divide any.
+_BODIES = {"pp": ("Blocks",), "tp": ("Blocks",), "ep": ("StackedMixture", "ListedMixture")}
 _LARGEST = 1e6  # of a loss: beyond it, rounding is no longer small
 
 
@@ -114,17 +120,18 @@ def settings_of(door: str, world: int, plan: str) -> dict[str, int | str]:
 
 
 def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iterable[str] = ()) -> list[Case]:
-    """The cases of a program. A pipeline needs `forward_backward` in place of `backward`, and `tp` models that it knows."""
+    """The cases of a program. A pipeline needs `forward_backward` in place of `backward`; some axes need certain models."""
     # A stage of a pipeline reads the gradients of its own parameters.
     no_pipeline = any(isinstance(statement, Backward | Read) for statement in statements(program.body))
     cases = []
     wanted = set(plans)
-    everywhere = [(world, plan) for world in PLANS for plan in PLANS[world] if not plan.startswith(("pp", "tp"))]
+    everywhere = [(world, plan) for world in PLANS for plan in PLANS[world] if not plan.startswith(("pp", "tp", "ep"))]
     for world in worlds:
         for plan in PLANS[world]:
             if plan.startswith("pp") and no_pipeline:
                 continue
-            if plan.startswith(("pp", "tp")) and any(model.body != "Blocks" for model in program.models):
+            divided = _BODIES.get(plan[:2])
+            if divided and any(model.body not in divided for model in program.models):
                 continue
             if not wanted or plan in wanted:
                 then = everywhere[(program.seed + 7 * len(cases)) % len(everywhere)]

@@ -148,7 +148,7 @@ class _Drawing:
             count = max(2, count)
         self.models: list[Model] = []
         for number in range(count):
-            body = self.random.choices(list(BODIES), [5, 2, 1, 1, 1, 1, 1, 4])[0]
+            body = self.random.choices(list(BODIES), [5, 2, 1, 1, 1, 1, 1, 4, 1, 1])[0]
             if self.precision != "no":
                 body = "Mlp"
             model = Model(

@@ -13,7 +13,6 @@ from loops.compare import Outcome
 JUDGEMENTS = {
     "items-mixed": "no: two counted losses of one window have no common denominator before the window ends",
     "models-shared": "partly: two prepared models that share parameters can be one module, as the error says",
-    "shard-hooks": "partly: autograd computes with an unsharded copy; the error names a hook that works",
     "data-assigned": "no: torch loses the value of a divided parameter; the error names a way that works",
     "shard-written": "partly: in mixed precision the weights of a pass have less precision; the error names a way that works",
     "data-interleaved": "partly: of two loops at once, nobody knows whose values were gathered; a call for each loader works",

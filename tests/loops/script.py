@@ -141,7 +141,8 @@ def definitions(program: Program) -> str:
     text = ["import torch\nfrom torch import nn\nfrom torch.utils.data import DataLoader, TensorDataset\n"]
     if program.precision == "no":
         text.append("torch.set_default_dtype(torch.float64)\n")
-    classes = [zoo.Block] * ("Blocks" in bodies) + [zoo.BODIES[body] for body in bodies] + [zoo.Net]
+    parts = [zoo.Block] * ("Blocks" in bodies) + [zoo.TwoExperts] * ("StackedMixture" in bodies)
+    classes = [*parts, *(zoo.BODIES[body] for body in bodies), zoo.Net]
     text += ["\n" + _source(cls) for cls in classes]
     if kinds - {"map"}:
         text.append(_STREAM)
@@ -151,7 +152,7 @@ def definitions(program: Program) -> str:
     if any(hook.kind == "fused" for hook in program.hooks):
         text.append(_FUSED)
     if any(optimizer.kind in OPTIMIZERS_OF_MODULES for optimizer in program.optimizers):
-        text.insert(1, "from paceline.optim.muon import Muon, newton_schulz, shape_scale\n")
+        text.insert(1, "from paceline_large.optim.muon import Muon, newton_schulz, shape_scale\n")
         text.append(_MUON)
     return "\n".join(text)
 

@@ -112,7 +112,53 @@ class Blocks(nn.Sequential):
         super().__init__(Block(), Block())
 
 
+class TwoExperts(nn.Module):
+    """The stacked weights of two experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(2, 4, 4) * 0.5)
+
+    def forward(self, tokens, top_k_index, top_k_weights):
+        out = torch.zeros_like(tokens)
+        for expert in range(len(self.weight)):
+            rows, place = torch.where(top_k_index == expert)
+            out = out.index_add(0, rows, tokens[rows] @ self.weight[expert] * top_k_weights[rows, place, None])
+        return out
+
+
+class StackedMixture(nn.Module):
+    """Each row goes to one of two experts, which `ep` divides."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), TwoExperts()
+
+    def forward(self, x):
+        weights, index = torch.topk(self.gate(x).softmax(-1), 1)
+        return x + torch.tanh(self.experts(x, index, weights))
+
+
+class ListedMixture(nn.Module):
+    """The same with a module for each expert, which is called if it gets a row."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x):
+        weights, index = torch.topk(self.gate(x).softmax(-1), 1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows, place = torch.where(index == number)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]) * weights[rows, place, None])
+        return x + torch.tanh(out)
+
+
+MIXTURES = (StackedMixture, ListedMixture)
 BODIES = {
-    body.__name__: body for body in (Mlp, BatchNorm, LayerNorm, Convolution, Embedding, Attention, Recurrent, Blocks)
+    body.__name__: body
+    for body in (Mlp, BatchNorm, LayerNorm, Convolution, Embedding, Attention, Recurrent, Blocks, *MIXTURES)
 }
 TIES = ("Mlp", "Embedding")  # the bodies that have layers to tie

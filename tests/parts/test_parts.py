@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import tomllib
 import venv
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import distribution
 from pathlib import Path
@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from free_ports import free_port
+from warm_python import WarmPython
 
 from paceline.base.parts import ADDED, PACKAGES
 
@@ -39,10 +40,17 @@ accelerator.print(f"from step {progress.step}")
 """
 
 
-class Environment:
-    """A virtual environment with the packages of this one, but with some parts of Paceline only."""
+# No part is among them, and none asks which parts there are.
+WARM = ("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "paceline.accelerator")
 
-    def __init__(self, folder: Path, parts: Sequence[str]) -> None:
+
+class Environment:
+    """A virtual environment with the packages of this one, but with the core of Paceline alone.
+
+    Its commands are forks of one process that has torch imported (`warm_python`), unless they are to be `cold`.
+    """
+
+    def __init__(self, folder: Path) -> None:
         venv.create(folder, symlinks=True)
         self.python = folder / "bin" / "python"
         (packages,) = folder.glob("lib/python*/site-packages")
@@ -50,17 +58,17 @@ class Environment:
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
             if entry.name.removeprefix("_editable_impl_").partition("-")[0].partition(".")[0] not in installed:
                 (packages / entry.name).symlink_to(entry)
-        sources = []
-        for part in parts:
-            sources.append(str(ROOT / "packages" / part / "src"))
-            metadata = Path(str(distribution(part)._path))  # type: ignore[attr-defined]
-            (packages / metadata.name).symlink_to(metadata)
-        (packages / "parts.pth").write_text("\n".join(sources) + "\n")
+        (packages / "parts.pth").write_text(install(["paceline"], packages).replace(os.pathsep, "\n"))
         self.environment = {
             name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "PACELINE"))
         }
+        (folder / "warm").mkdir()
+        self.warm = WarmPython(folder / "warm", WARM, str(self.python), self.environment)
 
     def run(self, words: Sequence[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        return self.start([str(self.warm.bin / "python3"), *words], cwd, **variables)
+
+    def cold(self, words: Sequence[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
         return self.start([str(self.python), *words], cwd, **variables)
 
     def start(self, command: Sequence[str], cwd: Path, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -68,6 +76,14 @@ class Environment:
             command, cwd=cwd, env={**self.environment, **variables}, capture_output=True, text=True,
             timeout=200, check=False,
         )  # fmt: skip
+
+
+def install(parts: Sequence[str], folder: Path) -> str:
+    """Puts the metadata of parts into a folder; returns what has to stand on the path besides."""
+    for part in parts:
+        metadata = Path(str(distribution(part)._path))  # type: ignore[attr-defined]
+        (folder / metadata.name).symlink_to(metadata)
+    return os.pathsep.join(str(ROOT / "packages" / part / "src") for part in parts)
 
 
 def project_of(part: str) -> dict[str, Any]:
@@ -82,16 +98,23 @@ def with_those_that_they_need(parts: Sequence[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def environment_with(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Environment]:
-    def made(*parts: str) -> Environment:
-        return Environment(tmp_path_factory.mktemp("environment"), with_those_that_they_need(parts))
+def core(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Environment]:
+    environment = Environment(tmp_path_factory.mktemp("core"))
+    with environment.warm:
+        yield environment
+
+
+@pytest.fixture
+def path_with(tmp_path: Path) -> Callable[[str], str]:
+    """A `PYTHONPATH` on which a part is installed, with those that it needs."""
+
+    def made(part: str) -> str:
+        folder = tmp_path / "metadata"
+        folder.mkdir()
+        others = [name for name in with_those_that_they_need([part]) if name != "paceline"]
+        return os.pathsep.join([install(others, folder), str(folder)])
 
     return made
-
-
-@pytest.fixture(scope="module")
-def core(environment_with: Callable[..., Environment]) -> Environment:
-    return environment_with()
 
 
 def test_the_core_trains_saves_resumes_and_explains(core: Environment, tmp_path: Path) -> None:
@@ -102,7 +125,8 @@ def test_the_core_trains_saves_resumes_and_explains(core: Environment, tmp_path:
         ["-m", "torch.distributed.run", "--nproc-per-node", "2", "train.py"],
     )
     for number, words in enumerate(ways):
-        done = core.run(words, tmp_path, OMP_NUM_THREADS="1")
+        start = core.run if "torch.distributed.run" in words else core.cold
+        done = start(words, tmp_path, OMP_NUM_THREADS="1")
         assert done.returncode == 0, done.stderr
         assert f"from step {2 * number}\n" in done.stdout
     done = core.run(["-m", "paceline", "explain", "--option", "replicate.bucket_cap_mb=8"], tmp_path)
@@ -115,7 +139,7 @@ def test_the_core_trains_under_mpirun(core: Environment, tmp_path: Path) -> None
         pytest.skip("mpirun is not installed")
     (tmp_path / "train.py").write_text(TRAIN)
     allowed = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
-    command = [mpirun, "--oversubscribe", "-np", "2", str(core.python), "train.py"]
+    command = [mpirun, "--oversubscribe", "-np", "2", core.warm.executable, "train.py"]
     done = core.start(command, tmp_path, OMP_NUM_THREADS="1", **allowed)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("from step 0\n") == 1  # two ranks, of which the first prints
@@ -175,24 +199,19 @@ def test_one_of_several_nodes_is_shown_without_the_part_for_hosts(core: Environm
     assert done.returncode == 0, done.stderr
 
 
-def test_the_command_of_deepspeed_starts_one_host_without_the_part_for_hosts(
-    environment_with: Callable[..., Environment], tmp_path: Path
+def test_the_command_of_deepspeed_starts_one_host(
+    core: Environment, path_with: Callable[[str], str], tmp_path: Path
 ) -> None:
-    """Its default launcher, pdsh, belongs to the part for hosts, and is not needed on one host."""
-    environment = environment_with("paceline-deepspeed")
+    """Its default launcher, pdsh, is not needed on one host. The part for hosts, which reads hostfiles, comes along."""
+    path = path_with("paceline-deepspeed")
     (tmp_path / "train.py").write_text("import os; print('rank', os.environ['RANK'])")
     (tmp_path / "hosts").write_text("localhost slots=2\n")
-    (tmp_path / "two").write_text("localhost slots=1\nother slots=1\n")
     command = ["-m", "paceline", "deepspeed"]
     for flags in (["--num_gpus", "2"], ["--hostfile", "hosts", "--include", "localhost:0,1"]):
-        done = environment.run([*command, *flags, "train.py"], tmp_path, PACELINE_CPU="1")
+        done = core.run([*command, *flags, "train.py"], tmp_path, PACELINE_CPU="1", PYTHONPATH=path)
         assert done.returncode == 0, done.stderr
         assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]
-    for flags in (["--hostfile", "two"], ["--hostfile", "two", "--no_ssh", "--node_rank", "0"]):
-        done = environment.run([*command, *flags, "train.py"], tmp_path, PACELINE_CPU="1")
-        assert done.returncode == 2 and "[part-missing]" in done.stderr, done.stderr
-        assert "packages/paceline-hosts" in done.stderr
-    done = environment.run([*command, "--launcher", "pssh", "train.py"], tmp_path)
+    done = core.run([*command, "--launcher", "pssh", "train.py"], tmp_path, PYTHONPATH=path)
     assert done.returncode == 2 and "[deepspeed-flag]" in done.stderr and "pdsh" in done.stderr
 
 
@@ -205,6 +224,8 @@ def test_the_command_of_deepspeed_starts_one_host_without_the_part_for_hosts(
         (["checkpoint", "ls", "run"], "lens"),
         (["explain", "--option", "anomalies.nan=skip"], "lens"),
         (["launch", "--cpu", "--procs", "2", "--on-hang", "leave", "train.py"], "lens"),
+        (["trackers", "run"], "lens"),
+        (["doors", "status"], "doors"),
         (["store"], "hosts"),
         (["doctor"], "hosts"),
         (["deepspeed", "train.py"], "deepspeed"),
@@ -250,12 +271,26 @@ try:
     Accelerator(cpu=True, project_dir="s3://bucket/run").save_state()
 except PacelineError as error:
     print(error.code, "packages/paceline-hosts" in str(error))
+try:
+    from paceline.optim import Muon
+except PacelineError as error:
+    print(error.code, "packages/paceline-large" in str(error))
+try:
+    import paceline.compat
+    paceline.compat.install(["accelerate"])
+except PacelineError as error:
+    print(error.code, "packages/paceline-accelerate" in str(error))
 """
 
 
 def test_what_a_script_asks_of_absent_parts(core: Environment, tmp_path: Path) -> None:
     done = core.run(["-c", LOOKED_AT], tmp_path)
-    assert done.stdout.splitlines() == [*["part-missing True"] * 3, "checkpoint-store True"], done.stderr
+    assert done.stdout.splitlines() == [
+        *["part-missing True"] * 3,
+        "checkpoint-store True",
+        "part-missing True",
+        "compat-library True",
+    ], done.stderr
 
 
 NEVER_COMES = """
@@ -308,11 +343,11 @@ print(*{name.partition(".")[0] for name in sys.modules if name.startswith("pacel
 
 @pytest.mark.parametrize("extra", sorted(ADDED))
 def test_each_part_is_imported_with_what_it_depends_on(
-    environment_with: Callable[..., Environment], tmp_path: Path, extra: str
+    core: Environment, path_with: Callable[[str], str], tmp_path: Path, extra: str
 ) -> None:
     package = f"paceline_{extra}"
-    environment = environment_with(f"paceline-{extra}")
-    done = environment.run(["-c", IMPORT_ALL, package, *NEED_ANOTHER.get(package, ())], tmp_path)
+    words = ["-c", IMPORT_ALL, package, *NEED_ANOTHER.get(package, ())]
+    done = core.run(words, tmp_path, PYTHONPATH=path_with(f"paceline-{extra}"))
     assert done.returncode == 0, done.stderr
     allowed = {part.replace("-", "_") for part in with_those_that_they_need([f"paceline-{extra}"])}
     assert set(done.stdout.split()) <= allowed

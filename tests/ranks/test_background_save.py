@@ -24,7 +24,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import checkpointer, verify
+from paceline.checkpoint import verify
+from paceline.checkpoint.format import native_writer
 from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store.local import LocalStore
@@ -78,13 +79,13 @@ class Held:
     """Keeps the writer from writing until it is let go."""
 
     def __init__(self, monkeypatch) -> None:
-        self.gate, write = threading.Event(), checkpointer.write_shard
+        self.gate, write = threading.Event(), native_writer.write_shard
 
         def held(*args):
             assert self.gate.wait(60)
             return write(*args)
 
-        monkeypatch.setattr(checkpointer, "write_shard", held)
+        monkeypatch.setattr(native_writer, "write_shard", held)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -203,7 +204,7 @@ def test_a_peer_that_dies_while_writing(tmp_path, monkeypatch) -> None:
         run = Run(project_dir=str(tmp_path))
         run.accelerator.save_state()
         if dist.get_rank() == 1:
-            checkpointer.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            native_writer.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         run.accelerator.save_state(background=True)
         error = run.accelerator.states._checkpointer._background.wait()
         assert error is not None
@@ -229,10 +230,10 @@ import atexit, os, sys, time
 atexit.register(print, "a function of atexit", flush=True)
 import torch
 from paceline import Accelerator
-from paceline.checkpoint import checkpointer
+from paceline.checkpoint.format import native_writer
 
-write = checkpointer.write_shard
-checkpointer.write_shard = lambda *args: (time.sleep(0.5), {broken}write(*args))[-1]
+write = native_writer.write_shard
+native_writer.write_shard = lambda *args: (time.sleep(0.5), {broken}write(*args))[-1]
 accelerator = Accelerator(cpu=True)
 model = accelerator.prepare(torch.nn.Linear(2, 2))
 accelerator.save_state("saved", background=True)

@@ -14,7 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import Checkpointer, Manifest, RunState, TrainState, checkpointer, verify
+from paceline.checkpoint import Checkpointer, Manifest, RunState, TrainState, verify
+from paceline.checkpoint.format import native_writer
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store.local import LocalStore
 from paceline.testing import run_ranks
@@ -276,7 +277,7 @@ def test_killed_while_saving(tmp_path, place, rank) -> None:
 
     def save_and_die() -> None:
         if dist.get_rank() == rank:
-            owner, name = checkpointer, place
+            owner, name = native_writer, place
             if "." in place:
                 owner, name = {"Manifest": Manifest, "LocalStore": LocalStore}[place.split(".")[0]], place.split(".")[1]
             setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))

@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from paceline import ConfigError, TrackerError
-from paceline.optim.lamb import Lamb
-from paceline.optim.lion import Lion
 from paceline.testing import run_ranks
 from paceline_deepspeed.config import read
 from paceline_deepspeed.initialize import initialize
@@ -26,6 +24,8 @@ from paceline_deepspeed.optimizers import (
     FusedLamb,
     build,
 )
+from paceline_large.optim.lamb import Lamb
+from paceline_large.optim.lion import Lion
 
 
 def parameters() -> list[nn.Parameter]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
+from one_group import OneGroup, RanksCall
 from torch import nn
 
 from paceline.base.errors import DataError, PlanError, TrainError
@@ -195,10 +197,15 @@ def compare(outcome: Any, expected: Any, tolerance: float = 1e-6) -> None:
         ("plain", 2, 2, 2, 0, {"partition_method": "profile", "example_inputs": torch.zeros(2, 6)}),
     ],
 )
-def test_the_numbers_of_one_process(kind, world, stages, gas, zero, options) -> None:
-    outcome = run_ranks(lambda: trained(kind, stages, gas, config(gas, zero), **options), world=world)
-    compare(outcome, alone(kind, max(1, world // stages), gas))
-    assert [result[4] for result in outcome] == [STEPS] * world
+def test_the_numbers_of_one_process(kind, world, stages, gas, zero, options, one_group: OneGroup) -> None:
+    def call_of(kind, world, stages, gas, zero, options) -> RanksCall:
+        return RanksCall("pipe", partial(trained, kind, stages, gas, config(gas, zero), **options), world)
+
+    def compare_steps(outcome: Any) -> None:
+        compare(outcome, alone(kind, max(1, world // stages), gas))
+        assert [result[4] for result in outcome] == [STEPS] * world
+
+    one_group.check(call_of, compare_steps)
 
 
 def test_clipping_over_all_stages() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from math import prod
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -35,12 +36,17 @@ def data() -> TensorDataset:
     return TensorDataset(tokens[:, :-1].clone(), tokens[:, 1:].clone())
 
 
-def plain() -> dict[str, Any]:
+def copied(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """The whole gradient; None of an expert of a list that no token has reached."""
+    return None if gradient is None else whole(gradient).clone()
+
+
+def plain(listed: bool = False) -> dict[str, Any]:
     """The reference: whole batches, no Paceline."""
     torch.manual_seed(7)
-    model = Mixture()
+    model = Mixture(listed=listed)
     optimizer = optimizer_of(model)
-    gradients: list[dict[str, torch.Tensor]] = []
+    gradients: list[dict[str, torch.Tensor | None]] = []
     norms = []
     samples = data()
     for start in range(0, len(samples), BATCH * ACCUMULATE):
@@ -48,7 +54,7 @@ def plain() -> dict[str, Any]:
         total = sum(len(x) for x, _ in window)
         for x, y in window:
             (loss_of(model(x), y) * len(x) / total).backward()
-        gradients.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        gradients.append({name: copied(parameter.grad) for name, parameter in model.named_parameters()})
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), 0.5)))
         optimizer.step()
         optimizer.zero_grad()
@@ -58,23 +64,25 @@ def plain() -> dict[str, Any]:
 class Run:
     """A training run under a plan."""
 
-    def __init__(self, plan: Plan, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, seed: int = 7) -> None:
+    def __init__(
+        self, plan: Plan, kind: type[torch.optim.Optimizer] = torch.optim.AdamW, seed: int = 7, listed: bool = False
+    ) -> None:
         torch.manual_seed(seed)
-        model = Mixture()
+        model = Mixture(listed=listed)
         self.accelerator = Accelerator(cpu=True, plan=plan, gradient_accumulation_steps=ACCUMULATE, split_batches=True)
         self.model, self.optimizer, self.loader = self.accelerator.prepare(
             model, optimizer_of(model, kind), DataLoader(data(), BATCH)
         )
 
     def train(self, save_after_first: str = "") -> dict[str, Any]:
-        gradients: list[dict[str, torch.Tensor]] = []
+        gradients: list[dict[str, torch.Tensor | None]] = []
         norms = []
         for batch in self.loader:
             with self.accelerator.accumulate(self.model):
                 self.accelerator.forward_backward(self.model, batch, loss_of)
                 if self.accelerator.sync_gradients:
                     names = dict(self.model.named_parameters())
-                    gradients.append({name: whole(parameter.grad).clone() for name, parameter in names.items()})
+                    gradients.append({name: copied(parameter.grad) for name, parameter in names.items()})
                     norms.append(float(self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)))
                 self.optimizer.step()
                 self.optimizer.zero_grad()
@@ -90,8 +98,12 @@ def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
         found.append(f"norms {got['norms']}, {want['norms']}")
     for number, gradients in enumerate(got["gradients"]):
         for name, gradient in gradients.items():
-            if not torch.allclose(gradient, want["gradients"][number][name], atol=CLOSE, rtol=0):
-                ratio = float(gradient.norm() / want["gradients"][number][name].norm())
+            wanted = want["gradients"][number][name]
+            if gradient is None or wanted is None:
+                if gradient is not wanted:
+                    found.append(f"gradient {number} of {name}: {gradient}, and not {wanted}")
+            elif not torch.allclose(gradient, wanted, atol=CLOSE, rtol=0):
+                ratio = float(gradient.norm() / wanted.norm())
                 found.append(f"gradient {number} of {name}: {ratio} times as long")
     for name, weight in (got["weights"] or {}).items():
         if not torch.allclose(weight, want["weights"][name], atol=CLOSE, rtol=0):
@@ -103,80 +115,175 @@ ON_TWO = [{"ep": 2}, {"ep": 2, "zero": 3}, {"ep": 2, "zero": 2}]
 ON_FOUR = [
     {"replicate": 2, "ep": 2}, {"shard": 2, "ep": 2}, {"shard": 2, "ep": 2, "zero": 1}, {"ep": 4},
     {"ep": 2, "cp": 2}, {"ep": 2, "cp": 2, "zero": 3}, {"pp": 2, "ep": 2},
+    {"ep": 2, "tp": 2}, {"ep": 2, "tp": 2, "zero": 3},
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("plans", [ON_TWO, ON_FOUR], ids=["two", "four"])
-def test_gradients_norms_and_weights_are_those_of_one_process(plans) -> None:
-    """Also with accumulation, a last batch that does not divide, an expert without tokens, and experts of one rank alone."""
+# Of a list of experts.
+LISTED_ON_TWO = [{"ep": 2}, {"ep": 2, "zero": 3}]
+LISTED_ON_FOUR = [{"replicate": 2, "ep": 2}, {"shard": 2, "ep": 2}, {"ep": 4}, {"ep": 2, "cp": 2}, {"ep": 2, "tp": 2}]
+CASES = {"two": (2, ON_TWO, LISTED_ON_TWO), "four": (4, ON_FOUR, LISTED_ON_FOUR)}
 
-    def work() -> dict[str, list[str]]:
-        want = plain()
-        found = {}
-        for plan in plans:
-            run = Run(plan)
-            found[str(plan)] = differences(run.train(), want)
-            for name, parameter in run.model.named_parameters():
-                if ".experts." in name and not (is_sharded(parameter) and parameter.to_local().shape[0] < 4):
-                    found[str(plan)].append(f"{name} is whole on each rank")
+
+@pytest.mark.parametrize("case", CASES)
+def test_gradients_norms_and_weights_are_those_of_one_process(case) -> None:
+    """Also with accumulation, a last batch that does not divide, an expert without tokens, and experts of one rank alone."""
+    world, stacked, listed = CASES[case]
+
+    def work() -> list[str]:
+        found = []
+        for is_list, plans in ((False, stacked), (True, listed)):
+            want = plain(is_list)
+            for plan in plans:
+                # With tp beside ep, one division of such an optimizer serves both axes.
+                kind = Whole if plan == {"ep": 2, "tp": 2} else torch.optim.AdamW
+                run = Run(plan, kind, listed=is_list)
+                found += [f"{plan}, listed: {is_list}: {row}" for row in differences(run.train(), want)]
+                for name, parameter in run.model.named_parameters():
+                    whole_rows = parameter.shape[0]
+                    if ".experts." in name and not (
+                        is_sharded(parameter) and parameter.to_local().shape[0] < whole_rows
+                    ):
+                        found.append(f"{plan}: {name} is whole on each rank")
         return found
 
-    world = max(prod(size for axis, size in plan.items() if axis != "zero") for plan in plans)
-    for found in run_ranks(work, world, timeout_s=180):
-        assert found == {str(plan): [] for plan in plans}
+    assert run_ranks(work, world, timeout_s=180) == [[]] * world
 
 
 def test_checkpoints_go_into_any_width_and_into_one_file(tmp_path) -> None:
     """Saved at ep 2; loaded at ep 1, plain, and ep 4. The exported file is that of one process."""
-    saved = str(tmp_path / "saved")
+    both = (False, True)  # whether the experts are a list
+    saved = {listed: str(tmp_path / f"saved_{listed}") for listed in both}
 
     def save() -> list[str]:
-        run = Run({"ep": 2, "zero": 3})
-        found = differences(run.train(saved), plain())
-        run.accelerator.save_model(run.model, tmp_path / "exported")
+        found = []
+        for listed in both:
+            run = Run({"ep": 2, "zero": 3}, listed=listed)
+            found += differences(run.train(saved[listed]), plain(listed))
+            run.accelerator.save_model(run.model, tmp_path / f"exported_{listed}")
         # An optimizer that needs whole parameters steps each on one rank.
         for plan in ({"ep": 2}, {"ep": 2, "zero": 3}):
             found += differences(Run(plan, Whole).train(), plain())
         return found
 
     def resume(plans: list[Plan]) -> list[str]:
-        want = plain()
-        want = {**want, "gradients": want["gradients"][1:], "norms": want["norms"][1:]}
         found = []
-        for plan in plans:
-            run = Run(plan, seed=8)
-            run.accelerator.load_state(saved)
-            found += differences(run.train(), want)
-            run.accelerator.load_model(run.model, tmp_path / "exported")
-            for name, weight in (run.accelerator.get_state_dict(run.model) or {}).items():
-                if not torch.allclose(weight, want["weights"][name], atol=CLOSE, rtol=0):
-                    found.append(f"exported {name}")
+        for listed in both:
+            want = plain(listed)
+            want = {**want, "gradients": want["gradients"][1:], "norms": want["norms"][1:]}
+            newest = saved[listed]
+            for plan in plans:
+                run = Run(plan, seed=8, listed=listed)
+                run.accelerator.load_state(newest)
+                if "tp" in plan:  # the next plan reads what this one has written
+                    newest = str(tmp_path / f"saved_again_{listed}")
+                    run.accelerator.save_state(newest)
+                found += differences(run.train(), want)
+                run.accelerator.load_model(run.model, tmp_path / f"exported_{listed}")
+                for name, weight in (run.accelerator.get_state_dict(run.model) or {}).items():
+                    if not torch.allclose(weight, want["weights"][name], atol=CLOSE, rtol=0):
+                        found.append(f"exported {name}")
         return found
 
     assert run_ranks(save, 2, timeout_s=120) == [[]] * 2
     assert run_ranks(resume, 1, args=([{}],), timeout_s=120) == [[]]
-    assert (
-        run_ranks(resume, 4, args=([{"ep": 4}, {"replicate": 2, "ep": 2}, {"replicate": 4}],), timeout_s=120)
-        == [[]] * 4
-    )
+    plans = [{"ep": 4}, {"ep": 2, "tp": 2}, {"replicate": 4}]
+    assert run_ranks(resume, 4, args=(plans,), timeout_s=120) == [[]] * 4
+
+
+class Unroutable(nn.Module):
+    """Layers with lists of experts that cannot be sent to their ranks."""
+
+    def __init__(self, call: Callable[..., torch.Tensor]) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.call = call
+        self.runs = 0
+
+    def forward(self, x):
+        self.runs += 1
+        return self.call(self, x)
+
+
+def router_gradients(
+    model: nn.Module, tokens: torch.Tensor, backward: Callable[[torch.Tensor], None]
+) -> list[torch.Tensor]:
+    """Gradients of routers by a loss that balances experts, a product of two means over the tokens of all ranks."""
+    logits: list[torch.Tensor] = []
+    with ExitStack() as stack:
+        for name, module in model.named_modules():
+            if name.endswith("gate"):
+                hook = module.register_forward_hook(lambda _, inputs, output: logits.append(output))
+                stack.callback(hook.remove)
+        model(tokens)
+    backward(torch.stack([each.view(len(tokens), -1) for each in logits], 1))
+    return [whole(parameter.grad) for name, parameter in model.named_parameters() if ".gate." in name]
+
+
+def balance(logits: torch.Tensor) -> torch.Tensor:
+    """Shape: logits [samples, layers, positions x experts]."""
+    shares = logits.unflatten(2, (-1, 4)).softmax(-1)
+    chosen = nn.functional.one_hot(shares.argmax(-1), 4).float()
+    return (chosen.mean((0, 1, 2)) * shares.mean((0, 1, 2))).sum()
 
 
 def test_evaluation_whole_parameters_and_what_is_refused() -> None:
+    def refusal(error: pytest.ExceptionInfo[TrainError]) -> str:
+        return error.value.code
+
     def work() -> None:
+        for listed in (False, True):
+            torch.manual_seed(7)
+            single = Mixture(listed=listed)
+            run = Run({"ep": 2}, listed=listed)
+            accelerator = run.accelerator
+            tokens = data()[:3][0][accelerator.process_index :]
+            with torch.no_grad():
+                want = single(tokens)
+                # Ranks have other numbers of tokens.
+                torch.testing.assert_close(run.model(tokens), want)
+                with accelerator.full_parameters(run.model):
+                    if accelerator.is_main_process:  # it computes alone
+                        torch.testing.assert_close(run.model(tokens), want)
+            with pytest.raises(TrainError) as error, accelerator.join_uneven_inputs([run.model]):
+                pass
+            assert refusal(error) == "experts-uneven"
+
+        # A loss that is no mean over samples is exact if it is made of the rows of all ranks.
+        accelerator = Accelerator(cpu=True, plan={"ep": 2})
         torch.manual_seed(7)
-        single = Mixture()
-        run = Run({"ep": 2})
-        accelerator = run.accelerator
-        tokens = data()[:3][0][accelerator.process_index :]
-        with torch.no_grad():
-            want = single(tokens)
-            # Ranks have other numbers of tokens.
-            torch.testing.assert_close(run.model(tokens), want)
-            with accelerator.full_parameters(run.model):
-                if accelerator.is_main_process:  # it computes alone
-                    torch.testing.assert_close(run.model(tokens), want)
-        with pytest.raises(TrainError) as error, accelerator.join_uneven_inputs([run.model]):
-            pass
-        assert error.value.code == "experts-uneven"
+        model = accelerator.prepare(Mixture())
+        rows = data()[:5][0]
+        own = rows[:3] if accelerator.is_main_process else rows[3:]
+        torch.manual_seed(7)
+        wanted = router_gradients(Mixture(), rows, lambda logits: balance(logits).backward())
+        got = router_gradients(
+            model, own, lambda logits: accelerator.backward(balance(accelerator.gather(logits, with_gradient=True)))
+        )
+        torch.testing.assert_close(got, wanted, atol=CLOSE, rtol=0)
+
+        calls = {
+            "keyword": lambda layer, x: layer.experts[0](input=x),
+            "other tokens": lambda layer, x: layer.experts[layer.runs % 2](x),
+            "more calls": lambda layer, x: (
+                layer.experts[0](layer.experts[0](x)) if layer.runs == 2 else layer.experts[0](x)
+            ),
+        }
+        for call in calls.values():
+            layer = accelerator.prepare(Unroutable(call))
+            with pytest.raises(TrainError) as error:
+                layer(torch.ones(3, 4))
+            assert refusal(error) == "experts-call"
+        layer = accelerator.prepare(Unroutable(lambda layer, x: layer.experts[0](nn.functional.dropout(x))))
+        with pytest.raises(TrainError) as error:
+            layer.experts[1](torch.ones(3, 4))
+        assert refusal(error) == "experts-call"
+        # The first run of the layer draws random numbers that the second one draws again.
+        torch.manual_seed(3)
+        layer(torch.ones(3, 4))
+        drawn = torch.rand(())
+        torch.manual_seed(3)
+        nn.functional.dropout(torch.ones(3, 4))
+        assert drawn == torch.rand(())
 
     run_ranks(work, 2)

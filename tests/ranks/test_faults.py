@@ -248,7 +248,8 @@ LONG = {
     "one process preempted", "the launcher killed in the background", "1 killed, 2 go on", "both killed",
     "no permission for a save", "killed before publishing, in the background", "killed under zero",
     "one process killed", "killed, and started by hand", "killed between shards and manifest", "2 killed, 3 go on",
-    "the reaper killed, then a worker", "a real disk is full, in the background",
+    "the reaper killed, then a worker", "a real disk is full, in the background", "2 killed, 1 goes on",
+    "killed in the gradients' all-reduce", "killed in a shard", "a bit of the newest flipped", "raises in the writer",
 }  # fmt: skip
 assert {case.name for case in CASES} >= LONG
 

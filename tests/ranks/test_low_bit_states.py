@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from late_module import LateModule
 from torch import Tensor, nn
 
 from paceline import Accelerator
 from paceline.testing import run_ranks
 
 pytest.importorskip("torchao", reason="torchao is not installed")
-bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+bnb = LateModule("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 TABLE = {"0": "colwise", "2": "rowwise", "4": "replicated"}

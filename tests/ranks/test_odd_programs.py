@@ -118,11 +118,12 @@ def test_sparse_gradients():
     alike(work)
 
 
+@pytest.mark.parametrize("plan", [{"replicate": "auto"}, {"shard": "auto"}])
 @pytest.mark.parametrize("before", [False, True])
-def test_a_model_compiled_after_or_before_prepare_accumulates(before):
+def test_a_model_compiled_after_or_before_prepare_accumulates(before, plan):
     def work():
         torch.manual_seed(0)
-        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2, plan=plan)
         model = nn.Linear(4, 1)
         if before:
             model = torch.compile(model, backend="eager")

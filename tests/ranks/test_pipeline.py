@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
+from one_group import RanksCall
 from parity_models import GPT, loss_of
 from torch import nn
 
@@ -181,14 +183,12 @@ def ours(kind, accumulate, clip, rows, plan, options, items=False):
     }  # fmt: skip
 
 
-def check(kind, plan, options=None, *, accumulate=1, clip=0.5, rows=(ROWS,) * STEPS, items=False, tolerance=2e-6):
-    want = plain(kind, accumulate, clip, tuple(rows))
-    world = 1
-    for axis in ("pp", "replicate", "shard", "tp"):
-        world *= plan.get(axis, 1)
-    results = run_ranks(
-        ours, world=world, args=(kind, accumulate, clip, rows, plan, options or {}, items), timeout_s=60
-    )
+def call_of(kind, plan, options=None, accumulate=1, clip=0.5, rows=(ROWS,) * STEPS, items=False):
+    world = math.prod(plan.get(axis, 1) for axis in ("pp", "replicate", "shard", "tp"))
+    return RanksCall(str(plan), ours, world, (kind, accumulate, clip, rows, plan, options or {}, items))
+
+
+def compare(want, results, tolerance=2e-6):
     for got in results:
         assert got["losses"] == pytest.approx(want["losses"], abs=tolerance)
         assert got["norms"] == pytest.approx(want["norms"], abs=tolerance)
@@ -198,6 +198,11 @@ def check(kind, plan, options=None, *, accumulate=1, clip=0.5, rows=(ROWS,) * ST
                 got["weights"][name], weight, atol=tolerance, rtol=0, msg=lambda m, n=name: f"{n}: {m}"
             )
         torch.testing.assert_close(got["output"], want["output"], atol=1e-5, rtol=0)
+
+
+def check(kind, plan, options=None, *, accumulate=1, clip=0.5, rows=(ROWS,) * STEPS, items=False, tolerance=2e-6):
+    results = call_of(kind, plan, options, accumulate, clip, rows, items).run_alone()
+    compare(plain(kind, accumulate, clip, tuple(rows)), results, tolerance)
     return results
 
 
@@ -205,9 +210,14 @@ SCHEDULES = ["gpipe", "1f1b", "breadth-first", "interleaved", "zero-bubble", "zb
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_on_two(schedule):
-    results = check("gpt tied", {"pp": 2}, {"schedule": schedule, "microbatches": 4}, accumulate=1)
-    assert all(len(got["own"]) < len(results[0]["weights"]) for got in results)  # each holds a part
+def test_schedules_on_two(schedule, one_group):
+    def compare_parts(results):
+        compare(plain("gpt tied", 1, 0.5, (ROWS,) * STEPS), results)
+        assert all(len(got["own"]) < len(results[0]["weights"]) for got in results)  # each holds a part
+
+    one_group.check(
+        lambda schedule: call_of("gpt tied", {"pp": 2}, {"schedule": schedule, "microbatches": 4}), compare_parts
+    )
 
 
 def test_zero_bubble_of_several_stages_a_rank():

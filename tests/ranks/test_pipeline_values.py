@@ -243,6 +243,34 @@ def train(kind, plan, keep=()):
     return numbers
 
 
+def hooked(plan):
+    """Hooks that are no linear functions see the gradient of each batch of a window, and the prepared model is compiled."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, plan=plan, gradient_accumulation_steps=2)
+    model = Residual().double()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    model = torch.compile(model, backend="eager")  # which the stages are called beside
+    for parameter in model.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    layout = accelerator.plan.layout
+    own = slice(layout.data_index(accelerator.process_index), None, layout.width)
+    for x in torch.randn(4, 8, 4, dtype=torch.float64):
+        with accelerator.accumulate(model):
+            accelerator.forward_backward(model, (x[own], x[own].sum(1, keepdim=True)), loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+    with torch.no_grad():
+        model(x)
+    return [value for entry in accelerator.get_state_dict(model).values() for value in entry.flatten().tolist()]
+
+
+def test_hooks_on_gradients_see_whole_batches():
+    want = run_ranks(hooked, world=1, args=({},))[0]
+    for plan in ({}, {"replicate": 2}, {"shard": 2}):
+        for got in run_ranks(hooked, world=2 * (1 + len(plan)), args=({"pp": 2, **plan},)):
+            assert got == pytest.approx(want, rel=1e-9, abs=1e-12), plan
+
+
 def train_all(kinds, plan, keep=()):
     results = []
     for kind in kinds:

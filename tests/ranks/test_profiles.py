@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, ConfigError
-from paceline.observe.phases import PhaseListener
 from paceline.parallel.strategy import STRATEGIES
 from paceline.testing import run_ranks
 from paceline_lens.observe import tap
+from paceline_lens.observe.phases import PhaseListener, follow_phases
 
 list(STRATEGIES)  # imported here, not by each rank of each test
 
@@ -165,7 +165,7 @@ def test_a_rank_that_waits_for_gradients_under_replicate_is_in_reduce(tmp_path):
     def work(reached):
         torch.manual_seed(0)
         accelerator = Accelerator(cpu=True)
-        phases, is_main = accelerator.run.follow_phases(), accelerator.is_main_process
+        phases, is_main = follow_phases(accelerator.run), accelerator.is_main_process
         seen = []
 
         class Names(PhaseListener):

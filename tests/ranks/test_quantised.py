@@ -6,6 +6,7 @@ import copy
 
 import pytest
 import torch
+from late_module import LateModule
 from torch import nn
 from torch.nn import functional
 
@@ -13,7 +14,7 @@ from paceline import Accelerator
 from paceline.base.errors import PacelineError
 from paceline.testing import run_ranks
 
-bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+bnb = LateModule("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 WIDTH, ROWS, STEPS = 64, 8, 4

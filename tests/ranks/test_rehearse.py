@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -73,7 +74,9 @@ def rehearsed(
             "--json",
             "train.py",
         ]
+        handler = signal.getsignal(signal.SIGTERM)
         code = rehearse.run(parser.parse_args(arguments))
+        assert signal.getsignal(signal.SIGTERM) is handler  # the command is a function of a longer process here
         out, err = capsys.readouterr()
         return code, json.loads(out) if out.startswith("{") else {}, err
 

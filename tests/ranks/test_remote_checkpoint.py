@@ -79,13 +79,13 @@ def test_one_rank_is_killed_while_it_uploads(s3) -> None:
     _, losses = run_ranks(train_and_save, world=2, args=(url,))[0]
 
     def dies():
-        from paceline.checkpoint import checkpointer
+        from paceline.checkpoint.format import native_writer
 
         run = Run(url)
         run.accelerator.load_state()
         run.epoch()
         if run.accelerator.process_index == 1:
-            checkpointer.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+            native_writer.write_shard = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
         run.accelerator.save_state()
 
     with pytest.raises(RankFailed):

@@ -22,6 +22,7 @@ HARMFUL = (
     "own skip of a batch",
     "own skip of a step",
     "own noise",
+    "own first weights",
     "own weights before a save",
 )
 
@@ -41,6 +42,9 @@ def train(accelerator: Accelerator, how: str, folder: str) -> None:
             continue
         if how == "all skip" and number == 3:
             continue
+        if how == "own first weights" and number == 0:
+            with torch.no_grad():
+                model[2].bias.sub_(model(x).mean(0))  # by the samples of this rank
         loss = F.cross_entropy(model(x), y)
         accelerator.backward(loss)
         value = loss.detach()
@@ -89,7 +93,7 @@ def test_ranks_that_come_apart_are_refused(plan: dict[str, int], tmp_path) -> No
         "{'shard': 2, 'zero': 1}": ("own skip of a step",),
         "{'shard': 2, 'zero': 2}": ("own skip of a step",),
         # No other rank has what a rank changes, and a whole tensor does not meet a shard.
-        "{'shard': 2}": ("own noise", "shared noise", "own weights before a save"),
+        "{'shard': 2}": ("own noise", "shared noise", "own first weights", "own weights before a save"),
     }[str(plan)]
     harmful = [how for how in HARMFUL if how not in leave_out]
     harmless = [how for how in HARMLESS if how not in leave_out]
@@ -135,13 +139,17 @@ def what_is_told(plan: dict[str, int]) -> dict[str, list[str]]:
         said.clear()
         set_seed(0)
         accelerator = Accelerator(cpu=True, plan=plan, split_batches=True)
-        model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+        layers = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)]
+        model = nn.Sequential(*layers, nn.Linear(4, 3))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         generator = torch.Generator().manual_seed(2)
         data = TensorDataset(torch.randn(89, 4, generator=generator), torch.arange(89) ** 2 % 5 % 3)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 12))
         for x, y in loader:
-            accelerator.backward(loss_of(model(x), x, y))
+            if plan:
+                accelerator.forward_backward(model, (x, (x, y)), lambda z, given: loss_of(z, *given))  # noqa: B023
+            else:
+                accelerator.backward(loss_of(model(x), x, y))
             optimizer.step()
             optimizer.zero_grad()
         seen[name] = list(said)
@@ -149,9 +157,9 @@ def what_is_told(plan: dict[str, int]) -> dict[str, list[str]]:
     return seen
 
 
-@pytest.mark.parametrize("plan", [{}, {"shard": 2}], ids=str)
-def test_a_loss_whose_numbers_depend_on_the_division_is_told(plan: dict[str, int]) -> None:
-    for seen in run_ranks(what_is_told, 2, args=(plan,)):
+@pytest.mark.parametrize(("plan", "world"), [({}, 2), ({"shard": 2}, 2), ({"pp": 2}, 2), ({"pp": 2, "shard": 2}, 4)])
+def test_a_loss_whose_numbers_depend_on_the_division_is_told(plan: dict[str, int], world: int) -> None:
+    for seen in run_ranks(what_is_told, world, args=(plan,)):
         told = {name: " ".join(said) for name, said in seen.items() if said}
         assert set(told) == {"mask inside of a loss", "ignored targets", "root", "constant"}
         assert all("test_replicas.py:" in said for said in told.values())

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from one_group import RanksCall
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -338,11 +339,13 @@ def huggingface_tied():
 
 
 @pytest.mark.parametrize("make", [GPT, tied, fused, odd, Torch, huggingface, huggingface_tied, transformers_gpt2])
-def test_two_ranks_give_the_numbers_of_one(make):
-    reference = plain(make)
-    for found in run_ranks(ours, 2, args=[make]):
-        same(reference, found)
-        assert not found[4]
+def test_two_ranks_give_the_numbers_of_one(make, one_group):
+    def compare(ranks):
+        for found in ranks:
+            same(plain(make), found)
+            assert not found[4]
+
+    one_group.check(lambda make: RanksCall("tp", ours, 2, (make,)), compare)
 
 
 def test_grouped_heads_and_norms_inside_an_attention():

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator
+from paceline import Accelerator, CheckpointError
 from paceline.testing import run_ranks
 
 DIVIDED = [(2, {"zero": 2}), (2, {"shard": 2}), (3, {"shard": 3})]
@@ -34,14 +34,16 @@ class Plain:
         return model.state_dict()
 
 
-def started(plan, change=None, rows=36):
+def started(plan, change=None, rows=36, window=1):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     if change is not None:
         change(model)
     x = torch.randn(rows, 4, dtype=torch.float64)
     batches = DataLoader(TensorDataset(x, torch.arange(rows) % 3), 12)
-    accelerator = Plain() if plan is None else Accelerator(cpu=True, split_batches=True, plan=plan)
+    accelerator = Plain()
+    if plan is not None:
+        accelerator = Accelerator("no", window, cpu=True, split_batches=True, plan=plan)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return accelerator, *accelerator.prepare(model, optimizer, batches)
 
@@ -105,8 +107,26 @@ def masked(model):
     model[0].weight.register_hook(lambda gradient: gradient * mask)
 
 
-def one_pass_each(plan, change):
-    accelerator, model, optimizer, batches = started(plan, change, rows=35)
+def scaled_by_norm(model):
+    """Both kinds of hooks on one parameter, in the order in which autograd calls them."""
+    model[2].weight.register_hook(lambda gradient: gradient / (1 + gradient.norm().item()))
+
+    def clamp(parameter):
+        parameter.grad.clamp_(-0.02, 0.02)
+
+    model[2].weight.register_post_accumulate_grad_hook(clamp)
+
+
+def hooked(plan, change, before=False, **options):
+    """Hooks that come before `prepare`, or after it."""
+    accelerator, model, optimizer, batches = started(plan, change if before else None, **options)
+    if not before:
+        change(accelerator.unwrap_model(model))
+    return accelerator, model, optimizer, batches
+
+
+def one_pass_each(plan, change, before):
+    accelerator, model, optimizer, batches = hooked(plan, change, before, rows=35)
     for x, y in batches:
         accelerator.backward(F.cross_entropy(model(x), y))
         optimizer.step()
@@ -114,15 +134,17 @@ def one_pass_each(plan, change):
     return weights(accelerator, model)
 
 
-def two_passes_each(plan, change):
-    """Passes that add up; hooks that come after `prepare`, and go."""
-    accelerator, model, optimizer, batches = started(plan, change)
+def two_passes_each(plan, change, before):
+    """Passes that add up; hooks that come after `prepare`, between forward and backward, and go."""
+    accelerator, model, optimizer, batches = hooked(plan, change, before)
     norms = []
     inner = accelerator.unwrap_model(model)
-    handle = inner[2].weight.register_hook(lambda gradient: norms.append(gradient.norm().item()))
     for number, (x, y) in enumerate(batches):
-        accelerator.backward(F.cross_entropy(model(x), y))
-        accelerator.backward(F.cross_entropy(model(-x), y))
+        loss = F.cross_entropy(model(x), y)
+        if number == 0:
+            handle = inner[0].bias.register_hook(lambda gradient: norms.append(gradient.norm().item()))
+        accelerator.backward(loss)
+        accelerator.backward(F.cross_entropy(model(-x), y) + (inner[0].weight ** 2).sum())
         optimizer.step()
         optimizer.zero_grad()
         if number == 1:
@@ -131,13 +153,30 @@ def two_passes_each(plan, change):
     return [*weights(accelerator, model), *norms]
 
 
-@pytest.mark.parametrize("script", [one_pass_each, two_passes_each])
-@pytest.mark.parametrize("change", [clamped, masked])
+def in_windows(plan, change, before):
+    accelerator, model, optimizer, batches = hooked(plan, change, before, window=2)
+    for number, (x, y) in enumerate(batches):
+        loss = F.cross_entropy(model(x), y)
+        if plan is None:
+            (loss / (2 if number < 2 else 1)).backward()
+            if number == 0:
+                continue
+        else:
+            with accelerator.accumulate(model):
+                accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return weights(accelerator, model)
+
+
+@pytest.mark.parametrize("script", [one_pass_each, two_passes_each, in_windows])
+@pytest.mark.parametrize("change", [clamped, masked, scaled_by_norm])
 def test_hooks_on_gradients_get_the_mean_of_all_ranks(script, change):
-    expected = script(None, change)
-    for width, plan in WHOLE:
-        for numbers in run_ranks(script, width, args=(plan, change)):
-            assert numbers == pytest.approx(expected, rel=1e-9), plan
+    expected = script(None, change, True)
+    for before, plans in ((True, WHOLE), (False, DIVIDED)):
+        for width, plan in plans:
+            for numbers in run_ranks(script, width, args=(plan, change, before)):
+                assert numbers == pytest.approx(expected, rel=1e-9), plan
 
 
 def told_when_saved(how):
@@ -161,3 +200,25 @@ def told_when_saved(how):
 )
 def test_a_file_of_one_ranks_parts_is_told_once(how, count):
     assert run_ranks(told_when_saved, 2, args=(how,)) == [count, 0]
+
+
+def read_from_one_rank(folder):
+    """Each rank reads its own file; then that of rank 0."""
+    accelerator, model, _, batches = started({"shard": 2})
+    for x, y in batches:
+        accelerator.backward(F.cross_entropy(model(x), y))
+    gradient = accelerator.unwrap_model(model)[0].weight.grad
+    torch.save(gradient, f"{folder}/{accelerator.process_index}")
+    accelerator.wait_for_everyone()
+    codes = []
+    for name in (accelerator.process_index, 0):
+        try:
+            read = torch.load(f"{folder}/{name}", weights_only=True)
+            codes.append(torch.equal(read.to_local(), gradient.to_local()))
+        except CheckpointError as error:
+            codes.append(error.code)
+    return codes
+
+
+def test_the_part_of_another_rank_is_not_read(tmp_path):
+    assert run_ranks(read_from_one_rank, 2, args=(str(tmp_path),)) == [[True, True], [True, "checkpoint-part"]]

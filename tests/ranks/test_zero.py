@@ -11,10 +11,10 @@ from torch.nn.functional import mse_loss
 
 from paceline import Accelerator
 from paceline.base.errors import TrainError
-from paceline.optim.lamb import Lamb
-from paceline.optim.lion import Lion
 from paceline.testing import run_ranks
 from paceline.world.sharded import is_sharded, whole
+from paceline_large.optim.lamb import Lamb
+from paceline_large.optim.lion import Lion
 
 
 class Net(nn.Module):

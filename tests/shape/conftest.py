@@ -49,8 +49,13 @@ class Module:
 
     @property
     def room(self) -> str:
-        """The package directly under `paceline`, or the file's own name where it lies beside them; of a part, its package."""
+        """The package directly under `paceline`, or the file's own name where it lies beside them; of a part, its package.
+
+        The private names of torch are one room, those that one part alone uses among them.
+        """
         package, _, rest = self.name.partition(".")
+        if rest.partition(".")[0] == "torch_internals":
+            return "torch_internals"
         if package != "paceline":
             return package
         return rest.partition(".")[0] or "__init__"

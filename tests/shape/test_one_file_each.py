@@ -160,7 +160,7 @@ class Toy(CheckpointFormat):
         return Summary(step=7)
 
     def read(self, store, folder, state, names):
-        from paceline.checkpoint.format.translation import StateTranslation
+        from paceline_doors.state_translation import StateTranslation
 
         translation = StateTranslation(state, {"models"}, names)
         translation.add_model("model", self.weights(store, folder, ""))

@@ -11,17 +11,9 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from choose_tests import imported_names
+from choose_tests import text_of
 
 FIELDS = Path(__file__).with_name("fields_written_elsewhere.txt")
-
-# Files that import each other in a ring, imports for type checkers and those in functions included. A ring may lose files or
-# vanish, and then its entry does; no entry grows, and none is added.
-RINGS = {
-    "membership: one state in five classes": """
-        paceline_hosts.membership: errors following leadership membership search store
-    """,
-}
 
 # Fields of objects of other libraries that some class of ours has too, and what a command line was parsed to.
 OF_OTHERS = (
@@ -34,7 +26,7 @@ HOLDERS_OF_OTHERS = ("args", "ctx", "namespace", "parser", "action", "sys")
 def imports_of(module) -> Iterator[str]:
     """Dotted names that a module imports anywhere, also for type checkers alone."""
     package = module.name if module.path.name == "__init__.py" else module.name.rpartition(".")[0]
-    return imported_names(module.tree, package)
+    return text_of(module.tree).imported_names(package)
 
 
 def graph_of(modules) -> dict[str, set[str]]:
@@ -79,24 +71,10 @@ def rings_of(graph: Mapping[str, set[str]]) -> list[set[str]]:
     return rings
 
 
-def allowed_rings() -> list[set[str]]:
-    allowed = []
-    for row in RINGS.values():
-        package, _, names = row.partition(":")
-        allowed.append({f"{package.strip()}.{name}" for name in names.split()})
-    return allowed
-
-
 def test_files_do_not_import_each_other_in_rings(modules) -> None:
-    allowed = allowed_rings()
-    wrong = [ring for ring in rings_of(graph_of(modules)) if not any(ring <= entry for entry in allowed)]
-    assert not wrong, f"move what both need below both: {[sorted(ring) for ring in wrong]}"
-
-
-def test_the_list_of_rings_only_shrinks(modules) -> None:
+    """Imports for type checkers and those in functions included."""
     rings = rings_of(graph_of(modules))
-    stale = [entry for entry in allowed_rings() if entry not in rings]
-    assert not stale, f"these are smaller or gone: {[sorted(entry) for entry in stale]}"
+    assert not rings, f"move what both need below both: {[sorted(ring) for ring in rings]}"
 
 
 def test_a_ring_is_seen() -> None:

@@ -14,7 +14,7 @@ import pytest
 
 # The doors imitate what other libraries take, and `torch_internals` hands on what torch does not type: their types are checked
 # too, but may be `Any`.
-OF_ANY_KIND = {"compat", "paceline_accelerate", "paceline_deepspeed", "torch_internals"}
+OF_ANY_KIND = {"paceline_accelerate", "paceline_deepspeed", "torch_internals"}
 LARGEST_SHARE_OF_ANY = 0.03
 
 # A torch of a few names: analysing the real one takes 20 s. The types are Paceline's own.
@@ -187,7 +187,9 @@ def test_the_marker_of_typed_packages_is_there(root) -> None:
     assert (root / "packages/paceline/src/paceline/py.typed").exists()
 
 
-@pytest.mark.parametrize("package", ["paceline", "paceline.checkpoint", "paceline_large.inference"])
+@pytest.mark.parametrize(
+    "package", ["paceline", "paceline.checkpoint", "paceline.optim", "paceline.testing", "paceline_large.inference"]
+)
 def test_the_three_lists_of_public_names_agree(package) -> None:
     module = importlib.import_module(package)
     tree = ast.parse(Path(module.__file__).read_text(encoding="utf-8"))

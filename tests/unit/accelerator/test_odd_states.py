@@ -20,8 +20,8 @@ from paceline.checkpoint.format.manifest import Manifest
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.search import CheckpointSearch
 from paceline.checkpoint.store.local import LocalStore
-from paceline.optim.local_sgd import LocalSGD
 from paceline.testing import run_ranks
+from paceline_large.optim.local_sgd import LocalSGD
 
 
 class Number:

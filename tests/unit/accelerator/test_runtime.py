@@ -91,3 +91,11 @@ def test_a_real_run_writes(tmp_path: Path) -> None:
     folder = accelerator.save_state()
     accelerator.end_training()
     assert folder is not None and Path(folder).is_dir()
+
+
+def test_the_profile_is_written_where_the_last_save_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accelerator = Accelerator(cpu=True, profile="wall-clock", project_dir=str(tmp_path))
+    monkeypatch.setattr(accelerator.states, "wait", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        accelerator.end_training()
+    assert (tmp_path / "profile.jsonl").exists()

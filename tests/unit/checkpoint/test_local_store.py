@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import pytest
 from killed_saves import Killed
@@ -9,6 +10,7 @@ from torch import nn
 
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, TrainState
+from paceline.checkpoint.format import native_writer
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import claim, local
 from paceline.checkpoint.store.local import LocalStore
@@ -66,7 +68,7 @@ def test_into_a_folder_of_foreign_files(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("place", [
-    (Checkpointer, "_divide"), (local, "_sync_tree"), (local, "sync_folder"), (LocalStore, "publish"),
+    (native_writer.NativeWriter, "_divide"), (local, "_sync_tree"), (local, "sync_folder"), (LocalStore, "publish"),
 ])  # fmt: skip
 def test_killed_before_the_new_one_stands(tmp_path, kill_at, place, monkeypatch) -> None:
     folder = Checkpointer().save(tmp_path / "c", state(1.0))
@@ -82,7 +84,7 @@ def test_killed_before_the_new_one_stands(tmp_path, kill_at, place, monkeypatch)
 
 
 def test_killed_between_shards_and_manifest(tmp_path, kill_at, monkeypatch) -> None:
-    kill_at(checkpointer_module(), "write_index")
+    kill_at(native_writer, "write_index")
     with pytest.raises(Killed):
         Checkpointer().save(tmp_path / "c", state(1.0))
     (left,) = os.listdir(tmp_path)
@@ -94,12 +96,6 @@ def test_killed_between_shards_and_manifest(tmp_path, kill_at, monkeypatch) -> N
         value_of(tmp_path / left)
     assert error.value.code == "checkpoint-none"
     assert Checkpointer().latest(tmp_path) is None
-
-
-def checkpointer_module():
-    from paceline.checkpoint import checkpointer
-
-    return checkpointer
 
 
 def test_killed_after_the_exchange(tmp_path, kill_at, monkeypatch, renames) -> None:
@@ -222,3 +218,28 @@ def test_a_link_to_a_folder_stays_a_link(make_run, tmp_path) -> None:
     assert os.path.islink(tmp_path / "near") and sorted(os.listdir(tmp_path)) == ["far", "near"]
     assert Checkpointer().load(tmp_path / "near", run.state()).manifest.step == 2
     assert (tmp_path / "far" / "note.txt").read_text() == "mine"
+
+
+def test_two_merges_at_once_leave_the_files_of_one(tmp_path, monkeypatch) -> None:
+    home = str(tmp_path / "c")
+
+    def merge(content: str) -> None:
+        staged = local.STORE.stage(home)
+        for name in "ab":
+            Path(staged, name).write_text(content)
+        local.STORE.merge(staged, home, owned=lambda _: None)
+
+    merge("0")
+    replace, calls = os.replace, []
+
+    def replaced(source: str, target: str) -> None:
+        calls.append(source)
+        if len(calls) == 2:
+            merge("2")
+        replace(source, target)
+
+    with monkeypatch.context():
+        monkeypatch.setattr(os, "replace", replaced)
+        merge("1")
+    assert [(tmp_path / "c" / name).read_text() for name in "ab"] == ["2", "2"]
+    assert os.listdir(tmp_path) == ["c"]

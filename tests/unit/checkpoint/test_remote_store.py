@@ -18,8 +18,8 @@ from torch import nn
 from warm_python import executable
 
 from paceline.base.errors import CheckpointError
-from paceline.checkpoint import Checkpointer, TrainState, checkpointer, verify
-from paceline.checkpoint.format import manifest
+from paceline.checkpoint import Checkpointer, TrainState, verify
+from paceline.checkpoint.format import manifest, native_writer
 from paceline.checkpoint.store import claim, store_for
 from paceline_hosts.stores import objects, remote_files
 from paceline_hosts.stores.remote import RemoteStore
@@ -137,7 +137,7 @@ def test_automatic_names_are_pruned_and_a_damaged_one_is_passed_over(place, capl
 
 
 @pytest.mark.parametrize("where", [
-    (RemoteStore, "stage"), (checkpointer, "write_shard"), (checkpointer, "write_index"), (manifest.Manifest, "write"),
+    (RemoteStore, "stage"), (native_writer, "write_shard"), (native_writer, "write_index"), (manifest.Manifest, "write"),
     (RemoteStore, "publish"), (RemoteStore, "_sweep"), (objects, "delete_all"),
 ], ids=lambda where: where[1])  # fmt: skip
 def test_killed_anywhere(place, kill_at, where, monkeypatch) -> None:
@@ -186,7 +186,7 @@ def test_killed_while_removing(place, kill_at, monkeypatch) -> None:
 
 def test_a_save_is_no_checkpoint_before_its_manifest(place, kill_at, monkeypatch) -> None:
     with monkeypatch.context(), pytest.raises(Killed):
-        kill_at(checkpointer, "write_index")
+        kill_at(native_writer, "write_index")
         Checkpointer().save(f"{place}/c", state(1.0))
     (save,) = saves_in(place)
     assert "__0_0.distcp" in store_for(place).list(f"{place}/c/{save}")
@@ -245,13 +245,14 @@ def test_an_upload_cut_off_midway(s3, s3_server, small_parts) -> None:
 CLIENT = """
 import os, signal, sys
 from torch import nn
-from paceline.checkpoint import Checkpointer, TrainState, checkpointer
+from paceline.checkpoint import Checkpointer, TrainState
+from paceline.checkpoint.format import native_writer
 from paceline_hosts.stores import remote_files
 remote_files.PART = 5 << 20
 def die(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 if sys.argv[2] == "manifest":
-    checkpointer.write_index = die
+    native_writer.write_index = die
 else:
     remote_files._S3Parts.finish = die
 Checkpointer().save(sys.argv[1], TrainState(models={"m": nn.Linear(1800, 1800)}))
@@ -449,3 +450,18 @@ def test_a_model_larger_than_a_block_comes_back_bit_equal(s3, small_parts) -> No
     Checkpointer().save(f"{s3}/c", TrainState(models={"m": source}))
     Checkpointer().load(f"{s3}/c", TrainState(models={"m": target}))
     assert torch.equal(source.weight, target.weight) and torch.equal(source.bias, target.bias)
+
+
+def test_a_manifest_that_is_replaced_while_it_is_read_is_one_of_the_two(s3, monkeypatch) -> None:
+    folder = Checkpointer().save(f"{s3}/c", state(1.0))
+    path = f"{folder}/manifest.json"
+    size = objects.size
+
+    def replaced_meanwhile(url: str) -> int:
+        length = size(url)
+        if url == path:
+            objects.write(path, b" " * 50 + (objects.read(path) or b""))  # longer, and the same JSON
+        return length
+
+    monkeypatch.setattr(objects, "size", replaced_meanwhile)
+    assert value_of(folder) == 1.0

@@ -12,9 +12,9 @@ import pytest
 
 from paceline import CompatError
 from paceline.cli.main import main
-from paceline.compat import doors
-from paceline.compat.door_files import Door
-from paceline.compat.environments import Environment
+from paceline_doors import doors
+from paceline_doors.door_files import Door
+from paceline_doors.environments import Environment
 
 
 @pytest.fixture

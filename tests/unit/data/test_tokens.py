@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from paceline import Accelerator, DataError, PackedDocuments, PlanError, TokenBatchSampler, pack_documents
 from paceline.data.prepare import prepare_loader
 from paceline.data.skip import skip_first_batches
-from paceline.data.tokens import even_parts
+from paceline_large.documents.tokens import even_parts
 
 LENGTHS = [4, 1, 3, 2, 2, 5, 8, 1, 1, 1, 6, 3]
 

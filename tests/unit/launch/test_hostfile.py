@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from paceline.base.errors import ConfigError, LaunchError
-from paceline.launch.hostfile import Slots, choose, read
+from paceline_hosts.hostfile import Slots, choose, read
 from paceline_hosts.hosts import forwarded
 
 TEXT = """

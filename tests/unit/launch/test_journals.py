@@ -167,7 +167,7 @@ def test_a_leader_waits_for_the_last_lines(tmp_path: Path) -> None:
 
     leader.exchange.await_last(pause)
     assert pauses == []  # the run goes on: this launcher alone leaves
-    leader.membership.end = SimpleNamespace()  # type: ignore[assignment]
+    leader.membership.state.end = SimpleNamespace()  # type: ignore[assignment]
     leader.exchange.await_last(pause)
     assert len(pauses) == 1
     (copy,) = (tmp_path / "a").glob("rank-*")

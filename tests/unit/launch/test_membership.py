@@ -54,7 +54,7 @@ def test_all_come_in_one_round(seed: int) -> None:
     for host in list(network.hosts.values()):
         host.ends("done")
     network.run(5)
-    assert [host.membership.end and host.membership.end.code for host in network.ended] == [0, 0, 0]
+    assert [host.membership.state.end and host.membership.state.end.code for host in network.ended] == [0, 0, 0]
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -178,9 +178,9 @@ def test_cut_off_for_good_ends_with_an_error() -> None:
     network.cut("a", "c")
     network.cut("b", "c")
     network.run(75)
-    assert alone.membership.end is not None
-    assert alone.membership.end.error is not None
-    assert alone.membership.end.error.code == "launch-cut-off"
+    assert alone.membership.state.end is not None
+    assert alone.membership.state.end.error is not None
+    assert alone.membership.state.end.error.code == "launch-cut-off"
     assert network.width("a", "b")
 
 
@@ -229,7 +229,8 @@ def test_too_few_left_after_one_leaves(who: str, saves: bool) -> None:
     leaves = network.hosts[who]
     leaves.leave()
     network.run(20, lambda: not network.hosts)
-    codes = [host.membership.end.code for host in network.ended if host is not leaves and host.membership.end]
+    ends = [host.membership.state.end for host in network.ended if host is not leaves]
+    codes = [end.code for end in ends if end]
     assert codes == ([75, 75] if saves else [1, 1])
 
 
@@ -238,7 +239,7 @@ def test_all_preempted_is_the_end() -> None:
     for host in list(network.hosts.values()):
         host.ends("preempted")
     network.run(10, lambda: not network.hosts)
-    assert [host.membership.end.code for host in network.ended if host.membership.end] == [75, 75, 75]
+    assert [host.membership.state.end.code for host in network.ended if host.membership.state.end] == [75, 75, 75]
 
 
 @pytest.mark.parametrize("who", ["a", "b"])
@@ -255,7 +256,7 @@ def test_a_fixed_number_of_hosts_waits_for_the_lost_one(who: str) -> None:
     network.off(network.hosts[who])
     network.run(10)
     assert not network.hosts
-    assert all(host.membership.end.code == 1 for host in network.ended if host.membership.end)
+    assert all(host.membership.state.end.code == 1 for host in network.ended if host.membership.state.end)
 
 
 def test_restarts_are_counted_for_all() -> None:
@@ -267,7 +268,7 @@ def test_restarts_are_counted_for_all() -> None:
     network.run(10, lambda: network.width("b", "c"))
     network.hosts["b"].ends("failed", "fault 3")
     network.run(10, lambda: not network.hosts)
-    ends = [host.membership.end for host in network.ended if host.membership.end]
+    ends = [host.membership.state.end for host in network.ended if host.membership.state.end]
     assert [end.code for end in ends] == [1, 1]
     assert "fault 3" in ends[0].why
 

@@ -13,12 +13,13 @@ import pytest
 from simulated_network import Fault, Schedule, Simulation, explained, violation_of
 
 from paceline.launch.rounds import Report
-from paceline_hosts.membership import errors, membership
+from paceline_hosts.membership import state
 from paceline_hosts.membership.following import Following
 from paceline_hosts.membership.leadership import Leadership
-from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.peers import Peers
 from paceline_hosts.membership.rules import Rules
+from paceline_hosts.membership.search import Search
+from paceline_hosts.membership.state import LauncherState, LeaderLost
 
 SEEDS = 1000
 CHUNK = 250
@@ -126,7 +127,7 @@ def test_what_was_found_stays_mended(name: str) -> None:
 
 def no_quorum(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever is left goes on, however few they are."""
-    monkeypatch.setattr(membership, "has_quorum", lambda present, configurations, dead: True)
+    monkeypatch.setattr(state, "has_quorum", lambda present, configurations, dead: True)
 
 
 def no_earlier_majority(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,17 +145,17 @@ def no_waiting_for_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A round is decided on before all processes of the last one have ended."""
     step = Leadership.step
 
-    def hasty(self: Leadership, now: float) -> None:
+    def hasty(self: Leadership, now: float) -> LeaderLost | None:
         for member_id in self.members if self.stage == "halt" else ():
             self.reports.setdefault(member_id, Report("stopped"))
-        step(self, now)
+        return step(self, now)
 
     monkeypatch.setattr(Leadership, "step", hasty)
 
 
 def no_end_of_the_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that has lost its leader lets its processes run."""
-    monkeypatch.setattr(Membership, "request_stop", lambda self, how, why: None)
+    monkeypatch.setattr(LauncherState, "request_stop", lambda self, how, why: None)
 
 
 def any_death_counts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +170,7 @@ def any_follower_is_a_member(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def no_giving_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launcher that is cut off waits for ever."""
-    monkeypatch.setattr(errors, "end_of_search", lambda membership, now: None)
+    monkeypatch.setattr(Search, "end", lambda self, now: None)
 
 
 # Each with the seed at which the search begins: two need some rare coincidences.

@@ -71,7 +71,7 @@ def test_of_two_hosts_the_one_that_is_cut_off_ends(lost: str, seed: int) -> None
     network.run(10)
     assert network.width(left) and alone.running is None
     network.run(60, lambda: alone.gone)
-    end = alone.membership.end
+    end = alone.membership.state.end
     assert end is not None and end.error is not None and end.error.code == "launch-cut-off"
     assert "store: no answer" in str(end.error.why)
     assert network.width(left)
@@ -99,9 +99,9 @@ def test_a_launcher_of_another_version_says_so() -> None:
     network.run(1)
     late = network.start("c", replace(RULES, most=2))
     network.run(5, lambda: late.gone)
-    assert late.membership.end is not None and late.membership.end.error is not None
-    assert late.membership.end.error.code == "launch-version"
-    assert "there has 9.9" in str(late.membership.end.error.why)
+    assert late.membership.state.end is not None and late.membership.state.end.error is not None
+    assert late.membership.state.end.error.code == "launch-version"
+    assert "there has 9.9" in str(late.membership.state.end.error.why)
 
 
 @pytest.mark.parametrize("names", ["abcd"])
@@ -136,10 +136,10 @@ def test_a_run_goes_on_without_its_store_and_restarts_and_ends_at_a_tie(fault: s
     left = network.hosts["b"]
     network.off(network.hosts["a"], silently=True)
     network.run(100, lambda: left.gone)
-    assert left.gone and left.membership.end is not None and left.membership.end.error is not None
-    assert left.membership.end.error.code == "launch-cut-off"
+    assert left.gone and left.membership.state.end is not None and left.membership.state.end.error is not None
+    assert left.membership.state.end.error.code == "launch-cut-off"
     why = "has lost what it knew of this run" if fault == "store forgets" else "no answer"
-    assert why in str(left.membership.end.error.why)
+    assert why in str(left.membership.state.end.error.why)
 
 
 def test_who_comes_while_the_store_has_forgotten_finds_the_run() -> None:
@@ -169,7 +169,7 @@ def test_a_run_that_has_ended_leaves_nothing_in_the_store() -> None:
         host.ends("done")
     network.run(10, lambda: not network.hosts)
     network.run(2)
-    assert [host.membership.end and host.membership.end.code for host in network.ended] == [0, 0]
+    assert [host.membership.state.end and host.membership.state.end.code for host in network.ended] == [0, 0]
     assert network.stored is None
 
 
@@ -372,10 +372,10 @@ def a_vote_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def the_first_counts_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of a round with its first goes on without the store, as it does where there is none."""
-    from paceline_hosts.membership import store as membership_store
+    from paceline_hosts.membership import state
 
     monkeypatch.setattr(
-        membership_store, "has_quorum", lambda here, sets, dead, vote=None: has_quorum(here, sets, dead, vote or None)
+        state, "has_quorum", lambda here, sets, dead, vote=None: has_quorum(here, sets, dead, vote or None)
     )
 
 

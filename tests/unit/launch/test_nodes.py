@@ -88,7 +88,7 @@ def leader() -> Iterator[NodesByMembership]:
 def test_strangers_have_little_room_and_little_time(
     leader: NodesByMembership, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    place = leader.membership.me.place
+    place = leader.membership.state.me.place
     links = [socket.create_connection(place) for _ in range(nodes._MAX_HANDSHAKES + 5)]
     for _ in range(2 * len(links)):
         leader.poll()

@@ -13,11 +13,11 @@ import pytest
 from paceline.base.errors import LaunchError
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
-from paceline.launch.hostfile import Slots
 from paceline.launch.job import Job
 from paceline.launch.launcher import LAUNCHERS
 from paceline_hosts.assignment import Assignment
 from paceline_hosts.clusters.ray import RaySettings
+from paceline_hosts.hostfile import Slots
 from paceline_hosts.hosts import job_on_hosts
 from paceline_hosts.launchers.ray import cluster
 from paceline_hosts.launchers.ray.host import RayHost, reason

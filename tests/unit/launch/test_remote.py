@@ -13,9 +13,9 @@ from paceline.base.errors import ConfigError
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
-from paceline.launch.hostfile import Slots
 from paceline.launch.make_job import job_of
 from paceline_hosts.assignment import Assignment
+from paceline_hosts.hostfile import Slots
 from paceline_hosts.remote import agent
 from paceline_hosts.remote.agent import addresses, reachable, store, survey
 from paceline_hosts.remote.channels import HostChannel

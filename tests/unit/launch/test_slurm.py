@@ -17,10 +17,10 @@ from paceline.cli.main import parser_for
 from paceline.config import schema
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch
-from paceline.launch.hostfile import Slots
 from paceline.launch.job import Job, Target
 from paceline_hosts.assignment import Assignment, assignment_of
 from paceline_hosts.clusters.slurm import SlurmSettings
+from paceline_hosts.hostfile import Slots
 from paceline_hosts.launchers.slurm import LAUNCHER, put_back, queue, step_command
 from paceline_hosts.launchers.slurm.allocation import SlurmAllocation, allocation_of, completed
 from paceline_hosts.launchers.slurm.batch_script import batch_script, seconds_of, warning_s

@@ -37,7 +37,7 @@ class Launcher:
 
     def follow(self) -> None:
         send = lambda message: self.sent.append(message)  # noqa: E731
-        self.membership.known_members["a"] = Member("a", "host a", 1)
+        self.membership.state.known_members["a"] = Member("a", "host a", 1)
         self.membership.following = SimpleNamespace(leader_id="a", send=send)  # type: ignore[assignment]
 
     def lead(self, *connected: str, ended: str = "") -> None:
@@ -46,7 +46,7 @@ class Launcher:
         self.membership.leadership = SimpleNamespace(members=members, reports=reports)  # type: ignore[assignment]
         for key, member_id in enumerate(connected):
             self.membership.peers.connection_of[member_id] = key
-            self.membership.known_members[member_id] = Member(member_id, f"host {member_id}", 1)
+            self.membership.state.known_members[member_id] = Member(member_id, f"host {member_id}", 1)
 
     def wanted_of(self) -> list[int]:
         """The connections over which it has asked for stacks."""

@@ -13,10 +13,10 @@ import pytest
 from paceline.base import log
 from paceline.base.errors import TrackerError
 from paceline.cli.main import main
-from paceline.observe.trackers.delivery import Delivery, DeliveryEntry, RefusedError, Sender
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.run_ids import RunIds
 from paceline.observe.trackers.tracker import TRACKERS
+from paceline_lens.trackers.delivery import Delivery, DeliveryEntry, RefusedError, Sender
 
 
 class Server:

@@ -6,9 +6,9 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from paceline.observe.phases import Phases
 from paceline_lens.observe.flops import Flops, counted, of
 from paceline_lens.observe.flops_text import text
+from paceline_lens.observe.phases import Phases
 
 
 def simple():

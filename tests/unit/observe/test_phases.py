@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 from paceline.data.active import ActiveLoaders
-from paceline.observe.phases import NAMES, Phases
 from paceline.world.events import Events
 from paceline_lens.observe.clock import HostClock
+from paceline_lens.observe.phases import NAMES, Phases
 from paceline_lens.observe.wall_clock import WallClock
 
 
@@ -147,8 +147,8 @@ def test_waiting_for_a_batch_is_data_and_the_source_is_closed():
         finally:
             closed.append(True)
 
-    assert list(loaders.measured(source())) == [0, 1, 2]
-    batches = loaders.measured(source())
+    assert list(loaders.observed(source())) == [0, 1, 2]
+    batches = loaders.observed(source())
     assert next(batches) == 0 and phases.now == "rest"
     batches.close()
     assert closed == [True, True]

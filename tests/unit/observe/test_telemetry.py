@@ -8,20 +8,22 @@ import os
 import sys
 import threading
 import time
+from copy import deepcopy
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from parity_models import Experts
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
-from paceline.observe import phases as phases_module
-from paceline.observe.phases import Phases
 from paceline_accelerate.accelerator import Accelerator as ServedAccelerator
+from paceline_lens.observe import phases as phases_module
 from paceline_lens.observe import telemetry as module
 from paceline_lens.observe import watching
+from paceline_lens.observe.phases import Phases
 from paceline_lens.observe.telemetry import StepProgress, Telemetry
 from paceline_lens.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
 from paceline_lens.watch.records import CheckpointSaved, Hello, JournalRecord, PlanMade, Tick, ValuesLogged
@@ -282,6 +284,33 @@ def test_the_operations_of_one_step_are_counted(tmp_path: Path, monkeypatch: pyt
     plans = [plan.flops for plan in written(tmp_path, PlanMade) if isinstance(plan, PlanMade)]
     forward, backward = 2 * 4 * 4 * 2, 2 * 4 * 4 * 2  # of Linear(4, 2) and 4 rows; the inputs need no gradients
     assert plans == [None, forward + backward]
+
+
+def test_the_load_of_experts_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PACELINE_WATCH_DIR", str(tmp_path))
+
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.experts = Experts(4, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            # Of 8 choices, 5 are of expert 0, 2 of expert 1, 1 of expert 2.
+            return self.experts(x, torch.tensor([[0, 1], [0, 1], [0, 2], [0, 0]]), torch.ones(4, 2))
+
+    accelerator = Accelerator(cpu=True)
+    model = Routed()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    accelerator.backward(model(torch.ones(4, 4)).sum())
+    optimizer.step()
+    optimizer.zero_grad()
+    deepcopy(accelerator.unwrap_model(model))(torch.ones(4, 4))  # a copy tells nobody
+    accelerator.end_training()
+    values = {}
+    for record in written(tmp_path, ValuesLogged):
+        assert isinstance(record, ValuesLogged)
+        values |= record.values
+    assert values["experts/busiest"] == 2.5 and values["experts/idlest"] == 0
 
 
 def test_a_compiled_model_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from paceline.optim.lamb import Lamb
-from paceline.optim.lion import Lion
+from paceline_large.optim.lamb import Lamb
+from paceline_large.optim.lion import Lion
 
 
 def losses(weight: torch.Tensor) -> list[torch.Tensor]:

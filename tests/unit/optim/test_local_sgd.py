@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from paceline.base.errors import ConfigError, PlanError
-from paceline.optim.local_sgd import LocalSGD
+from paceline_large.optim.local_sgd import LocalSGD
 
 
 class Two:
@@ -98,7 +98,7 @@ def test_steps_that_are_no_count(steps):
 
 
 def test_divided_parameters_are_refused(monkeypatch):
-    monkeypatch.setattr("paceline.optim.local_sgd.is_sharded", lambda tensor: True)
+    monkeypatch.setattr("paceline_large.optim.local_sgd.is_sharded", lambda tensor: True)
     with pytest.raises(PlanError, match="the first being weight") as caught:
         LocalSGD(Two(), model(), local_sgd_steps=1)
     assert caught.value.code == "local-sgd-plan"

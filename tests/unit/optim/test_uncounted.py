@@ -176,13 +176,13 @@ def test_a_part_in_the_micro_batches_of_one_window_is_told(monkeypatch: pytest.M
     assert told([[three, annealed]], monkeypatch) == ""
 
 
-def test_the_first_passes_are_looked_at_and_those_with_other_numbers_of_samples() -> None:
+def test_the_first_passes_those_with_other_rows_and_those_before_a_comparison_are_looked_at() -> None:
     weights = LossWeights()
-    for number, rows in enumerate([4, 4, 4, 4, 4, 4, 3, 4], 1):
+    for number, rows in enumerate([4, 4, 4, 4, 4, 4, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3], 1):
         if not weights.wants(number, rows):
             continue
         loss = torch.ones(2, requires_grad=True).mean()
         weights.look(loss, number, (0, number, 0), rows)
         loss.backward()
         weights.passed(1.0)
-    assert [each.number for each in weights.take()] == [1, 2, 3, 4, 7, 8]
+    assert [each.number for each in weights.take()] == [1, 2, 3, 4, 7, 8, 16]

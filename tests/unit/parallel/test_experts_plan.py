@@ -48,6 +48,9 @@ def test_stacked_experts_are_found_by_their_structure():
     assert find_experts(nn.Sequential(nn.Conv1d(4, 4, 3), Stacked())) == ()
 
 
+DTYPES = (torch.float32, torch.float64)
+
+
 def with_buffer():
     experts = Experts(8, 4)
     experts.register_buffer("scale", torch.ones(4))
@@ -68,12 +71,47 @@ def with_shared_weight():
     return model
 
 
+def test_lists_of_experts_are_found_with_what_calls_them():
+    (row,) = find_experts(around(nn.ModuleList(nn.Linear(3, 3) for _ in range(4))))
+    assert (row.name, row.number, row.caller, row.modules[1]) == ("mlp.experts", 4, "", "mlp.experts.1")
+    assert row.parameters[:2] == ("0.weight", "0.bias") and not row.problem
+    (row, _) = find_experts(Mixture(listed=True))
+    assert (row.name, row.caller, row.modules[0]) == ("blocks.0.moe.experts", "blocks.0.moe", "experts.0")
+    # By the class of its modules, too; others are no experts.
+    (row,) = find_experts(nn.ModuleDict({"mlps": nn.ModuleList(ExpertLayer(3, 3) for _ in range(2))}))
+    assert row.name == "mlps"
+    assert find_experts(nn.ModuleList(nn.Linear(3, 3) for _ in range(2))) == ()
+    facts = model_facts(Mixture(listed=True))
+    assert facts.elements_of(facts.experts) == sum(
+        p.numel() for name, p in Mixture(listed=True).named_parameters() if ".experts." in name
+    )
+
+
+class ExpertLayer(nn.Linear):
+    pass
+
+
+def shared_in_a_list():
+    experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
+    experts[1].weight = experts[0].weight
+    return around(experts)
+
+
+def scalars_in_a_list():
+    experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+    for expert in experts:
+        expert.scale = nn.Parameter(torch.ones(()))
+    return around(experts)
+
+
 @pytest.mark.parametrize(
     "model",
     [
         lambda: around(Stacked()),
-        lambda: around(nn.ModuleList(nn.Linear(3, 3) for _ in range(4))),
-        lambda: around(nn.ModuleDict({f"expert{n}": nn.Linear(3, 3) for n in range(4)})),
+        lambda: around(nn.ModuleList(nn.BatchNorm1d(3) for _ in range(4))),
+        lambda: around(nn.ModuleDict({f"expert{n}": nn.Linear(3, 3).to(dtype) for n, dtype in enumerate(DTYPES)})),
+        shared_in_a_list,
+        scalars_in_a_list,
         with_buffer,
         with_other_weight,
     ],
@@ -90,7 +128,6 @@ def test_other_problems():
     assert codes(nn.Linear(2, 2)) == ["experts-none"]
     (problem,) = STRATEGY.check(Plan(Layout(ep=3)), model_facts(Mixture()))
     assert problem.code == "experts-divide" and problem.fix == "set ep to one of 1, 2, 4"
-    assert codes(Mixture(), Plan(Layout(ep=2, tp=2))) == ["experts-axes"]
     model = Mixture()
     model.blocks[0].experts.up.register_hook(lambda gradient: gradient)
     assert codes(model) == ["experts-hooks"]

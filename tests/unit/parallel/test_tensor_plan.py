@@ -172,9 +172,9 @@ def test_a_models_own_plan():
     found = division(model)
     assert found.source == "model" and found.styles["blocks.1.mlp.fc1"] == "colwise"
     assert found.styles["tok"] == "vocabulary"  # it shares the head's weight
-    model.tp_plan |= {"blocks.*.attn": "moe_tp_experts"}
+    model.tp_plan |= {"blocks.*.attn": "mla_kv_a_proj"}
     (problem,) = problems(model)
-    assert problem.code == "tensor-style" and "moe_tp_experts" in problem.what
+    assert problem.code == "tensor-style" and "mla_kv_a_proj" in problem.what
 
 
 def test_a_table_wins():

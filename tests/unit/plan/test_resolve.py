@@ -9,7 +9,7 @@ from torch import nn
 from paceline import PlanError
 from paceline.base.errors import Problem
 from paceline.config.settings import RunSettings
-from paceline.parallel.strategy import STRATEGIES, Strategy
+from paceline.parallel.strategy import STRATEGIES, Strategy, strategies_for
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
@@ -168,3 +168,25 @@ def test_options_that_no_strategy_of_the_plan_reads_say_so():
         "options.shard.reshard = no  <- command line (--option): no effect: this plan does not use shard"
         in plan.explain()
     )
+
+
+SETTINGS = (
+    {"offload": "activations"}, {"offload": "optimizer"}, {"offload": "all"}, {"compile": True}, {"recompute": "blocks"},
+    {"mixed_precision": "fp8"}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}, {},
+    {"tp": 2, "zero": 1}, {"ep": 2, "zero": 3}, {"ep": 2, "zero": 1}, {"cp": 2, "zero": 3}, {"pp": 2, "recompute": "2"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", SETTINGS, ids=str)
+def test_no_strategy_that_a_plan_uses_is_left_unasked(settings) -> None:
+    """Whether a strategy may be of use is known before it is imported, and `wanted` is its own word."""
+    for world_size in (2, 4) if settings.keys() & {"tp", "pp", "cp", "ep", "zero"} else (1, 2):
+        plan = draft(RunSettings.of(settings), [], world_size)
+        wanted = {strategy.name for strategy in STRATEGIES if strategy.wanted(plan)}
+        assert wanted <= {strategy.name for strategy in strategies_for(plan)}
+
+
+def test_a_plan_of_one_process_asks_few_strategies() -> None:
+    assert [strategy.name for strategy in strategies_for(Plan())] == ["converted_batch_norm", "quantised"]
+    asked = strategies_for(Plan(options={"zero": {"divide": "rows"}}))
+    assert "zero" in [strategy.name for strategy in asked]

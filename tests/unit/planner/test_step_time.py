@@ -11,9 +11,9 @@ from paceline.parallel.strategy import timetable_of
 from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft
-from paceline.plan.timetable import Timetable
 from paceline.planner.device import device_of
 from paceline_large.pipeline.schedules import order
+from paceline_large.pipeline.timetable import PipelineTimetable
 from paceline_lens.forecast.calibration import Calibration, Link, Machine
 from paceline_lens.forecast.datasheet import FAST, calibration_of
 from paceline_lens.forecast.report import term_lines
@@ -93,7 +93,7 @@ TWO_STAGES = order("1f1b", ranks=2, stages_per_rank=1, microbatches=4)
     ],
 )
 def test_the_ranks_of_a_pipeline_wait_as_its_schedule_says(shares, alone, length):
-    timetable = Timetable(TWO_STAGES, shares)
+    timetable = PipelineTimetable(TWO_STAGES, shares)
     time = step_time(work(FORWARD, BACKWARD), replace(CALIBRATION, alone=alone), timetable=timetable)
     assert time.total_s == pytest.approx(length)
     assert time.bubble_s == pytest.approx(length - 24)
@@ -106,14 +106,17 @@ def test_a_stage_waits_by_its_schedule_and_not_for_its_messages():
     links = {"send": Link(0.5, 50.0)}
     late = replace(CALIBRATION, wait_s=0.25, links=links)
     done = work(FORWARD, BACKWARD, messages=((Message("forward", "send", 2, False, 50), 4),))
-    timetable = Timetable(TWO_STAGES, (1.0, 1.0))
+    timetable = PipelineTimetable(TWO_STAGES, (1.0, 1.0))
     assert step_time(done, late).communication_s == 4 * 1.5 + 4 * 0.25
     assert step_time(done, late, timetable=timetable).communication_s == 4 * 1.5
 
 
 def test_each_batch_of_a_step_has_its_bubble():
     of_two_batches = step_time(
-        work((FORWARD[0], 8), (BACKWARD[0], 8)), CALIBRATION, timetable=Timetable(TWO_STAGES, (1.0, 1.0)), batches=2
+        work((FORWARD[0], 8), (BACKWARD[0], 8)),
+        CALIBRATION,
+        timetable=PipelineTimetable(TWO_STAGES, (1.0, 1.0)),
+        batches=2,
     )
     assert of_two_batches.total_s == pytest.approx(60)
 

@@ -4,7 +4,11 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from paceline.torch_internals.attention import flash_attention, flash_attention_backward, multi_head_attention_with
+from paceline_large.torch_internals.attention import (
+    flash_attention,
+    flash_attention_backward,
+    multi_head_attention_with,
+)
 
 
 def inputs() -> list[torch.Tensor]:

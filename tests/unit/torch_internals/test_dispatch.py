@@ -12,7 +12,8 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
-from paceline.torch_internals import dispatch, fake
+from paceline.torch_internals import dispatch
+from paceline_lens.torch_internals import fake
 
 
 class Names(dispatch.TorchDispatchMode):
@@ -56,6 +57,12 @@ def test_classes_that_wrap_tensors_and_parameters_that_do_not() -> None:
     parameter = nn.Parameter(torch.ones(2))
     assert dispatch.is_plain(parameter) and not dispatch.is_plain(torch.ones(2))
     assert dispatch.is_plain(fake.make_fake(parameter, FakeTensorMode()))
+
+
+def test_a_tensor_without_values_is_known() -> None:
+    assert not dispatch.has_no_values(torch.ones(2))
+    assert dispatch.has_no_values(torch.ones(2, device="meta"))
+    assert dispatch.has_no_values(fake.fake_like(torch.ones(2), FakeTensorMode()))
 
 
 def test_a_composite_operation_runs_as_its_parts() -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from paceline.torch_internals import fake
+from paceline_lens.torch_internals import fake
 
 
 def test_a_fake_tensor_has_the_form_of_another_and_can_take_its_place() -> None:

@@ -6,7 +6,7 @@ import json
 
 import torch._C._distributed_c10d as c10d
 
-from paceline.torch_internals import flight_recorder
+from paceline_lens.torch_internals import flight_recorder
 
 
 def test_the_dump_is_there_and_empty_without_a_group() -> None:

@@ -153,9 +153,7 @@ def test_gradients_are_pending_until_they_are_reduced(model: nn.Module) -> None:
     expected = gradients(model)
     assert [fsdp.pending_gradient(parameter) for parameter in parameters_of(model)] == [None] * 4
     model.zero_grad()
-    assert all(fsdp.reduces_gradients(group) for group in groups_of(model))
     backward(model, communicate=False)
-    assert not any(fsdp.reduces_gradients(group) for group in groups_of(model))
     shapes = [tuple(fsdp.pending_gradient(parameter).shape) for parameter in parameters_of(model)]
     assert shapes == [(2, 4), (2,), (4, 3), (4,)]
     assert [parameter.grad for parameter in model.parameters()] == [None] * 4
@@ -219,14 +217,16 @@ def test_a_pass_that_failed_midway_is_seen_and_can_be_reset(model: nn.Module) ->
     backward(model, communicate=True)
 
 
-def test_a_callback_comes_after_the_last_operation_and_before_fsdp_ends_the_pass(model: nn.Module) -> None:
+def test_callbacks_come_after_the_last_operation_and_around_the_end_of_the_pass(model: nn.Module) -> None:
     seen: list[object] = []
-    fsdp.call_before_final_callback([model, model[0]], lambda: seen.append(fsdp.left_unfinished(model)))
+    note = lambda: seen.append(fsdp.left_unfinished(model))  # noqa: E731
+    fsdp.call_around_final_callback([model, model[0]], before=note)
+    fsdp.call_around_final_callback([model, model[0]], after=note)
     inputs = torch.ones(5, 3, requires_grad=True)
     inputs.register_hook(lambda _: seen.append("last operation"))
     for _ in range(2):
         model(inputs).sum().backward()
-    assert seen == ["last operation", True] * 2
+    assert seen == ["last operation", True, False] * 2
     assert not fsdp.left_unfinished(model)
 
 
@@ -250,7 +250,10 @@ def test_communication_goes_through_our_objects(model: nn.Module) -> None:
             output_tensor.copy_(input_tensor)
 
     for group in groups_of(model):
-        fsdp.replace_communication(group, Gather(), Scatter(), before_reduction=lambda: events.append("before"))
+        fsdp.replace_communication(group, Gather(), Scatter())
+        fsdp.call_before_reduction(group, lambda parameters: events.append("before"))
+    backward(model, communicate=False)
+    assert "before" not in events
     backward(model, communicate=True)
     # On one process torch skips the communication itself, but never what comes before it.
     assert events.count("before") >= 2

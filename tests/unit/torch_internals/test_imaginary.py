@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from paceline.torch_internals import imaginary
+from paceline_lens.torch_internals import imaginary
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import gc
 import torch
 from torch.distributed.tensor import DTensor
 
-from paceline.torch_internals.loss_parallel import divide_losses_for
+from paceline_large.torch_internals.loss_parallel import divide_losses_for
 
 
 class Owner:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import ScheduleGPipe
 
-from paceline.torch_internals.pipelining import stage_class
+from paceline_large.torch_internals.pipelining import stage_class
 
 
 def test_a_stage_tells_what_it_computes_and_keeps_gradients_of_an_open_window() -> None:

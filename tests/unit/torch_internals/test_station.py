@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from paceline.torch_internals.station import Station, awaited_work
+from paceline_lens.torch_internals.station import Station, awaited_work
 
 
 @pytest.fixture

@@ -66,5 +66,5 @@ def test_a_span_enters_the_context_of_its_name() -> None:
 
 def test_a_copy_tells_nobody() -> None:
     events = Events()
-    events.leaving.subscribe(lambda: 1 / 0)
-    assert events.leaving and not copy.deepcopy(events).leaving
+    events.trains.subscribe(lambda: 1 / 0)
+    assert events.trains and not copy.deepcopy(events).trains

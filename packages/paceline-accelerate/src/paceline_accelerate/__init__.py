@@ -14,7 +14,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from paceline.compat.names import listed
+from paceline_doors.names import listed
 
 VERSION = "1.15.0"
 # Commands of an installed door -> what runs them.

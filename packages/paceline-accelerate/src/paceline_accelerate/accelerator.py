@@ -511,7 +511,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
 
     def save_state(
         self, output_dir: str | Path | None = None, safe_serialization: bool | None = None, **others: object
-    ) -> Path:
+    ) -> Path | str:
         """Saves under accelerate's file names; see `Folder.save`. Ranks: all."""
         return self._folder.save(output_dir, safe_serialization)
 
@@ -531,7 +531,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
 
     def end_training(self) -> None:
         """Finishes trackers. The group stays: scripts of transformers call `wait_for_everyone` after it. Ranks: all."""
-        self.run.events.leaving()
+        self.run.lifetime.end()
         self.trackers.finish()
 
 

@@ -1,17 +1,8 @@
-"""Reads and writes accelerate's checkpoint folder.
+"""Saves and loads the folders of accelerate's `save_state`.
 
-    model.safetensors, pytorch_model.bin      weights of the first model (model_1..., pytorch_model_1... of the next)
-    optimizer.bin, scheduler.bin              states of the first ones; optimizer_1.bin, ... of the next
-    scaler.pt, dl_state_dict.bin              the loss scale; positions of loaders, with `use_stateful_dataloader`
-    custom_checkpoint_0.pkl                   registered objects
-    pytorch_model/                            what DeepSpeed's engine saves (pytorch_model_1/ for the next engine)
-    random_states_0.pkl                       one file a rank: random streams, the step, positions of the loaders, and who has
-                                              saved it; the last two are not accelerate's
-
-Older scripts read `pytorch_model.bin` and newer ones `model.safetensors`, so a script that does not say which it wants gets
-both; `safe_serialization=True` or `False` writes one of them. Rank 0 writes all files but the random streams of other ranks
-into a temporary folder, which is moved into place when it is complete. Under a plan that shards models the folder is that of
-the native `save_state`, which any number of processes can load.
+A save is one of `Checkpointer`'s, which claims a folder, moves it into place when it is complete, and removes older ones;
+`checkpoint_writer` writes the files. Under a plan that shards models, and behind URLs, which accelerate itself does not
+read, the files are those of the native `save_state`, which any number of processes can load.
 """
 
 from __future__ import annotations
@@ -21,31 +12,21 @@ import os
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
-from paceline.base.errors import CheckpointError, Problem
+from paceline.base.errors import Problem
 from paceline.base.log import logger, warn_once
 from paceline.checkpoint import retention
 from paceline.checkpoint.files import load_object, save_object, writing
-from paceline.checkpoint.format.manifest import Manifest
-from paceline.checkpoint.ownership import Author, Ownership
-from paceline.checkpoint.store import Store, claim, discard
-from paceline.checkpoint.store.claim import NameTakenError
-from paceline.checkpoint.store.local import STORE
-from paceline_accelerate.checkpoint_functions import (
-    agreed_by_writers,
-    file_name,
-    load_custom_state,
-    random_streams,
-    set_random_streams,
-    weights_file,
-    write_states,
-)
+from paceline.checkpoint.format.checkpoint_format import recover_one
+from paceline.checkpoint.keep import Keep
+from paceline.checkpoint.store import Store, store_for
+from paceline_accelerate.checkpoint_functions import file_name, load_custom_state, set_random_streams, weights_file
+from paceline_accelerate.checkpoint_writer import LOADERS, streams_of, tag, weights_after_hooks, write_folder
 from paceline_accelerate.errors import (
     CheckpointValueError,
     CompatTypeError,
@@ -55,7 +36,6 @@ from paceline_accelerate.errors import (
 )
 from paceline_accelerate.rank_logger import get_logger
 from paceline_accelerate.surroundings import load, writes_files
-from paceline_accelerate.wrapping import without_repeated
 
 if TYPE_CHECKING:
     from paceline_accelerate.accelerator_base import AcceleratorBase
@@ -63,35 +43,6 @@ if TYPE_CHECKING:
 
 _COME_S = 2.0  # how long a rank waits until rank 0 begins to save
 _SAVE_S = 600.0  # and how long it waits until rank 0 has saved
-# Our own keys in the files of random streams; accelerate ignores them.
-_LOADERS = "paceline_loaders"
-_AUTHOR = "paceline_author"
-
-
-@dataclass(frozen=True)
-class _StreamsAuthor:
-    """Who has saved a folder, as `random_states_0.pkl` says it. Folders of accelerate say nothing.
-
-    Attributes:
-        runs: the random names of the run, and of the runs that it goes on from.
-        writer: the process that has saved it, as `claim.record` describes it.
-    """
-
-    runs: list[str] = field(default_factory=list)
-    writer: dict[str, str] = field(default_factory=dict)
-
-
-def _author_of(store: Store, folder: str) -> Author | None:
-    """Returns who has saved a folder, also one of the native format; None if its files cannot be read."""
-    manifest = Manifest.find(store, folder)
-    if manifest is not None:
-        return manifest
-    try:
-        streams = load(os.path.join(folder, "random_states_0.pkl"))
-    except CheckpointError:
-        return None
-    record = streams.get(_AUTHOR, {})
-    return _StreamsAuthor(record.get("runs", []), record.get("writer", {}))
 
 
 class Folder:
@@ -106,7 +57,6 @@ class Folder:
 
     def __init__(self, accelerator: AcceleratorBase) -> None:
         self._accelerator = accelerator
-        self._ownership = Ownership(_author_of)
         self.custom_objects: list[Any] = []
 
     def register(self, objects: Sequence[Any]) -> None:
@@ -138,91 +88,73 @@ class Folder:
 
     # -- save ------------------------------------------------------------------------------------------------
 
-    def save(self, output_dir: str | Path | None, safe: bool | None) -> Path:
+    def save(self, output_dir: str | Path | None, safe: bool | None) -> Path | str:
         """Writes a checkpoint folder; files that are already in it and that this does not write stay.
 
         Args:
-            output_dir: the folder; ignored with automatic names, which are `<project_dir>/checkpoints/checkpoint_<n>`.
+            output_dir: the folder or URL; ignored with automatic names, which are `<project_dir>/checkpoints/checkpoint_<n>`.
             safe: safetensors (True), torch's format (False), or both (None).
 
-        Ranks: all call it; each gets the path. Rank 0 may call it alone, if it names the folder and no model is divided.
+        Ranks: all call it; each gets the path. Rank 0 may call it alone, if it names a folder and no model is divided.
 
         Raises:
             CheckpointError: what was saved before is unchanged. With automatic names every rank raises it.
         """
-        if not self._accelerator.states.writes:
+        accelerator = self._accelerator
+        states = accelerator.states
+        if not states.writes:
             return Path(output_dir or "checkpoint")
-        accelerator = self._accelerator
+        configuration = accelerator.project_configuration
         engines = self._engines
-        is_divided = not engines and accelerator.plan.layout.size("shard", "tp", "pp") > 1
-        if output_dir is not None and not (self._automatic or engines or is_divided):
-            self._save_by_rank(Path(output_dir).absolute(), safe)
-            return Path(output_dir)
-        # Under a plan that shards the model no rank has everything that accelerate's files hold, so the native format is
-        # written. A DeepSpeed engine also shards, but it saves itself below.
-        if is_divided:
-            target = agreed_by_writers(accelerator, lambda: self._target(output_dir))
-            get_logger("accelerate.accelerator").info("Saving current state to %s", target)
-            accelerator.states.save(target)
-            agreed_by_writers(accelerator, lambda: self._remove_surplus(target))
-            self._count_up(target)
-            return Path(target)
+        store, place = self._place(output_dir)
+        # Under a plan that shards the model no rank has everything that accelerate's files hold. A DeepSpeed engine also
+        # shards, but it saves itself.
+        is_native = "://" in place or (not engines and accelerator.plan.layout.size("shard", "tp", "pp") > 1)
+        alone = not (self._automatic or engines or is_native)
+        if alone and not writes_files(configuration.save_on_each_node):
+            self._add_part(Path(store.resolve(place)))
+            configuration.iteration += 1
+            return Path(place)
+        writer = None
+        if not is_native:
+            writer = partial(write_folder, accelerator, engines, self.custom_objects, safe)
+        saved = states.save(place, fresh=self._automatic, writer=writer, keep=self._keep, alone=alone)
+        assert saved is not None, "it was not skipped"
+        if self._automatic:
+            # Another run may have taken the number.
+            folder, _ = store.parent(place)
+            place = store.join(folder, store.parent(saved)[1])
+            configuration.iteration = _number(place)
+        configuration.iteration += 1
+        return place if "://" in place else Path(place)
 
-        def stage() -> tuple[str, str] | None:
-            # With `save_on_each_node` the other hosts write into folders of the same name.
-            return self._stage(output_dir) if accelerator.is_main_process else None
+    def _place(self, output_dir: str | Path | None) -> tuple[Store, str]:
+        """Returns the path of the next checkpoint folder, and its store."""
+        if output_dir is not None and not self._automatic:
+            return store_for(output_dir), str(output_dir)
+        # The number is above those of existing folders, so that a run that was restarted, or that has loaded an older
+        # checkpoint, overwrites nothing.
+        root = self._root
+        store = store_for(root)
+        return store, retention.following(store, root, self._accelerator.project_configuration.iteration)
 
-        target, staged = agreed_by_writers(accelerator, stage)
-        get_logger("accelerate.accelerator").info("Saving current state to %s", target)
-        agreed_by_writers(accelerator, lambda: _join_stage(staged))
-        try:
-            weights = self._weights_after_hooks(staged)
-            for number, engine in enumerate(engines):
-                engine.save_checkpoint(staged, _tag(number))
-            streams = dict(enumerate(accelerator.collectives.gather_object(self._streams())))
-            agreed_by_writers(accelerator, lambda: self._write(staged, target, weights, streams, safe))
-        except BaseException:
-            if writes_files(accelerator.project_configuration.save_on_each_node):
-                discard(STORE, staged)
-            raise
-        self._count_up(target)
-        return Path(target)
+    @property
+    def _keep(self) -> Keep:
+        """The rule of `total_limit`, which may change between two saves. The new one stays even with a limit of 0."""
+        limit = self._accelerator.project_configuration.total_limit
+        return Keep(last=max(1, limit)) if self._automatic and limit is not None else Keep()
 
-    def _weights_after_hooks(self, folder: str) -> list[Any]:
-        """Returns the states of the models that are to be written, after the script's hooks have run."""
-        accelerator = self._accelerator
-        models = accelerator.preparation.models
-        weights = [accelerator.get_state_dict(model, unwrap=False) for model in models]
-        # A hook may save a model itself and remove its entry from `weights`, as accelerate allows: it has to run before the
-        # files are written.
-        for hook in accelerator.states.hooks("save"):
-            hook([*self._engines, *models], weights, folder)
-        return weights
+    def _add_part(self, target: Path) -> None:
+        """Adds the random streams of a rank that writes nothing else.
 
-    def _save_by_rank(self, target: Path, safe: bool | None) -> None:
-        """Saves this rank's part and waits for no other rank, because diffusers' scripts save on the main process alone.
-
-        The ranks may also name different folders, as accelerate allows. Then the model is in rank 0's.
+        It waits for no other rank, because diffusers' scripts save on the main process alone. The ranks may also name different
+        folders, as accelerate allows. Then the model is in rank 0's.
         """
+        accelerator = self._accelerator
         get_logger("accelerate.accelerator").info("Saving current state to %s", target)
-        if writes_files(self._accelerator.project_configuration.save_on_each_node):
-            _, staged = self._stage(target)
-            try:
-                weights = self._weights_after_hooks(staged)
-                streams = {self._accelerator.process_index: self._streams()}
-                self._write(staged, str(target), weights, streams, safe)
-            except BaseException:
-                discard(STORE, staged)
-                raise
-        else:
-            if self._accelerator.states.hooks("save"):
-                _make(target)
-            self._weights_after_hooks(str(target))
-            self._add_streams(target)
-        self._count_up(target)
-
-    def _add_streams(self, target: Path) -> None:
-        """Adds the random streams of a rank that writes nothing else."""
+        if accelerator.states.hooks("save"):
+            _make(target)
+        weights_after_hooks(accelerator, [], str(target))
         begin = time.monotonic()
         # Rank 0 puts a new folder into place when it is complete. It should not find one there that holds streams alone, but
         # it may also save elsewhere.
@@ -232,22 +164,14 @@ class Folder:
                 break
             time.sleep(0.01)
         _make(target)
-        save_object(self._streams(), target / f"random_states_{self._accelerator.process_index}.pkl")
-
-    def _count_up(self, folder: str | Path) -> None:
-        """Counts a checkpoint; automatic names go on after this folder's number."""
-        configuration = self._accelerator.project_configuration
-        if self._automatic:
-            # The number may have jumped: it is above those of folders that were there (`_places`).
-            configuration.iteration = _number(folder)
-        configuration.iteration += 1
+        save_object(streams_of(accelerator), target / f"random_states_{accelerator.process_index}.pkl")
 
     @property
     def _automatic(self) -> bool:
         return bool(self._accelerator.project_configuration.automatic_checkpoint_naming)
 
     @property
-    def _root(self) -> Path:
+    def _root(self) -> str:
         """The folder that contains the automatically named checkpoints.
 
         Raises:
@@ -260,80 +184,8 @@ class Folder:
                 why=f"project_dir={self._accelerator.project_dir!r}, automatic_checkpoint_naming={self._automatic}",
                 fix="name a folder, or pass ProjectConfiguration('runs/mine', automatic_checkpoint_naming=True)",
             )
-        return Path(self._accelerator.project_dir) / "checkpoints"
-
-    def _target(self, output_dir: str | Path | None) -> str:
-        """Returns the path of the checkpoint folder."""
-        if output_dir is not None and not self._automatic:
-            return str(output_dir)
-        # The number is above those of existing folders, so that a run that was restarted, or that has loaded an older
-        # checkpoint, overwrites nothing.
-        iteration = self._accelerator.project_configuration.iteration
-        return retention.following(STORE, str(self._root), iteration)
-
-    def _stage(self, output_dir: str | Path | None) -> tuple[str, str]:
-        """Returns the path of the checkpoint folder, and of the new folder in which it is written. Ranks: one."""
-        target = self._target(output_dir)
-        with writing(f"making {target}"):
-            staged = ""
-            while not staged:
-                try:
-                    staged = STORE.stage(os.path.abspath(target), fresh=self._automatic)
-                except NameTakenError:  # another run saves into the same project, or was killed there
-                    target = retention.following(STORE, str(self._root), _number(target) + 1)
-            folder, name = os.path.split(os.path.abspath(target))
-
-            def is_mine(other: str) -> bool:
-                return other == name or (self._automatic and retention.PATTERN.fullmatch(other) is not None)
-
-            STORE.recover(folder, is_mine, lambda _: None)
-        return target, staged
-
-    def _write(self, staged: str, target: str, weights: list[Any], streams: dict[int, Any], safe: bool | None) -> None:
-        """Writes the whole folder on rank 0, moves it into place, and removes older ones above `total_limit`."""
-        folder = Path(staged)
-        self._write_files(folder, weights, safe)
-        for rank, stream in streams.items():
-            save_object(stream, folder / f"random_states_{rank}.pkl")
-        with writing(f"saving the state to {target}"):
-            STORE.merge(staged, os.path.abspath(target))
-        self._remove_surplus(target)
-
-    def _remove_surplus(self, target: str) -> None:
-        """Removes the oldest automatically named folders of this run above `total_limit`, after `target` was saved."""
-        limit = self._accelerator.project_configuration.total_limit
-        if not self._automatic or limit is None:
-            return
-        root = os.path.abspath(self._root)
-        own = self._ownership.own(root)
-        own.add(os.path.abspath(target))
-        removable = [path for path in _numbered(root) if path in own]
-        # Old folders go only after the new one is complete, and the new one stays even with a limit of 0.
-        num_kept = max(1, limit)
-        for path in removable[:-num_kept]:
-            retention.remove(STORE, path)
-            own.discard(path)
-
-    def _write_files(self, folder: Path, weights: list[Any], safe: bool | None) -> None:
-        prepared = self._accelerator.run.prepared
-        for number, state in enumerate(weights):
-            if safe is not False:
-                tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-                save_object(without_repeated(tensors), folder / file_name("model", number, "safetensors"), True)
-            if safe is not True:
-                save_object(state, folder / file_name("pytorch_model", number, "bin"))
-        write_states(folder, prepared.optimizers, prepared.schedulers, prepared.loaders, self._accelerator.scaler)
-        for number, custom_object in enumerate(self.custom_objects):
-            save_object(custom_object.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
-
-    def _streams(self) -> dict[str, Any]:
-        """Returns this rank's random streams and step, as accelerate saves them, the positions of loaders, and who saves."""
-        positions = [loader.state_dict() for loader in self._accelerator.run.prepared.loaders]
-        streams = random_streams(self._accelerator.step, self._accelerator.device.type)
-        author: dict[str, Any] = {}
-        if self._automatic:
-            author = asdict(_StreamsAuthor(self._ownership.runs(os.path.abspath(self._root)), claim.record()))
-        return {**streams, _LOADERS: positions, _AUTHOR: author}
+        project_dir = str(self._accelerator.project_dir)
+        return store_for(project_dir).join(project_dir, retention.AUTOMATIC)
 
     # -- load ------------------------------------------------------------------------------------------------
 
@@ -363,18 +215,21 @@ class Folder:
                 why="states are read on the CPU, and go to the device of their parameters",
                 fix="leave map_location out, or choose 'cpu' or 'on_device'",
             )
-        if input_dir is None:
-            folder = self._newest()
-        else:
-            folder = Path(input_dir)
-        get_logger("accelerate.accelerator").info("Loading states from %s", folder)
-        if (folder / "manifest.json").is_file():  # only the native `save_state` writes a manifest
-            self._accelerator.states.load(str(folder))
-            self._go_on_from(folder)
+        place = self._newest() if input_dir is None else str(input_dir)
+        get_logger("accelerate.accelerator").info("Loading states from %s", place)
+        store = store_for(place)
+        home = store.resolve(place)
+        with writing(f"finishing a save into {place}"):
+            recover_one(store, home)
+        if store.exists(store.join(home, "manifest.json")):  # only the native `save_state` writes a manifest
+            self._accelerator.states.load(place)
             if not self._accelerator.use_stateful_dataloader:
                 for loader in self._accelerator.run.prepared.loaders:
                     _begin_epoch_anew(loader, loader.state_dict())
+            self._go_on_from(place, automatic=input_dir is None)
             return
+        # A rehearsal has folders of its own, and reads the others where they are.
+        folder = Path(home if os.path.isdir(home) else place)
         models = self._accelerator.preparation.models
         still_to_load = [*self._engines, *models]
         for hook in self._accelerator.states.hooks("load"):
@@ -384,7 +239,7 @@ class Folder:
         engines = [engine for engine in self._engines if engine in still_to_load]
         self._check(folder, models)
         for number, engine in enumerate(engines):
-            engine.load_checkpoint(folder, _tag(number), load_module_strict=strict)
+            engine.load_checkpoint(folder, tag(number), load_module_strict=strict)
         from paceline.checkpoint.weights.model import load_model  # imported here because it takes half a second
 
         for number, model in enumerate(models):
@@ -399,27 +254,28 @@ class Folder:
         for number, custom_object in enumerate(self.custom_objects):
             load_custom_state(custom_object, folder, number)
         self._load_streams(folder)
-        self._go_on_from(folder)
-        if input_dir is None:
-            # Automatic names go on after this folder, or at the higher number that the script has chosen.
+        self._go_on_from(place, automatic=input_dir is None)
+
+    def _go_on_from(self, place: str, automatic: bool) -> None:
+        """Counts what the run of a loaded folder has saved beside it as this run's own, and goes on after its number."""
+        if self._automatic:
+            self._accelerator.states.go_on_from(place)
+        if automatic:
+            # Or at the higher number that the script has chosen.
             configuration = self._accelerator.project_configuration
-            configuration.iteration = max(configuration.iteration, _number(folder) + 1)
+            configuration.iteration = max(configuration.iteration, _number(place) + 1)
 
-    def _go_on_from(self, folder: Path) -> None:
-        """Counts what the run of a loaded folder has saved beside it as this run's own."""
-        if self._automatic and writes_files(self._accelerator.project_configuration.save_on_each_node):
-            self._ownership.go_on(STORE, os.path.abspath(folder))
-
-    def _newest(self) -> Path:
-        folders = _numbered(self._root)
+    def _newest(self) -> str:
+        root = self._root
+        folders = list(retention.numbered(store_for(root), root).values())
         if not folders:
             raise MissingCheckpoint(
                 "checkpoint-missing",
-                f"there is no checkpoint in {self._root}.",
+                f"there is no checkpoint in {root}.",
                 why="load_state() without a folder takes the one with the highest number",
                 fix="save one with `save_state()`, or name the folder",
             )
-        return Path(folders[-1])
+        return folders[-1]
 
     def _check(self, folder: Path, models: list[nn.Module]) -> None:
         """Checks that the folder holds everything that was prepared, and as many objects as were registered."""
@@ -479,7 +335,7 @@ class Folder:
         has_own_file = own_file.is_file()
         streams = load(own_file if has_own_file else first_file)
         self._accelerator.step = streams.get("step", 0)
-        self._load_positions(folder, streams.get(_LOADERS))
+        self._load_positions(folder, streams.get(LOADERS))
         if not has_own_file:
             logger("compat").warning(
                 "%s holds no random streams of rank %d, which did not save: it goes on with its own", folder, rank
@@ -513,30 +369,13 @@ def _begin_epoch_anew(loader: Any, state: Mapping[str, Any]) -> None:
 _MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
 
 
-def _tag(number: int) -> str:
-    """Returns the name of an engine's folder within a checkpoint."""
-    if number == 0:
-        return "pytorch_model"
-    return f"pytorch_model_{number}"
-
-
-def _number(path: str | Path) -> int:
-    return int(str(path).rpartition("_")[2])
-
-
-def _numbered(root: str | Path) -> list[str]:
-    """Returns the automatically named checkpoints in the order of their numbers."""
-    return list(retention.numbered(STORE, str(root)).values())
+def _number(path: str) -> int:
+    return int(path.rpartition("_")[2])
 
 
 def _make(folder: Path) -> None:
     with writing(f"making {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-
-
-def _join_stage(staged: str) -> None:
-    with writing(f"making {staged}"):
-        STORE.join_stage(staged)
 
 
 def _count(names: list[str], pattern: str) -> int:

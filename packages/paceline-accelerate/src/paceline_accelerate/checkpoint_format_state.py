@@ -25,12 +25,12 @@ from paceline.base.errors import CheckpointError
 from paceline.checkpoint.files import NUMPY_VALUES
 from paceline.checkpoint.format.checkpoint_format import RunNames
 from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
-from paceline.checkpoint.format.translation import StateTranslation
 from paceline.checkpoint.state.train_state import KINDS, TrainState
 from paceline.checkpoint.store import Store
 from paceline.checkpoint.weights.model import without_wrappers
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped, read_whole
+from paceline_doors.state_translation import StateTranslation
 
 # Names of files and folders; the group is the number of the model, the optimizer and so on.
 _MODELS = r"(?:pytorch_)?model(?:_fsdp)?(?:_(\d+))?(?:\.safetensors|\.bin)?(?:\.index\.json)?|pytorch_model_fsdp.*_rank\d+\.bin"

@@ -8,17 +8,17 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import torch
 
+from paceline.checkpoint.agree import WriterPeers
 from paceline.checkpoint.files import load_object, save_object
 from paceline_accelerate.surroundings import load, writes_files
 from paceline_accelerate.wrapping import clean_state_dict_for_safetensors
 
-if TYPE_CHECKING:
-    from paceline_accelerate.accelerator_base import AcceleratorBase
+T = TypeVar("T")
 
 
 def file_name(stem: str, number: int, ending: str) -> str:
@@ -34,25 +34,25 @@ def weights_file(folder: Path, number: int) -> Path:
     return folder / file_name("pytorch_model", number, "bin")
 
 
-def agreed_by_writers(accelerator: AcceleratorBase, work: Callable[[], Any]) -> Any:
-    """Runs `work` on the ranks that write files: rank 0, and with `save_on_each_node` the first rank of each node.
+def agreed_by_writers(peers: WriterPeers, writes: bool, work: Callable[[], T]) -> T:
+    """Runs `work` on the ranks that write files: rank 0, and with `save_on_each_node` perhaps the first rank of each node.
 
-    Ranks: all must call; each gets rank 0's value, or raises the first error.
+    Ranks: all must call; each gets rank 0's value, or raises the first error, which may be one of the script's own.
     """
     error: Exception | None = None
-    value = None
-    if writes_files(accelerator.project_configuration.save_on_each_node):
+    value: T | None = None
+    if writes:
         try:
             value = work()
         # Every rank raises it below: the other ranks would wait for this one otherwise.
         except Exception as caught:
             error = caught
-    outcomes = accelerator.collectives.gather_object((error, value))
+    outcomes = peers.gather_object((error, value))
     for rank_error, _ in outcomes:
         if rank_error is not None:
             raise rank_error
     _, value_of_rank_0 = outcomes[0]
-    return value_of_rank_0
+    return cast(T, value_of_rank_0)
 
 
 def save_custom_state(obj: Any, path: str | Path, index: int = 0, save_on_each_node: bool = False) -> None:

@@ -17,13 +17,13 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError, TrainError
-from paceline.optim.lion import Lion
 from paceline_accelerate.deepspeed_plugin import get_active_deepspeed_plugin
 from paceline_accelerate.optimizer import AcceleratedOptimizer
 from paceline_accelerate.scheduler import AcceleratedScheduler
 from paceline_accelerate.state import AcceleratorState, is_initialized
 from paceline_deepspeed.engine import DeepSpeedEngine
 from paceline_deepspeed.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam
+from paceline_large.optim.lion import Lion
 
 
 class DummyOptim:

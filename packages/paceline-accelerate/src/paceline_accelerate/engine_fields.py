@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from paceline.compat.cases import NODES, VALUE, Case
 from paceline_accelerate.kinds import DynamoBackend
+from paceline_doors.cases import NODES, VALUE, Case
 
 
 @dataclass(frozen=True)

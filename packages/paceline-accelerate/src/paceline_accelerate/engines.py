@@ -14,10 +14,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from paceline.base.errors import Problem, short_repr
-from paceline.compat.cases import NODES, VALUE, Case, fits, word
 from paceline.config.dialects import Translation
 from paceline.config.given import SOURCES, Choice, Given
 from paceline_accelerate.engine_fields import ASKS_NOTHING, FIELDS, ROWS, Field
+from paceline_doors.cases import NODES, VALUE, Case, fits, word
 
 # Defaults that accelerate's launcher puts into the environment. The sharding strategy is not among them, because a default in
 # the environment would override what a config file says.

@@ -17,10 +17,10 @@ import torch
 
 from paceline.base import env
 from paceline.base.log import warn_once
-from paceline.compat.absent import refuse
 from paceline.world.world import World
 from paceline_accelerate.available import has_package
 from paceline_accelerate.errors import CompatImportError
+from paceline_doors.absent import refuse
 
 USE_TORCH_XLA = False
 

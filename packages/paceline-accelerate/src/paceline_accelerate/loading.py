@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint.files import is_safetensors, reading
-from paceline.compat.absent import refuse
 from paceline.plan.fqn import nearest
 from paceline_accelerate.device_map import (
     DeviceMap,
@@ -49,6 +48,7 @@ from paceline_accelerate.offload import (
     save_offload_index,
     share_offloaded_weight,
 )
+from paceline_doors.absent import refuse
 
 if TYPE_CHECKING:
     from paceline.checkpoint.weights.sources import Weights

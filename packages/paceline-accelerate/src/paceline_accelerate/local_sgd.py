@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from paceline.optim.local_sgd import LocalSGD as NativeLocalSGD
+from paceline_large.optim.local_sgd import LocalSGD as NativeLocalSGD
 
 
 class LocalSGD(NativeLocalSGD):

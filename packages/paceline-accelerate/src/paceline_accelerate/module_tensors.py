@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.compat.absent import refuse
 from paceline.plan.fqn import joined
 from paceline.torch_internals.modules import buffer_table, non_persistent_buffers, parameter_table
+from paceline_doors.absent import refuse
 
 Device = int | str | torch.device
 # Address of a tied weight's values -> device -> the tensor that stands for it there (`dispatch_model` makes one).

@@ -16,6 +16,7 @@ from paceline.optim.optimizer import PreparedOptimizer, Scaler
 from paceline.world import tree as trees
 from paceline.world.collectives import Collectives
 from paceline.world.param_groups import parameters_of
+from paceline.world.runtime import Runtime
 from paceline.world.world import World
 from paceline_accelerate.errors import CompatValueError
 from paceline_accelerate.gradient_state import GradientState
@@ -52,14 +53,15 @@ class AcceleratedOptimizer(PreparedOptimizer):
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
         finish_reduction: Callable[[], None] | None = None,
         admits: Callable[[PreparedOptimizer], bool] | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         """Makes it an optimizer of a run, whose windows it follows from now on.
 
         Args:
-            accumulation, scaler, guard, admits: as for `PreparedOptimizer`.
+            accumulation, scaler, guard, admits, runtime: as for `PreparedOptimizer`.
             finish_reduction: averages gradients that no `accelerator.backward` has; None where this process is alone.
         """
-        PreparedOptimizer.__init__(self, self.optimizer, accumulation, scaler, guard, admits)
+        PreparedOptimizer.__init__(self, self.optimizer, accumulation, scaler, guard, admits, runtime)
         self._is_alone = False
         self._passes_done = accumulation.passes  # earlier backward passes were for other optimizers
         self._finish_reduction = finish_reduction
@@ -151,13 +153,11 @@ class AcceleratedOptimizer(PreparedOptimizer):
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        from paceline.world import runtime
-
         accumulation = GradientState().accumulation
         now = {
             "_accumulation": accumulation or _alone(),
             "_is_alone": accumulation is None,
-            "_runtime": runtime.current(),
+            "_runtime": Runtime(),
         }
         super().__setstate__({**state, **now})
 

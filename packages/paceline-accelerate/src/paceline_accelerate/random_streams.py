@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from paceline.compat.absent import refuse
 from paceline_accelerate.errors import CompatAssertionError, CompatValueError
 from paceline_accelerate.kinds import RNGType, text_of
 from paceline_accelerate.state import PartialState
+from paceline_doors.absent import refuse
 
 
 def synchronize_rng_state(rng_type: object = None, generator: torch.Generator | None = None) -> None:

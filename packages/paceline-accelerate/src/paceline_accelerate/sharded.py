@@ -9,9 +9,8 @@ processes and under any plan.
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -22,18 +21,20 @@ import torch
 from torch import nn
 
 from paceline.base.errors import CheckpointError, CompatError
-from paceline.checkpoint.agree import agreed
+from paceline.checkpoint.agree import WriterPeers, agreed
+from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.files import load_object, save_object, writing
+from paceline.checkpoint.format.checkpoint_format import Claimed
 from paceline.checkpoint.state.optimizer_state import OptimizerState
-from paceline.checkpoint.store import discard, store_for
-from paceline.checkpoint.store.local import STORE
+from paceline.checkpoint.state.train_state import TrainState
+from paceline.checkpoint.store import Store, store_for
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.sources import DividedWeights, read_whole
 from paceline.world.sharded import division_of, is_sharded, whole
 from paceline_accelerate.checkpoint_format_state import divided_optimizer
 from paceline_accelerate.checkpoint_functions import agreed_by_writers, file_name
 from paceline_accelerate.state import PartialState
-from paceline_accelerate.surroundings import is_peft_model
+from paceline_accelerate.surroundings import is_peft_model, writes_files
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -117,44 +118,41 @@ def _check_format(kind: str, use_dcp: bool) -> None:
 
 def _write(accelerator: Accelerator, kind: str, state: Mapping[str, Any], places: _Places, is_divided: bool) -> None:
     """Writes the state of a model or an optimizer as a file, or as a folder with every rank's part. Ranks: all."""
-    places.whole.parent.mkdir(parents=True, exist_ok=True)
-    if not is_divided:
-        agreed_by_writers(accelerator, lambda: save_object(state, places.whole))
+    peers = accelerator.collectives
+    if is_divided:
+        Checkpointer(peers).save(places.divided, TrainState(), writer=partial(_write_parts, {kind: dict(state)}))
         return
+    writes = writes_files(accelerator.project_configuration.save_on_each_node)
+    agreed_by_writers(peers, writes, lambda: save_object(state, places.whole))
+
+
+def _parts(store: Store, folder: str) -> list[str] | None:
+    """Returns the files of a distributed checkpoint, none of which are a user's; None where it was not finished."""
+    files = list(store.files(folder))
+    return files if _LAST in files else None
+
+
+def _write_parts(state: dict[str, Any], _: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
+    """Writes a state in torch's distributed format, of which each rank writes its part; a `FolderWriter`.
+
+    Such a folder that is written over an older one can load as a mix of both. So it is a new one, which replaces the old.
+    """
     from torch.distributed.checkpoint.state_dict_saver import save
 
-    # A distributed checkpoint that is written over an older one can load as a mix of both. It is therefore written to a new
-    # folder, which replaces the old one once it is complete.
-    target = str(places.divided.absolute())
+    store = claimed.store
+    staged = claimed.staged
 
-    def stage() -> str:
-        if not accelerator.is_main_process:
-            return ""
-        with writing(f"saving {target}"):
-            folder, name = os.path.split(target)
-            STORE.recover(folder, lambda other: other == name, _all_files)
-            return STORE.stage(target)
+    def publish() -> int:
+        num_bytes = sum(store.files(staged).values())
+        store.publish(staged, claimed.home, last=_LAST, owned=partial(_parts, store))
+        return num_bytes
 
-    def publish() -> None:
-        if accelerator.is_main_process:
-            with writing(f"saving {target}"):
-                STORE.publish(staged, target, last=_LAST, owned=_all_files)
+    def write(peers: WriterPeers) -> int:
+        with writing(f"saving {claimed.home}"):
+            save(state, checkpoint_id=staged, no_dist=peers.size == 1)
+        return agreed(peers, f"saving {claimed.home}", publish if peers.rank == 0 else int)
 
-    staged = agreed_by_writers(accelerator, stage)
-    try:
-        with writing(f"saving {target}"):
-            save({kind: dict(state)}, checkpoint_id=staged, no_dist=accelerator.num_processes == 1)
-        agreed_by_writers(accelerator, publish)
-    except BaseException:
-        if accelerator.is_main_process:
-            discard(STORE, staged)
-        raise
-
-
-def _all_files(folder: str) -> list[str] | None:
-    """Returns the files of a distributed checkpoint, none of which are a user's; None where it was not finished."""
-    files = list(STORE.files(folder))
-    return files if _LAST in files else None
+    return write
 
 
 def _written(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from paceline.base import env as environment
 from paceline.config import Overrides, resolve_run
-from paceline.world import rendezvous
+from paceline.world import rendezvous, runtime
 from paceline.world.collectives import Collectives
 from paceline.world.joining import join
 from paceline.world.participant import Participant
@@ -138,7 +138,7 @@ class PartialState(Participant):
                 timeout_s = timeout.total_seconds()
             on_cpu = cpu or wanted_device() == "cpu"
             settings = resolve_run(Overrides(cpu=on_cpu or None, timeout_s=timeout_s)).settings
-            collectives = join(_detected_world(), settings)
+            collectives = join(_detected_world(), settings, runtime.current())
             self._shared_state.update(_described(collectives, cpu))
             self.device = torch.device(wanted_device() or collectives.device)
             if _deepspeed_is_asked():

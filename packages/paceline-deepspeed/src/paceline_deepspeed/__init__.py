@@ -13,7 +13,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from paceline.compat.names import listed
+from paceline_doors.names import listed
 
 VERSION = "0.19.8"
 # Commands of an installed door -> what runs them.

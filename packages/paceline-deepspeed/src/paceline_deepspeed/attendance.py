@@ -14,7 +14,7 @@ from typing import Any
 
 from paceline.base.errors import CheckpointError
 from paceline.base.log import logger
-from paceline.world import lifetime, rendezvous, runtime
+from paceline.world import lifetime, rendezvous
 from paceline.world.world import World
 
 PATIENCE_S = 10.0
@@ -26,7 +26,7 @@ _GRACE_S = 1.0  # what a rank has written may still be under way
 class Attendance:
     """Whether all ranks call the collective methods of one engine. Ranks: all make their engines in the same order."""
 
-    def __init__(self, world: World) -> None:
+    def __init__(self, world: World, others_answer: bool) -> None:
         self._world = world
         self._calls = 0
         self._begun = 0  # micro-batches, which a load does not turn back
@@ -34,9 +34,10 @@ class Attendance:
         self._timeout_s = rendezvous.timeout(None)
         self._store: Any = None
         number = next(_engines)
-        if world.size > 1 and runtime.current().others_answer:
+        if world.size > 1 and others_answer:
             self._store = rendezvous.part(f"attendance/{number}")
-            lifetime.at_end_of_group(lambda why: self._store.set(f"ended/{world.rank}", why))
+            ends = lifetime.of_process().companions
+            ends.at_end(lambda leaving: self._store.set(f"ended/{world.rank}", leaving.why))
 
     def begins(self, micro_batch: int) -> None:
         """This rank begins a micro-batch that trains; one that began already, with several forward passes, counts once."""

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from paceline.checkpoint.format.checkpoint_format import RunNames
 from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
-from paceline.checkpoint.format.translation import StateTranslation
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.train_state import TrainState
 from paceline.checkpoint.weights.model import saved_names_of
 from paceline.checkpoint.weights.sources import TensorWeights, Weights
 from paceline_deepspeed.checkpoint_format_files import Pieces
 from paceline_deepspeed.checkpoint_format_universal import open_folder
+from paceline_doors.state_translation import StateTranslation
 
 _KINDS = frozenset({"models", "optimizers", "schedulers", "scaler"})
 _States = tuple[dict[str, Any], dict[str, int]]  # of each parameter: its state, and the number of its group

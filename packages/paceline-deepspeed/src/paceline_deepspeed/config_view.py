@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 import torch
 
 from paceline.accelerator import Accelerator
-from paceline.compat.absent import refuse
 from paceline_deepspeed import native_way
 from paceline_deepspeed.config import Batch, DeepSpeedConfig
+from paceline_doors.absent import refuse
 
 # Name of a method of DeepSpeed's -> key of the config.
 _KEYS = {

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -30,10 +30,13 @@ import torch
 from torch import Tensor
 
 from paceline.base.errors import CheckpointError
+from paceline.checkpoint.agree import WriterPeers
+from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.files import replacing, writing
-from paceline.checkpoint.format.checkpoint_format import format_of
+from paceline.checkpoint.format.checkpoint_format import Claimed, format_of
 from paceline.checkpoint.format.manifest import STATE, Manifest, read_json
 from paceline.checkpoint.state.codec import decode, references
+from paceline.checkpoint.state.train_state import TrainState
 from paceline.checkpoint.store import store_for
 from paceline.checkpoint.weights.sources import DividedWeights, Weights, read_whole
 from paceline_deepspeed import VERSION
@@ -42,6 +45,7 @@ from paceline_deepspeed.checkpoint_format_universal import open_folder
 from paceline_deepspeed.module_state import KEY
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_OPTIMIZER = "optimizer_state.pt"
 _ZERO_STAGE = 1  # of the form that is written: what is not trained lies whole in the model's file
 
 
@@ -108,27 +112,33 @@ def convert(folder: str, output: str) -> None:
 
     An older conversion in `output` stays until the new one is whole.
     """
-    run = read_run(folder)
     output = os.path.abspath(output)
-    parent, name = os.path.split(output)
     _check_replaceable(output)
-    partial = os.path.join(parent, f".{name}.partial-{secrets.token_hex(4)}")
-    try:
-        with writing(f"writing {output}"):
-            os.makedirs(os.path.join(partial, "zero"))
-            _write_parameters(run, os.path.join(partial, "zero"))
+    Checkpointer().save(output, TrainState(), writer=partial(_write_folder, read_run(folder)))
+    parent, name = os.path.split(output)
+    with writing(f"writing {output}"), replacing(os.path.join(parent, "latest_universal"), follow=False) as file:
+        file.write(name.encode())
+
+
+def _write_folder(run: ReadRun, _: WriterPeers, claimed: Claimed) -> Callable[[WriterPeers], int]:
+    """Writes the files of a universal checkpoint, tensor by tensor; a `FolderWriter`."""
+
+    def write(_: WriterPeers) -> int:
+        store = claimed.store
+        staged = claimed.staged
+        zero = os.path.join(staged, "zero")
+        with writing(f"writing {claimed.home}"):
+            _write_parameters(run, zero)
             with _named_as_theirs():
-                torch.save(_optimizer_state(run), os.path.join(partial, "zero", "optimizer_state.pt"))
-            first = os.path.join(partial, "mp_rank_00_model_states.pt")
+                torch.save(_optimizer_state(run), os.path.join(zero, _OPTIMIZER))
+            first = os.path.join(staged, "mp_rank_00_model_states.pt")
             torch.save(_model_state(run), first)
-            shutil.copyfile(first, os.path.join(partial, "zero_pp_rank_0_mp_rank_00_model_states.pt"))
-            if os.path.isdir(output):
-                shutil.rmtree(output)
-            os.rename(partial, output)
-            with replacing(os.path.join(parent, "latest_universal"), follow=False) as file:
-                file.write(name.encode())
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+            shutil.copyfile(first, os.path.join(staged, "zero_pp_rank_0_mp_rank_00_model_states.pt"))
+            # What is replaced is a universal checkpoint, and nothing else (`_check_replaceable`).
+            store.publish(staged, claimed.home, last=_OPTIMIZER, owned=lambda folder: list(store.files(folder)))
+        return 0
+
+    return write
 
 
 def _check_replaceable(output: str) -> None:
@@ -139,7 +149,7 @@ def _check_replaceable(output: str) -> None:
     """
     if not os.path.exists(output) or (os.path.isdir(output) and not os.listdir(output)):
         return
-    if not os.path.isfile(os.path.join(output, "zero", "optimizer_state.pt")):
+    if not os.path.isfile(os.path.join(output, "zero", _OPTIMIZER)):
         raise CheckpointError(
             "checkpoint-foreign",
             f"{output} is there already, and is no universal checkpoint.",

@@ -118,7 +118,7 @@ class DeepSpeedEngine(nn.Module):
         self._has_passes = False  # whether the window at hand has had a backward pass
         self.events = StepEvents(self)
         self.tput_timer = StepTimer(batch.train)
-        self.attendance = Attendance(accelerator.world)
+        self.attendance = Attendance(accelerator.world, accelerator.run.runtime.others_answer)
 
     # -- how it is made --------------------------------------------------------------------------------------------
 

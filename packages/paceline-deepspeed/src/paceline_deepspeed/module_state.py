@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from paceline.checkpoint.state.module_state import clean
-from paceline.compat.absent import refuse
+from paceline_doors.absent import refuse
 
 if TYPE_CHECKING:
     from paceline_deepspeed.engine_parts import Engine

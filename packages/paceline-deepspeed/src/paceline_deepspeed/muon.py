@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from paceline.optim.muon import COEFFICIENTS, NUM_ITERATIONS, Muon, newton_schulz, shape_scale, step_along
+from paceline_large.optim.muon import COEFFICIENTS, NUM_ITERATIONS, Muon, newton_schulz, shape_scale, step_along
 
 NS_METHODS = ("gram", "standard")
 _FOR_ADAM = ("embed", "lm_head")  # parts of names

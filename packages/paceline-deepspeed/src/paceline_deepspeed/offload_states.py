@@ -22,10 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from paceline.compat.absent import refuse
 from paceline.torch_internals import fsdp as internals
 from paceline.world.param_groups import inner_optimizers
 from paceline.world.sharded import local
+from paceline_doors.absent import refuse
 
 
 class OffloadDeviceEnum(enum.StrEnum):

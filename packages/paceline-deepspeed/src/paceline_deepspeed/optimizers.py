@@ -17,12 +17,12 @@ import torch
 from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError
-from paceline.optim.lamb import Lamb
-from paceline.optim.lion import Lion
-from paceline.optim.low_bit import adamw8bit
 from paceline_deepspeed import muon
 from paceline_deepspeed.config import DeepSpeedConfig
 from paceline_deepspeed.config.parts import CLOSURE
+from paceline_large.optim.eight_bit import adamw8bit
+from paceline_large.optim.lamb import Lamb
+from paceline_large.optim.lion import Lion
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]  # parameters, or groups of them
 # Parameters of DeepSpeed's optimizers that torch's do not take: they have no effect here, or `build` reads them.

@@ -69,8 +69,9 @@ def init_distributed(
     store = None
     if world.size == 1:
         store = _dist.HashStore()
-    device = runtime.current().device(world, cpu=settings.cpu)
-    rendezvous.join(world, cpu=settings.cpu, backend=_backend(dist_backend, device), timeout_s=timeout_s, store=store)
+    detect = runtime.current().device
+    backend = _backend(dist_backend, detect(world, cpu=settings.cpu))
+    rendezvous.join(world, cpu=settings.cpu, backend=backend, timeout_s=timeout_s, store=store, detect=detect)
 
 
 def _backend(wanted: str | None, device: torch.device) -> str | None:

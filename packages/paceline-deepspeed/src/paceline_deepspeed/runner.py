@@ -11,8 +11,8 @@ import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from paceline.launch import hostfile
 from paceline_deepspeed import cli as command
+from paceline_hosts import hostfile
 
 DLTS_HOSTFILE = "/job/hostfile"
 _PORT = 29500

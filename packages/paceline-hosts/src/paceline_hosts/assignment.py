@@ -11,8 +11,8 @@ from paceline.base.version import VERSION
 from paceline.config.given import Choice
 from paceline.config.settings import LaunchSettings, RunSettings
 from paceline.config.sources import Launch
-from paceline.launch.hostfile import Slots
 from paceline.launch.job import Job
+from paceline_hosts.hostfile import Slots
 from paceline_hosts.network import secret
 
 # mpirun and srun pass the assignment to each host in this variable, as JSON. An older version of Paceline called an assignment

@@ -11,13 +11,13 @@ from pathlib import Path
 from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.config.kinds import least_and_most
 from paceline.config.sources import Launch
-from paceline.launch import hostfile
-from paceline.launch.hostfile import Slots
 from paceline.launch.job import Job, Reach
 from paceline.launch.launcher import LAUNCHERS
 from paceline.launch.make_job import hosts_of, of_other_launchers, target_of
 from paceline.launch.script_libraries import script_libraries
+from paceline_hosts import hostfile
 from paceline_hosts.assignment import VARIABLE, Assignment
+from paceline_hosts.hostfile import Slots
 
 _OF_ONE_NODE = ("node_rank", "gpu_ids")
 # Variables with these prefixes are sent to the other hosts, and so are the lines of files that libraries name for that

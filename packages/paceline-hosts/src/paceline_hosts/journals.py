@@ -88,7 +88,7 @@ class JournalExchange:
         if is_final:
             # An empty message says that nothing follows, and ends the wait of the leader in `await_last`.
             self._membership.send_to_leader(JournalParts((), is_final=True))
-            unmark(sender.folder, self._membership.me.id)
+            unmark(sender.folder, self._membership.state.me.id)
             self._sender = None
 
     def await_last(self, pause: Callable[[float], object]) -> None:
@@ -98,7 +98,7 @@ class JournalExchange:
             pause: waits for some seconds; messages of other nodes are served meanwhile.
         """
         self.take()
-        if self._membership.end is None:
+        if self._membership.state.end is None:
             return  # only this launcher ends; the others go on and will send their lines to another leader
         deadline = time.monotonic() + _LAST_S
         connected = self._membership.peers.connection_of
@@ -118,7 +118,7 @@ class JournalExchange:
     def _next_parts(self, sender: JournalSender) -> list[FilePart]:
         try:
             if not sender.has_begun:
-                mark(sender.folder, self._membership.me.id)
+                mark(sender.folder, self._membership.state.me.id)
             return sender.parts()
         except OSError as error:
             # A journal that cannot be read must not end the training: the run goes on without it.
@@ -147,7 +147,7 @@ class JournalExchange:
         self._awaits_answer = False
         if self._sender is None:
             return
-        unmark(self._sender.folder, self._membership.me.id)  # the leader has looked for it
+        unmark(self._sender.folder, self._membership.state.me.id)  # the leader has looked for it
         if message.answer == "again":
             self._sender.begin()
         self._is_wanted = message.answer != "stop"

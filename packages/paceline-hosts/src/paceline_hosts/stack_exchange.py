@@ -63,7 +63,7 @@ class StackExchange:
             stacks = place.stacks
             if len(stacks) > most:
                 stacks = f"{stacks[:most]}\n(cut off here: it was too long to be sent)"
-            sent.append(replace(place, stacks=stacks, host=self._membership.me.host))
+            sent.append(replace(place, stacks=stacks, host=self._membership.state.me.host))
         self._membership.send_to_leader(StacksCollected(self._wanted.number, tuple(sent)))
         self._wanted = None
 
@@ -76,7 +76,7 @@ class StackExchange:
         """
         notes = []
         if self._membership.following is not None:
-            leader = self._membership.name_of(self._membership.leader_id)
+            leader = self._membership.state.name_of(self._membership.leader_id)
             if self._is_reported_by_leader(headline):
                 places = own()
                 self.answer(places)
@@ -92,11 +92,11 @@ class StackExchange:
             self._take()
         if self._answers:
             # Host names are only shown if there are several hosts.
-            places = [replace(place, host=self._membership.me.host) for place in places]
+            places = [replace(place, host=self._membership.state.me.host) for place in places]
         for answer in self._answers.values():
             places += answer.places
         for member_id in sorted(asked - self._answers.keys()):
-            name = self._membership.name_of(member_id)
+            name = self._membership.state.name_of(member_id)
             notes.append(f"{name} has sent no stacks within {_COLLECT_S:g} s; its ranks are missing here")
         # Several members may ask for a report of the same event. Their requests arrived before their answers, and this report
         # serves them all.

@@ -21,16 +21,16 @@ from paceline.base.version import VERSION as __version__
 _WHERE = {
     "Accelerator": "paceline.accelerator",
     "Keep": "paceline.checkpoint.keep",
-    "LocalSGD": "paceline.optim.local_sgd",
-    "PackedDocuments": "paceline.data.packing",
+    "LocalSGD": "paceline_large.optim.local_sgd",
+    "PackedDocuments": "paceline_large.documents.packing",
     "Plan": "paceline.plan.plan",
-    "TokenBatchSampler": "paceline.data.tokens",
+    "TokenBatchSampler": "paceline_large.documents.tokens",
     "World": "paceline.world.world",
     "debug_launcher": "paceline.launch.notebook",
     "find_executable_batch_size": "paceline.optim.batch_size",
     "get_logger": "paceline.observe.logs",
     "notebook_launcher": "paceline.launch.notebook",
-    "pack_documents": "paceline.data.packing",
+    "pack_documents": "paceline_large.documents.packing",
     "set_seed": "paceline.data.seed",
     "skip_first_batches": "paceline.data.skip",
     # the exception tree
@@ -98,16 +98,16 @@ if TYPE_CHECKING:  # what type checkers see: to them a module with a `__getattr_
         WorldError,
     )
     from paceline.checkpoint.keep import Keep
-    from paceline.data.packing import PackedDocuments, pack_documents
     from paceline.data.seed import set_seed
     from paceline.data.skip import skip_first_batches
-    from paceline.data.tokens import TokenBatchSampler
     from paceline.launch.notebook import debug_launcher, notebook_launcher
     from paceline.observe.logs import get_logger
     from paceline.optim.batch_size import find_executable_batch_size
-    from paceline.optim.local_sgd import LocalSGD
     from paceline.plan.plan import Plan
     from paceline.world.world import World
+    from paceline_large.documents.packing import PackedDocuments, pack_documents
+    from paceline_large.documents.tokens import TokenBatchSampler
+    from paceline_large.optim.local_sgd import LocalSGD
 else:
     __getattr__ = lazy_names(__name__, _WHERE)
 

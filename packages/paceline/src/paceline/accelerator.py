@@ -423,7 +423,9 @@ class Accelerator(Participant):
         """
         self.run.events.gathered()
         if not with_gradient:
-            return super().gather(tensor)
+            result = super().gather(tensor)
+            self.run.runtime.gathered("gather", tensor, result)
+            return result
         from paceline.parallel.data.gather import gather_with_gradient
 
         loader = self.run.active_loaders.top
@@ -433,7 +435,9 @@ class Accelerator(Participant):
     def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
         """Returns the sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
         self.run.events.gathered()
-        return super().reduce(tensor, reduction, scale)
+        result = super().reduce(tensor, reduction, scale)
+        self.run.runtime.gathered("reduce", tensor, result)
+        return result
 
     @overload
     def gather_for_metrics(self, input_data: Gathered, use_gather_object: Literal[False] = False) -> Gathered: ...
@@ -622,7 +626,7 @@ class Accelerator(Participant):
         Results of profiles are logged, or written to `profile.jsonl` in `project_dir`.
         """
         try:
-            self.run.events.leaving()
+            self.run.lifetime.end()
         finally:
             # The process group first: other ranks should not wait until the server of a tracker has answered.
             rendezvous.leave()

@@ -15,10 +15,10 @@ from collections.abc import Mapping
 from functools import cache
 from types import MappingProxyType
 
-from paceline.compat.cases import VALUE, Case
 from paceline.config.kinds import YES_NO
 from paceline_deepspeed.config.kinds import ANY, BLOCK, DTYPE, INTERVAL, LIST, SWITCH, TEXT, count, number, word
 from paceline_deepspeed.config.row import NOTHING, Key, Staged, gone, idle, key
+from paceline_doors.cases import VALUE, Case
 
 _MEAN = "gradients are averaged over ranks; where the division stands changes rounding alone"
 _NO_MOE = "experts are not divided over ranks"

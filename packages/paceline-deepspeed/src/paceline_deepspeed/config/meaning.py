@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from paceline.base.errors import Problem
-from paceline.compat.cases import VALUE, Case, fits, word
 from paceline.config.dialects import Translation
 from paceline.config.given import Choice, Given
 from paceline_deepspeed.config.keys import rows
 from paceline_deepspeed.config.row import Derived, Key, Staged
 from paceline_deepspeed.config.text import plain
 from paceline_deepspeed.config.values import ConfigValues
+from paceline_doors.cases import VALUE, Case, fits, word
 
 _ZERO = "zero_optimization"
 _STAGE = f"{_ZERO}.stage"

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from paceline.compat.cases import Case, Placeholder
 from paceline.config.kinds import Kind
+from paceline_doors.cases import Case, Placeholder
 
 NOTHING = "it asks for nothing"
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.compat.cases import VALUE, Case
 from paceline.config.kinds import YES_NO, Kind
 from paceline_deepspeed.config.kinds import BLOCK, LIST, TEXT, count, number, word
 from paceline_deepspeed.config.row import NOTHING, Derived, Key, idle, key
+from paceline_doors.cases import VALUE, Case
 
 _FROM_ONE = Derived("the number + 1", lambda step: step + 1)
 _JOINED = Derived("joined by commas", lambda ops: ",".join(map(str, ops)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from paceline.compat.cases import VALUE, Case
 from paceline.config.kinds import YES_NO, Kind
 from paceline_deepspeed.config.kinds import BLOCK, STAGE, SWITCH, TEXT, count, number, word
 from paceline_deepspeed.config.row import NOTHING, Derived, Key, Staged, gone, idle, key
+from paceline_doors.cases import VALUE, Case
 
 _MIB = Derived("4 x elements / 2^20", lambda elements: round(elements * 4 / 2**20, 3) or 0.001)
 _IN = "zero_optimization"

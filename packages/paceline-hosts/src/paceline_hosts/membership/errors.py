@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import zip_longest
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from paceline.base.errors import Problem
 from paceline.base.version import VERSION
-from paceline.launch.rounds import End, Member, Place
+from paceline.launch.rounds import Member, Place
 from paceline_hosts.membership.rules import Rules
-
-if TYPE_CHECKING:
-    from paceline_hosts.membership.membership import Membership
 
 _SETTING_NAMES = (
     "number of nodes",
@@ -22,8 +19,6 @@ _SETTING_NAMES = (
     "store (--rdzv-endpoint)",
 )
 
-# A launcher with another secret, or another `--tls`, keeps asking for this long before it gives up.
-_MISMATCH_TIMEOUT_S = 2.0
 _ANSWERS = {"stranger": "is not a launcher of Paceline", "secret": "has another secret", "tls": "differs in --tls"}
 
 
@@ -69,22 +64,6 @@ def cut_off(lost: str, here: int, before: int, store: str = "") -> Problem:
         f"{why}; {store}" if store else why,
         "repair the network or the host, and start the same command here again: it joins the run",
     )
-
-
-def waiting(membership: Membership) -> str:
-    """What a launcher waits for that has begun no round yet; no error so far."""
-    rules = membership.rules
-    if membership.leadership is not None:
-        present = [membership.known_members[member_id].host for member_id in membership.leadership.members]
-        verb = "is" if len(present) == 1 else "are"
-        return (
-            f"{len(present)} of {rules.least} nodes {verb} here ({', '.join(present)}). "
-            f"The start waits for the others, {rules.join_timeout_s:g} s at most."
-        )
-    if membership.following is not None:
-        return "this node has found node 0, and waits with it for the other nodes."
-    asked = ", ".join(f"{address}:{port}" for address, port in membership.search.contacts)
-    return f"no launcher answers at {asked or 'the store'} yet. This one asks for {rules.join_timeout_s:g} s at most."
 
 
 def unanswered(join_timeout_s: float, answers: Mapping[Place, str]) -> Problem:
@@ -155,31 +134,3 @@ def too_few(rules: Rules, members: Sequence[Member], port: int, lost: str) -> Pr
         f"node 0 waits at port {port}{before}",
         "start the same command on each of them, with --main-address naming this host",
     )
-
-
-def end_of_search(membership: Membership, now: float) -> End | None:
-    """How a launcher without a leader ends, once waiting longer cannot help; None while it may help."""
-    rules = membership.rules
-    last = membership.round
-    waited_s = now - membership.search.since
-    if membership.configurations:
-        # If the loss is one failure more than `max_restarts`, there is nothing to wait for.
-        over = rules.fixed and last is not None and last.restarts >= rules.max_restarts
-        limit_s = rules.silence_limit_s if over else rules.join_timeout_s
-        if waited_s <= limit_s:
-            return None
-        members = set(membership.configurations[-1])
-        here = members & {membership.me.id, *membership.peers.connection_of}
-        store = ""
-        # The store has a vote only where exactly half of the nodes are left.
-        if membership.store is not None and 2 * len(here) == len(members):
-            store = membership.store.why_not()
-        why = membership.search.lost[1]
-        return End(1, why, error=cut_off(why, len(here), len(members), store))
-    answers = membership.search.answers
-    problem = mismatch(answers)
-    if problem is not None and waited_s > _MISMATCH_TIMEOUT_S:
-        return End(1, error=problem)
-    if waited_s > rules.join_timeout_s:
-        return End(1, error=unanswered(rules.join_timeout_s, answers))
-    return None

@@ -14,18 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from paceline.base.errors import Problem
 from paceline.base.exits import PREEMPTED
-from paceline.launch.rounds import (
-    End,
-    Member,
-    Place,
-    Report,
-    Round,
-    StopMode,  # fmt: skip
-)
+from paceline.launch.rounds import End, Member, Place, Report, Round, StopMode
 from paceline_hosts.membership import errors
 from paceline_hosts.membership.messages import (
     Accept,
@@ -46,11 +39,9 @@ from paceline_hosts.membership.messages import (
     StopProcesses,
     SwitchRun,
 )
+from paceline_hosts.membership.peers import Request
 from paceline_hosts.membership.rules import Cause, LossKind
-
-if TYPE_CHECKING:
-    from paceline_hosts.membership.membership import Membership
-    from paceline_hosts.membership.peers import Request
+from paceline_hosts.membership.state import LauncherState, LeaderLost
 
 _ANNOUNCE_S = 0.5
 # A later entry explains the end of a round better: a host that is lost makes the processes of other hosts fail.
@@ -62,7 +53,7 @@ class Leadership:
     """The state of a launcher that leads.
 
     Args:
-        membership: the state of this launcher.
+        state: of this launcher.
         members: the members so far, in the order of joining.
         lost: whether the leader before was lost or has left, and why.
         since: when that was noticed.
@@ -70,11 +61,11 @@ class Leadership:
     """
 
     def __init__(
-        self, membership: Membership, members: list[str], lost: tuple[LossKind, str], since: float, now: float
+        self, state: LauncherState, members: list[str], lost: tuple[LossKind, str], since: float, now: float
     ) -> None:
-        self.membership = membership
-        self.peers = membership.peers
-        self.rules = membership.rules
+        self.state = state
+        self.peers = state.peers
+        self.rules = state.rules
         self.members = members
         # Launchers that wait to become members, and since when.
         self.waiting = {member_id: now for member_id in self.peers.connection_of if member_id not in members}
@@ -83,11 +74,11 @@ class Leadership:
         # Members whose connection ended. They were asked whether they are alive, and have not answered yet.
         self.suspects: set[str] = set()
         self.accepted_by: set[str] = set()
-        self.committed = list(membership.configurations)
+        self.committed = list(state.configurations)
         self.stopped_how: StopMode | Literal[""] = ""  # the last `StopProcesses.how` of this round
         self.first_report_at: float | None = None
         self.announced_at = float("-inf")
-        latest = membership.latest_round
+        latest = state.latest_round
         if latest is None:
             self.restarts = 0
             self.number = 0
@@ -110,11 +101,11 @@ class Leadership:
             self.stopped_how = how_to_stop
         for member_id in self.peers.connection_of:
             self.peers.last_heard_at[member_id] = now
-            self.peers.send(member_id, Joined(membership.me, self.number, is_member=member_id in members))
+            self.peers.send(member_id, Joined(state.me, self.number, is_member=member_id in members))
             if latest is not None and member_id in members:
                 self.peers.send(member_id, StopProcesses(how_to_stop, lost[1]))
-        if membership.report is not None:
-            self.reports[membership.me.id] = membership.report
+        if state.report is not None:
+            self.reports[state.me.id] = state.report
 
     # What comes in
 
@@ -129,9 +120,9 @@ class Leadership:
         elif isinstance(message, Draining):
             self.member_drains(member_id, message.how, message.why, now)
         elif isinstance(message, Leave):
-            self.membership.dead.add(member_id)
+            self.state.dead.add(member_id)
             self.peers.disconnect(member_id)
-            why = message.why or f"{self.membership.name_of(member_id)} left"
+            why = message.why or f"{self.state.name_of(member_id)} left"
             self._remove(member_id, Cause("left", why, member_id), now)
 
     def member_stopped(self, member_id: str, report: Report, now: float) -> None:
@@ -140,7 +131,7 @@ class Leadership:
         if self.first_report_at is None:
             self.first_report_at = now
         if report.kind == "failed" and member_id in self.members:
-            why = f"{self.membership.name_of(member_id)}: {report.what}"
+            why = f"{self.state.name_of(member_id)}: {report.what}"
             self._end_round(Cause("failed", why, member_id, report.at, report.again), "end", now)
 
     def member_drains(self, member_id: str, how: StopMode, why: str, now: float) -> None:
@@ -152,11 +143,11 @@ class Leadership:
     def admit(self, member_id: str, now: float) -> None:
         """Takes in a launcher that wants to join."""
         if member_id in self.members:  # it lost its connection and ended its processes before this launcher noticed
-            why = f"{self.membership.name_of(member_id)} lost its connection"
+            why = f"{self.state.name_of(member_id)} lost its connection"
             self._remove(member_id, Cause("lost", why, member_id), now)
         # It waits even if it was a member a moment ago: the next round begins only after all processes of this one have ended.
         self.waiting.setdefault(member_id, now)
-        self.peers.send(member_id, Joined(self.membership.me, self.number, is_member=False))
+        self.peers.send(member_id, Joined(self.state.me, self.number, is_member=False))
 
     def refused(self, problem: Problem, message: Join) -> None:
         """A launcher with other settings was refused.
@@ -164,7 +155,7 @@ class Leadership:
         Before the first round the run ends: its nodes were started with different commands. A launcher of another run has only
         asked at the wrong place.
         """
-        if self.membership.round is None and message.rules[3] == self.rules.run:
+        if self.state.round is None and message.rules[3] == self.rules.run:
             self.finish(End(1, problem.what, error=problem))
 
     def on_closed(self, member_id: str, now: float) -> None:
@@ -172,33 +163,33 @@ class Leadership:
         if member_id in self.members:
             # The end of a connection does not prove that the launcher is dead: the network may have cut it.
             self.suspects.add(member_id)
-            self.peers.ask(self._place(member_id), member_id, Probe(), now)
-        why = f"{self.membership.name_of(member_id)} was lost (its connection ended)"
+            self.peers.ask(self.state.place_of(member_id), member_id, Probe(), now)
+        why = f"{self.state.name_of(member_id)} was lost (its connection ended)"
         self._remove(member_id, Cause("lost", why, member_id), now)
 
     def on_silence(self, member_id: str, now: float) -> None:
         """A member has sent nothing for too long."""
-        why = f"{self.membership.name_of(member_id)} was lost (silent for {self.rules.silence_limit_s:g} s)"
+        why = f"{self.state.name_of(member_id)} was lost (silent for {self.rules.silence_limit_s:g} s)"
         self.peers.disconnect(member_id, Expelled())
         self._remove(member_id, Cause("lost", why, member_id), now)
 
-    def on_status(self, request: Request, answer: Status | None, now: float) -> None:
-        """Takes in the answer to `Probe` or `Announce`; None for no answer."""
+    def on_status(self, request: Request, answer: Status | None) -> LeaderLost | None:
+        """Takes in the answer to `Probe` or `Announce`; None for no answer. Returns as `step`."""
         if isinstance(request.question, Probe):
             self.suspects.discard(request.member_id)
             if answer is not None and answer.leads and answer.round > self.number:
-                self.membership.step_down("the others went on without this node; it joins them", "", now)
-            return
-        if answer is None or not answer.leads or answer.member_id == self.membership.me.id:
-            return
-        if answer.founded_at < self.membership.founded_at:  # the older of two runs with the same name goes on
-            self.send_all_to(request.place)
-            self.membership.switch_run(request.place, now)
+                return self._step_down("the others went on without this node; it joins them")
+            return None
+        if answer is None or not answer.leads or answer.member_id == self.state.me.id:
+            return None
+        if answer.founded_at < self.state.founded_at:  # the older of two runs with the same name goes on
+            return self.send_all_to(request.place)
+        return None
 
     # Deciding
 
-    def step(self, now: float) -> None:
-        """Makes the decisions that are due."""
+    def step(self, now: float) -> LeaderLost | None:
+        """Makes the decisions that are due. Returns why this launcher leads no longer, if so."""
         self._announce(now)
         if self.stage == "run":
             self._watch_round(now)
@@ -207,11 +198,19 @@ class Leadership:
         # While a suspect may still be alive, nobody knows whether a quorum is left.
         if self.stage == "halt" and not self.suspects and has_all_reports:
             self._decide(now)
-        if self.stage == "gather" and self.membership.end is None:
-            self._gather(now)
+        if self.stage == "gather" and self.state.end is None:
+            lost = self._gather(now)
+            if lost is not None:
+                return lost
         is_accepted = len(self.accepted_by) >= len(self.members) and self.accepted_by >= set(self.members)
         if self.stage == "propose" and is_accepted:
             self._commit(now)
+        return None
+
+    def _step_down(self, note: str, why: str = "") -> LeaderLost:
+        """Stops leading, because too few members are left to go on."""
+        self.state.notes.append(note)
+        return LeaderLost("lost", why or note)
 
     def _remove(self, member_id: str, cause: Cause, now: float) -> None:
         """Removes a launcher that was lost or has left."""
@@ -246,7 +245,7 @@ class Leadership:
             for member in self.members:
                 if member not in self.reports:
                     self.peers.send(member, StopProcesses(how, cause.why))
-        self.membership.request_stop(how, cause.why)
+        self.state.request_stop(how, cause.why)
 
     def _watch_round(self, now: float) -> None:
         """Ends a round whose processes have ended by themselves, or that more nodes can join."""
@@ -275,9 +274,9 @@ class Leadership:
     def _decide(self, now: float) -> None:
         """All processes have ended: decides whether another round follows."""
         self.members = [member_id for member_id in self.members if member_id not in self.leaving]
-        if self.membership.me.id in self.leaving:
+        if self.state.me.id in self.leaving:
             return  # the next leader decides
-        self.membership.dead |= self.leaving
+        self.state.dead.update(self.leaving)
         self.leaving.clear()
         kinds = {self.reports[member_id].kind for member_id in self.members}
         cause = self.cause
@@ -300,35 +299,35 @@ class Leadership:
         self.stage = "gather"
         self.gathering_since = now
 
-    def _gather(self, now: float) -> None:
-        """Begins a round once there are enough nodes."""
-        may_go_on = self.membership.has_quorum(self.members, self.committed, now)
+    def _gather(self, now: float) -> LeaderLost | None:
+        """Begins a round once there are enough nodes. Returns why this launcher leads no longer, if so."""
+        may_go_on = self.state.has_quorum(self.members, self.committed, now)
         if may_go_on is None and now - self.gathering_since <= self.rules.silence_limit_s:
-            return  # the store has not answered yet
+            return None  # the store has not answered yet
         if not may_go_on:
             note = "too few nodes are left to go on; this node looks for the others"
-            self.membership.step_down(note, self.cause.why, now)
-            return
+            return self._step_down(note, self.cause.why)
         # `waiting` is in the order of joining, so whoever came first gets the room that is left.
         for member_id in list(self.waiting):
             if member_id in self.reports and len(self.members) < self.rules.most:
                 del self.waiting[member_id]
                 self.members.append(member_id)
-        if self.membership.me.id not in self.reports:
-            return
+        if self.state.me.id not in self.reports:
+            return None
         if len(self.members) < self.rules.least:
             self.enough_since = None
             if now - self.gathering_since > self.rules.join_timeout_s:
                 members = [self._member(member_id) for member_id in self.members]
-                problem = errors.too_few(self.rules, members, self.membership.me.port, self.cause.why)
+                problem = errors.too_few(self.rules, members, self.state.me.port, self.cause.why)
                 self.finish(End(1, self.cause.why, error=problem))
-            return
+            return None
         if self.enough_since is None:
             self.enough_since = now
         # Only the first round waits for more nodes than it needs. Later rounds begin at once; other nodes can join afterwards.
-        waited = self.membership.round is not None or now - self.enough_since >= self.rules.last_call_timeout_s
+        waited = self.state.round is not None or now - self.enough_since >= self.rules.last_call_timeout_s
         if waited or len(self.members) == self.rules.most:
             self._propose()
+        return None
 
     def _propose(self) -> None:
         """Sends the list of members to all of them."""
@@ -338,31 +337,25 @@ class Leadership:
             order.sort(key=lambda member: member.node)
         store_port = self.reports[order[0].id].store_port
         self.number += 1
-        proposed = Round(
-            self.number, self.restarts, tuple(order), store_port, self.cause.why, self.membership.founded_at
-        )
+        proposed = Round(self.number, self.restarts, tuple(order), store_port, self.cause.why, self.state.founded_at)
         self.stage = "propose"
-        self.accepted_by = {self.membership.me.id}
-        self.membership.proposed = proposed
-        self.membership.proposed_by = self.membership.me.id
-        # From here on a quorum of the proposed members is needed too: they may begin the round although this launcher does not
-        # learn of it.
-        self.membership.configurations = [*self.committed, proposed.ids]
+        self.accepted_by = {self.state.me.id}
+        self.state.accept(proposed, self.state.me.id, self.committed)
         proposal = Proposal(proposed, tuple(self.committed))
         for member_id in self.members:
             self.peers.send(member_id, proposal)
 
     def _count_too(self, configurations: Sequence[tuple[str, ...]], now: float) -> None:
         """A member knows of rounds that may have begun while this launcher was unreachable: a quorum of these is needed too."""
-        assert self.membership.proposed is not None, "this stage follows a proposal"
+        assert self.state.proposed is not None, "this stage follows a proposal"
         self.committed += [ids for ids in configurations if ids not in self.committed]
-        self.membership.configurations = [*self.committed, self.membership.proposed.ids]
+        self.state.accept(self.state.proposed, self.state.me.id, self.committed)
         self.stage = "gather"
         self.gathering_since = now
 
     def _commit(self, now: float) -> None:
         """All members have accepted: the round begins."""
-        proposed = self.membership.proposed
+        proposed = self.state.proposed
         assert proposed is not None, "this stage follows a proposal"
         reason = self.cause.why
         if self.cause.kind:
@@ -370,7 +363,7 @@ class Leadership:
         for member_id in self.members:
             self.peers.send(member_id, Commit(proposed.number, reason))
             self.reports.pop(member_id, None)
-        self.membership.begin_round(replace(proposed, reason=reason))
+        self.state.begin_round(replace(proposed, reason=reason), leader_id="")
         self.committed = [proposed.ids]
         self.stage = "run"
         self.cause = Cause()
@@ -381,28 +374,26 @@ class Leadership:
         """Ends the run for all launchers."""
         for member_id in (*self.members, *self.waiting):
             self.peers.send(member_id, RunEnded(end))
-        self.membership.end = end
+        self.state.finish(end)
 
-    def send_all_to(self, place: Place) -> None:
-        """Tells all launchers to join another run."""
+    def send_all_to(self, place: Place) -> LeaderLost:
+        """Tells all launchers to join another run, as this one does."""
         for member_id in (*self.members, *self.waiting):
             self.peers.send(member_id, SwitchRun(place))
+        return LeaderLost.to_other_run(place)
 
     def _announce(self, now: float) -> None:
         """Asks which launchers are at the contacts. A host that comes back may know no other place, and begin a run there."""
         if now - self.announced_at < _ANNOUNCE_S or self.rules.most == 1:
             return
         self.announced_at = now
-        me = self.membership.me
-        announcement = Announce(me.place, self.rules.run, me.id, self.membership.founded_at)
-        here = {self._place(member_id) for member_id in (*self.members, *self.waiting)}
+        me = self.state.me
+        announcement = Announce(me.place, self.rules.run, me.id, self.state.founded_at)
+        here = {self.state.place_of(member_id) for member_id in (*self.members, *self.waiting)}
         known_places = here | self.peers.places_asked(Announce)
-        for place in self.membership.search.contacts:
+        for place in self.state.contacts:
             if place not in known_places:
                 self.peers.ask(place, "", announcement, now)
 
     def _member(self, member_id: str) -> Member:
-        return self.membership.known_members[member_id]
-
-    def _place(self, member_id: str) -> Place:
-        return self._member(member_id).place
+        return self.state.known_members[member_id]

@@ -37,6 +37,11 @@ class Request:
     last_heard_at: float
     answered: bool = False
 
+    def heard(self, now: float, *, answered: bool) -> None:
+        """Notes that something was received: the answer, or a sign of life."""
+        self.last_heard_at = now
+        self.answered = self.answered or answered
+
 
 class Peers:
     """The connections of a launcher, by their numbers and by the members at their other ends.
@@ -74,7 +79,7 @@ class Peers:
         if now - self._last_tick > self.rules.silence_limit_s / 2:
             self.last_heard_at = dict.fromkeys(self.last_heard_at, now)
             for request in self.requests.values():
-                request.last_heard_at = now
+                request.heard(now, answered=False)
         self._last_tick = now
         if now - self._last_heartbeat >= min(self.rules.heartbeat_s, _HEARTBEAT_AT_MOST_S):
             self.send_heartbeats(now)

@@ -1,31 +1,27 @@
-"""How one launcher uses the store: to find the run, to get the vote if half of the nodes are lost, and to renew the record."""
+"""How one launcher uses the store: to find the run, and to renew its record. `LauncherState.has_quorum` asks for its vote."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection
 
 from paceline.base.version import VERSION
 from paceline.launch.rounds import End, Place
 from paceline_hosts.membership.errors import other_version
-from paceline_hosts.membership.rules import has_quorum
-from paceline_hosts.membership.witness import Standing, Witness
-
-if TYPE_CHECKING:
-    from paceline_hosts.membership.leadership import Leadership
-    from paceline_hosts.membership.membership import Membership
+from paceline_hosts.membership.search import Search
+from paceline_hosts.membership.state import LauncherState
+from paceline_hosts.membership.witness import Witness
 
 
 class StoreOfRun:
-    """Connects the membership of one launcher with the store.
+    """Connects the state of one launcher with the store.
 
     Args:
-        membership: the state of this launcher.
+        state: of this launcher.
         witness: the store, as this launcher sees it.
     """
 
-    def __init__(self, membership: Membership, witness: Witness) -> None:
-        self.membership = membership
+    def __init__(self, state: LauncherState, witness: Witness) -> None:
+        self.state = state
         self.witness = witness
         self._places: tuple[Place, ...] = ()
         self._trouble = ""
@@ -35,79 +31,45 @@ class StoreOfRun:
         self.witness.on_answer(key, value, trouble, now)
         places = self.witness.places
         if places != self._places:
-            contacts = [place for place in self.membership.search.contacts if place not in self._places]
-            others = [place for place in places if place not in contacts and place != self.membership.me.place]
-            self.membership.search.contacts = contacts + others
+            contacts = [place for place in self.state.contacts if place not in self._places]
+            others = [place for place in places if place not in contacts and place != self.state.me.place]
+            self.state.contacts[:] = contacts + others
             self._places = places
-        self.membership.tick(now)
 
     def leave(self, now: float) -> bool:
         """Removes this launcher from the store at its end; to be called until it returns true."""
-        return self.witness.leave(self.membership.me.place, now)
+        return self.witness.leave(self.state.me.place, now)
 
-    def has_quorum(self, here: Collection[str], configurations: Sequence[Sequence[str]], now: float) -> bool | None:
-        """Returns whether these members may go on; None while the store has not said who has its vote."""
-        membership = self.membership
-        if has_quorum(here, configurations, membership.dead, False):
-            return True
-        if not has_quorum(here, configurations, membership.dead, True):
-            return False
-        begun = membership.round.number if membership.round is not None else 0
-        accepted = (0, "")
-        if membership.proposed is not None:
-            accepted = (membership.proposed.number, membership.proposed_by)
-        vote = self.witness.vote(Standing(membership.me.id, begun, membership.latest_number + 1, accepted), now)
-        if vote is False and self.witness.record is not None:  # other launchers have the vote
-            membership.search.highest_round = max(membership.search.highest_round, self.witness.record.number)
-        return vote
+    def seek(self, search: Search, now: float) -> None:
+        """Looks for other launchers, which may have moved. If nobody has a run, this launcher begins one.
 
-    def step(self, now: float) -> None:
-        """Sends the requests that are due."""
-        if self.membership.leadership is not None:
-            self._renew(self.membership.leadership, now)
-            return
-        if not self.membership.leader_id:
-            self.witness.look(now)  # other launchers may have moved
-            self._found(now)
-        self._check_version()
+        Neither the store nor the places that it names have one then.
+        """
+        state = self.state
+        self.witness.look(now)
+        if not state.configurations and state.report is not None and not state.is_founder:
+            state.found(self.witness.found(state.me.id, state.me.place, search.is_nowhere(), now))
 
-    def _found(self, now: float) -> None:
-        """Lets this launcher begin a run, if neither the store nor the places that it names have one."""
-        membership = self.membership
-        search = membership.search
-        if membership.configurations or membership.report is None or search.is_founder:
-            return
-        search.is_founder = self.witness.found(membership.me.id, membership.me.place, search.is_nowhere(), now)
-
-    def _renew(self, leadership: Leadership, now: float) -> None:
-        """Renews the record, as the leader, and notes when the store is lost and when it is back."""
-        membership = self.membership
-        here = (*leadership.members, *leadership.waiting)
-        places = [membership.known_members[member_id].place for member_id in here]
-        begun = membership.round.number if membership.round is not None else 0
-        self.witness.renew(membership.me.id, begun, places, now)
+    def renew(self, here: Collection[str], now: float) -> None:
+        """Renews the record, as the leader of `here`, and notes when the store is lost and when it is back."""
+        state = self.state
+        places = [state.place_of(member_id) for member_id in here]
+        self.witness.renew(state.me.id, state.begun, places, now)
         trouble = self.witness.why_not
         if trouble and not self._trouble:
-            membership.notes.append(
+            state.notes.append(
                 f"the store cannot vote ({trouble}): this run goes on while more than half of its nodes are left"
             )
         elif self._trouble and not trouble:
-            membership.notes.append(f"{self.witness.name} can be reached again")
+            state.notes.append(f"{self.witness.name} can be reached again")
         self._trouble = trouble
 
-    def why_not(self) -> str:
-        """Why the store has not given its vote to this part of the run."""
-        return self.witness.why_not or f"{self.witness.name} gave its vote to the others"
-
-    def _check_version(self) -> None:
+    def check_version(self, is_answered: bool) -> None:
         """Ends a launcher that has found a run of another version of Paceline, before its first round.
 
         A record does not count if no launcher that it names answers: its run may have ended.
         """
-        membership = self.membership
         record = self.witness.record
-        is_answered = bool(membership.leader_id) or bool(
-            set(membership.search.answers.values()) - {"refused", "silent"}
-        )
-        if record is not None and record.version != VERSION and is_answered and not membership.configurations:
-            membership.end = End(1, error=other_version(record.host, record.version))
+        is_other = record is not None and record.version != VERSION
+        if record is not None and is_other and is_answered and not self.state.configurations:
+            self.state.finish(End(1, error=other_version(record.host, record.version)))

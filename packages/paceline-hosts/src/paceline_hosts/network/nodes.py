@@ -29,7 +29,6 @@ from paceline.launch import host
 from paceline.launch.job import Job
 from paceline.launch.rounds import End, Member, Place, Report, Round, StopMode
 from paceline_hosts.journals import JournalExchange
-from paceline_hosts.membership import errors as membership_errors
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Announce, Join
 from paceline_hosts.membership.rules import Rules
@@ -159,12 +158,12 @@ class NodesByMembership:
     @property
     def end(self) -> End | None:
         """How the run has ended; None while it goes on."""
-        return self.membership.end
+        return self.membership.state.end
 
     @property
     def stop_request(self) -> tuple[StopMode, str] | None:
         """How and why the processes of this node must be stopped; None while they may run."""
-        return self.membership.stop_request
+        return self.membership.state.stop_request
 
     @property
     def leads(self) -> bool:
@@ -173,7 +172,7 @@ class NodesByMembership:
 
     def index_in(self, decided: Round) -> int:
         """Returns the number of this node in a round."""
-        return decided.index_of(self.membership.me.id)
+        return decided.index_of(self.membership.state.me.id)
 
     def address_of_rank_0(self, decided: Round) -> str:
         """Returns the address at which the processes of this node reach rank 0.
@@ -183,7 +182,7 @@ class NodesByMembership:
         """
         first = decided.members[0]
         if first.id == self.membership.leader_id:
-            return self.membership.known_members[first.id].address
+            return self.membership.state.known_members[first.id].address
         return first.address
 
     def record_into(self, folder: Path) -> None:
@@ -196,13 +195,12 @@ class NodesByMembership:
         while not asked_to_end():
             self.pause(0.05)
             if time.monotonic() > silent_until:
-                say(membership_errors.waiting(self.membership))
+                say(self.membership.waiting_for())
                 silent_until = math.inf
-            begun = self.membership.round_to_start
+            begun = self.membership.state.take_round()
             if begun is not None:
-                self.membership.round_to_start = None
                 return begun
-            if self.membership.end is not None:
+            if self.membership.state.end is not None:
                 break
         return None
 
@@ -259,8 +257,7 @@ class NodesByMembership:
         """Takes in answers of the store. A client that has ended is started again for the next request."""
         answers, is_running = link.receive()
         for answer in answers:
-            if self.membership.store is not None:
-                self.membership.store.on_answer(answer.key, answer.value, answer.trouble, time.monotonic())
+            self.membership.on_store_answer(answer.key, answer.value, answer.trouble, time.monotonic())
         if not is_running:
             self._end_client(link)
 
@@ -319,9 +316,9 @@ class NodesByMembership:
         self._num_rejected += 1
         if self._num_rejected == self._next_rejection_report:
             self._next_rejection_report *= 10
-            port = self.membership.me.port
+            port = self.membership.state.me.port
             text = f"{self._num_rejected} so far at port {port}, the last from {connection.peer}"
-            self.membership.notes.append(f"refused a connection that did not prove this run's secret ({text})")
+            self.membership.state.notes.append(f"refused a connection that did not prove this run's secret ({text})")
         self._end(connection, "closed")
 
     def _connected(self, connection: Connection) -> None:
@@ -352,9 +349,9 @@ class NodesByMembership:
 
     def _carry_out(self) -> None:
         """Carries out what the membership has asked for: notes for the user, requests to the store, messages."""
-        for note in self.membership.notes:
+        for note in self.membership.state.notes:
             say(note)
-        self.membership.notes.clear()
+        self.membership.state.notes.clear()
         if self.store is not None and self.membership.store is not None:
             requests = self.membership.store.witness.requests
             if requests and self.store.is_stuck:

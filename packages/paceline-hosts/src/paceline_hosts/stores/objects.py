@@ -12,7 +12,6 @@ from paceline_hosts.stores.remote_errors import causes_of, code_of, coded_errors
 
 ANSWER_S = 30.0
 _LISTING_S = 120.0
-_SMALL = 1 << 16
 _CONDITION_FAILED = ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")
 # By default botocore waits up to 60 s for a connection, and s3fs tries five times: an error would take minutes.
 _S3_PATIENCE = {"connect_timeout": 5, "read_timeout": 30, "retries": {"mode": "standard", "total_max_attempts": 3}}
@@ -145,9 +144,12 @@ def _below(url: str, listing: Callable[[], Any]) -> dict[str, Any]:
 
 
 def read(url: str) -> bytes | None:
-    """Returns the content of a small object; None if there is no such object."""
+    """Returns the content of a small object, in one request: of one that is being replaced, the old content or the new one.
+
+    None if there is no such object.
+    """
     try:
-        return bytes(_ask(url, "cat_file", start=0, end=_SMALL))
+        return bytes(_ask(url, "cat_file"))
     except FileNotFoundError:
         return None
 

@@ -15,11 +15,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from paceline.base.errors import TrainError
-from paceline.torch_internals.attention import multi_head_attention_with
 from paceline.world.sharded import is_sharded
 from paceline_large.context.ring_attention import ring_attention
 from paceline_large.context.sequence_split import SequenceRegion
 from paceline_large.context.ulysses import ulysses_attention
+from paceline_large.torch_internals.attention import multi_head_attention_with
 
 
 class AttentionCalls(TorchFunctionMode):

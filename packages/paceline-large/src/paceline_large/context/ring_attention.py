@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from paceline.parallel.differentiable import Differentiable
-from paceline.torch_internals.attention import flash_attention, flash_attention_backward
 from paceline.world.works import PendingMessages
 from paceline_large.context.sequence_split import SequenceRegion
+from paceline_large.torch_internals.attention import flash_attention, flash_attention_backward
 
 _ALL = slice(None)
 

@@ -88,7 +88,8 @@ class ExpertParallel(Strategy):
         if facts.auxiliary_loss:
             reason = (
                 f"{facts.auxiliary_loss}: the loss that balances experts is a product of two means. Each rank computes it over "
-                "its own tokens, and the mean over ranks is not quite that of the whole batch"
+                "its own tokens, and the mean over ranks is not quite that of the whole batch. Computed in the loop, from "
+                "`accelerator.gather(router_logits, with_gradient=True)`, it is"
             )
             decisions.append(Decision("experts.auxiliary_loss", "of each rank", "derived", reason=reason))
         return decisions

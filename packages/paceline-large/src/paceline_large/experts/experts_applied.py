@@ -10,18 +10,20 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.errors import TrainError
-from paceline.parallel.data.averages import broadcast_tensors
 from paceline.parallel.data.division import step_by_owners
+from paceline.parallel.data.shard import STRATEGY as SHARD
+from paceline.parallel.data.shard import param_dtype
 from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, take_whole_values, whole_parameters
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.experts import Experts
-from paceline.plan.plan import Decision
+from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded
 from paceline_large.experts.experts import STRATEGY
+from paceline_large.experts.listed import ListedExperts
 from paceline_large.experts.travel import ExpertRanks
 
 
@@ -29,21 +31,22 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     """Divides the experts, with the values of the first rank along `ep`. Ranks: all."""
     mesh = context.mesh.along("ep")
     group = context.mesh.layers_group("ep")
-    layers = []
     present = dict(model.named_modules())  # a pipeline stage lacks some
     for row in STRATEGY.chosen(context.plan, context.facts):
         if row.name not in present:
             continue
         module = present[row.name]
+        ranks = ExpertRanks(group, row.number, context.runtime.others_answer)
         _divide(module, row, mesh)
-        layer = _ExpertLayer(module, ExpertRanks(group, row.number, context.runtime.others_answer))
-        override_forward(module, "experts", layer.forward)
-        layers.append(layer)
+        if row.modules:
+            ListedExperts(present[row.caller], row.modules, ranks, _computed_dtype(context.plan))
+        else:
+            override_forward(module, "experts", StackedExperts(module, ranks).forward)
     take_whole_values(model)
     refuse_removed(model)
     refuse_tools()
     answer_for_whole_tensors()
-    return DividedExperts(model, layers, context)
+    return DividedExperts(model, context)
 
 
 class DividedExperts(AppliedStrategy):
@@ -51,19 +54,18 @@ class DividedExperts(AppliedStrategy):
 
     Args:
         model: after the division.
-        layers: its layers with experts.
         context: of the strategy.
     """
 
-    def __init__(self, model: nn.Module, layers: list[_ExpertLayer], context: Context) -> None:
+    def __init__(self, model: nn.Module, context: Context) -> None:
         super().__init__(model)
-        self._layers = layers
         self._context = context
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Lets an optimizer that may look at whole parameters step each on its owner."""
         # Otherwise `shard` does it, whose ranks hold parts of the same parameters.
-        if self._context.plan.fully_sharded:
+        # So does `tensor`.
+        if self._context.plan.fully_sharded or self._context.plan.layout.tp > 1:
             return []
         return step_by_owners(adapter, self.module, self._context.mesh.along("ep"))
 
@@ -71,13 +73,7 @@ class DividedExperts(AppliedStrategy):
     def full_parameters(self, writeback: bool) -> Iterator[None]:
         """While it is open, each rank has all experts, and computes those of its own tokens."""
         with whole_parameters(self.module, writeback):
-            for layer in self._layers:
-                layer.is_whole = True
-            try:
-                yield
-            finally:
-                for layer in self._layers:
-                    layer.is_whole = False
+            yield
 
     def uneven_steps(self) -> AbstractContextManager[None]:
         """Refuses it: each forward pass waits for the tokens of the other ranks.
@@ -95,30 +91,28 @@ class DividedExperts(AppliedStrategy):
 
 def _divide(module: nn.Module, row: Experts, mesh: Any) -> None:
     """Replaces the weights of one layer's experts by DTensors. Ranks: all along `ep`."""
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import Shard, distribute_tensor
 
-    table = parameter_table(module)
-    group = mesh.get_group()
     for key in row.parameters:
-        parameter = table[key]
+        owner, _, name = key.rpartition(".")
+        table = parameter_table(module.get_submodule(owner))
+        parameter = table[name]
         assert parameter is not None
-        values = parameter.detach()
-        if not values.is_meta:
-            broadcast_tensors([values], group)
-        part = values.chunk(mesh.size())[mesh.get_local_rank()].clone(memory_format=torch.contiguous_format)
-        divided = DTensor.from_local(part, mesh, [Shard(0)], run_check=False)
-        table[key] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
+        # With None nothing is sent: a parameter on the meta device has no values yet.
+        source = None if parameter.is_meta else 0
+        divided = distribute_tensor(parameter.detach(), mesh, [Shard(0)], src_data_rank=source)
+        table[name] = nn.Parameter(divided, requires_grad=parameter.requires_grad)
 
 
-class _ExpertLayer:
-    """One module of experts.
+def _computed_dtype(plan: Plan) -> torch.dtype | None:
+    """Returns the dtype to which FSDP2 casts the inputs of layers; None where it casts nothing."""
+    return param_dtype(plan, SHARD.options(plan)) if plan.fully_sharded else None
 
-    Attributes:
-        is_whole: whether all experts are on this rank at the moment, as plain parameters.
-    """
+
+class StackedExperts:
+    """The experts of one layer, whose weights are stacked in one module."""
 
     def __init__(self, module: nn.Module, ranks: ExpertRanks) -> None:
-        self.is_whole = False
         self._ranks = ranks
         # Attributes that count the experts, which the code of the model may use.
         self._counts = [
@@ -131,7 +125,7 @@ class _ExpertLayer:
         self, module: nn.Module, original: Callable[..., Any], tokens: Tensor, choices: Tensor, weights: Tensor
     ) -> Tensor:
         """Stands in the place of the module's forward. Shape: tokens [..., H], choices [..., K], weights [..., K]."""
-        if self.is_whole:
+        if not any(map(is_sharded, parameter_table(module).values())):  # all experts are on this rank at the moment
             return original(tokens, choices, weights)  # type: ignore[no-any-return]
 
         def run(tokens: Tensor, choices: Tensor, weights: Tensor) -> Tensor:

@@ -15,22 +15,13 @@ from paceline.plan.rules import origin
 def problems_of(plan: Plan, facts: ModelFacts, experts: Sequence[Experts]) -> list[Problem]:
     """Returns the problems of dividing these experts of a model over the `ep` axis."""
     problems = []
-    if plan.layout.tp > 1:
-        problems.append(
-            Problem(
-                "experts-axes",
-                "experts cannot be divided over ep and tp at the same time.",
-                why=f"{origin(plan, 'ep')}, {origin(plan, 'tp')}",
-                fix="leave `tp` out: ep works together with replicate, shard, cp and pp",
-            )
-        )
     if not experts:
         problems.append(
             Problem(
                 "experts-none",
                 f"{facts.name} has no experts to divide.",
                 why=f"{origin(plan, 'ep')}; no module has weights [experts, ...] of three dimensions and a forward of tokens, "
-                "chosen experts and their weights",
+                "chosen experts and their weights, and no list called experts has modules that are alike",
                 fix="leave `ep` out, or name the modules in the option `experts.modules`",
             )
         )
@@ -42,7 +33,7 @@ def problems_of(plan: Plan, facts: ModelFacts, experts: Sequence[Experts]) -> li
                     f"the {row.number} experts in {row.name} of {facts.name} cannot be divided.",
                     why=row.problem,
                     fix="stack their weights in one module, whose forward takes (tokens, top_k_index, top_k_weights), as "
-                    "transformers does; or leave `ep` out",
+                    "transformers does, or make each a module of an `nn.ModuleList`; or leave `ep` out",
                 )
             )
     return [*problems, *_uneven(plan, facts, experts), *_hooked(facts, experts)]

@@ -120,6 +120,23 @@ class ExpertRanks:
         (results,) = _Carry.apply(route.back(), 1 / ranks, computed)  # type: ignore[no-untyped-call]
         return torch.zeros_like(tokens).index_add(0, rows_of_pairs, results.to(tokens.dtype))
 
+    def rows_by_expert(self, experts: Tensor) -> list[Tensor]:
+        """Returns the rows of each of this rank's experts, whose numbers are counted here. Shape: experts [R]; each [r]."""
+        if not self.others_answer:  # a rehearsal knows no values
+            rows = torch.arange(len(experts), device=experts.device)
+            return list(rows.tensor_split(self.own))
+        counts = torch.bincount(experts, minlength=self.own).tolist()
+        return list(torch.argsort(experts, stable=True).split(counts))
+
+    def gather_flags(self, own: list[bool], device: torch.device) -> list[bool]:
+        """Returns the flags of the experts of all ranks, from those of this rank's experts. Ranks: all of the group."""
+        if not self.others_answer:
+            return [True] * self.experts
+        flags = torch.tensor(own, dtype=torch.int64, device=device)
+        gathered = [torch.empty_like(flags) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(gathered, flags, group=self.group)
+        return [bool(flag) for flag in torch.cat(gathered).tolist()]
+
     def _route(self, counts: Tensor) -> tuple[Route, Tensor]:
         """Tells the other ranks how many pairs each of their experts gets. Shape: counts [experts].
 

@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from paceline.base.errors import PrepareError
 from paceline.base.files import expanded
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused
-from paceline.parallel.stand_ins import is_elementwise, original, stand_in, stand_ins
+from paceline.parallel.stand_ins import original, stand_in, stand_ins
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
 from paceline.plan.rules import origin
 from paceline.torch_internals.grad_scaler import check_before_step
-from paceline.world.param_groups import inner_optimizers
+from paceline.world.param_groups import inner_optimizers, is_elementwise
 from paceline.world.sharded import local
 from paceline_large.offload.activation_copies import ActivationCopies
 from paceline_large.offload.offload import OffloadOptions, moves_states, states_bytes

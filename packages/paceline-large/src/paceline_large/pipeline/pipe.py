@@ -26,11 +26,11 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PacelineError, PlanError
 from paceline.base.log import warn_once
+from paceline.parallel.gradient_hooks import put_gradient_hooks_by
 from paceline.parallel.microbatches import BatchPart
 from paceline.parallel.strategy import Runner
 from paceline.plan.facts import ModelFacts
 from paceline.torch_internals.fsdp import kept_gathered
-from paceline.torch_internals.pipelining import stage_class
 from paceline.torch_internals.tensors import put_hooks_by
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
@@ -43,6 +43,7 @@ from paceline_large.pipeline.specs import Described, Spec, empty, specs
 from paceline_large.pipeline.split import SCHEDULES, choose, rank_of
 from paceline_large.pipeline.stages import EndOfStage, Hidden, Stage, Stages, Visit
 from paceline_large.pipeline.timing import Meter
+from paceline_large.torch_internals.pipelining import stage_class
 
 _KEPT = 4  # how many schedules are kept with their buffers: those of the last shapes
 
@@ -100,7 +101,8 @@ class Pipe(Runner):
         self._loss: Callable[[Any, Any], Tensor] | None = None
         self._losses: list[Tensor] = []
         self._inner = model.forward
-        override_forward(model, "pipeline", self._forward)
+        # A script may compile the prepared model, whose stages communicate: that is nothing to trace.
+        override_forward(model, "pipeline", torch.compiler.disable(self._forward))
         forward: Any = model.forward
         forward.__func__.pipe = self  # see `timing.measure`
 
@@ -213,9 +215,16 @@ class Pipe(Runner):
         # micro-batch of a number: every stage needs the arguments, not only the first one.
         numbers = torch.arange(count)
         metered = nullcontext() if self.meter is None else self.meter.batch()
-        # Hooks on accumulated gradients see that of the batch, and not that of a micro-batch.
+        # Hooks on gradients see that of the batch, and not that of a micro-batch.
         self._give_back_hooks()
-        self._give_back_hooks = put_hooks_by(self.module.parameters())
+        give_back_before = put_gradient_hooks_by(self.module.parameters())
+        give_back_after = put_hooks_by(self.module.parameters())
+
+        def give_back() -> None:
+            give_back_before()
+            give_back_after()
+
+        self._give_back_hooks = give_back
         try:
             with metered, _gathered(self.module, name):
                 schedule.step(micro=numbers, target=numbers, return_outputs=False)

@@ -23,8 +23,8 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import inside, listed
 from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
-from paceline.plan.timetable import Timetable
 from paceline_large.pipeline.split import SCHEDULES, balanced, chain, even, loads, matching, rank_of
+from paceline_large.pipeline.timetable import PipelineTimetable
 
 _SPLITS = ("uniform", "parameters", "time")
 
@@ -144,7 +144,7 @@ class Pipeline(Strategy):
             activations=int(activations),
         )
 
-    def timetable(self, plan: Plan, models: Sequence[ModelFacts]) -> Timetable | None:
+    def timetable(self, plan: Plan, models: Sequence[ModelFacts]) -> PipelineTimetable | None:
         """Returns the order of the schedule. It is assumed that the largest model takes the time."""
         from paceline_large.pipeline.schedules import order  # needed by a forecast alone
 
@@ -160,7 +160,7 @@ class Pipeline(Strategy):
         actions = order(options.schedule, ranks, per_rank(options), microbatches(options, ranks))
         stages_of_rank_0 = {stage for _, stage, _ in actions[0]}
         mean_weight = mean(stage_weights[stage] for stage in stages_of_rank_0)
-        return Timetable(actions, [weight / mean_weight for weight in stage_weights])
+        return PipelineTimetable(actions, [weight / mean_weight for weight in stage_weights])
 
 
 # -- what options say ------------------------------------------------------------------------------------------

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from paceline.plan.timetable import Action, Timeline, simulate
 from paceline_large.pipeline.split import SCHEDULES, rank_of
+from paceline_large.pipeline.timetable import Action, Timeline, simulate
 
 _CLASSES = {
     "gpipe": "ScheduleGPipe",

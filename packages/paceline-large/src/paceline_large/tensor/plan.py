@@ -56,6 +56,10 @@ OWN_STYLES = {
     "replicate": "replicated",
     "replicated": "replicated",
     "sequence_parallel": "replicated",
+    # These are for stacked experts, which stay whole: `ep` divides them.
+    "packed_colwise": "replicated",
+    "packed_rowwise": "replicated",
+    "moe_tp_experts": "replicated",
 }
 _EXAMPLE = 'options={"tensor": {"plan": {"*.fc1": "colwise", "*.fc2": "rowwise"}}}'
 
@@ -143,6 +147,12 @@ def _divide(
         return replace(alone, whole={**alone.whole, "embedding and head": reason})
     problems += untied
     problems += _indivisible_vocabulary(layers, styles, whole, width, source)
+    divided = [name for name, style in styles.items() if style in DIVIDED]
+    for row in facts.experts:
+        if not any(within(name, row.name) for name in divided):
+            whole[row.name] = (
+                "experts: ranks along tp hold the same ones and compute the same tokens; ep divides experts"
+            )
 
     # A `colwise_gather` layer outside of the blocks puts out logits; one inside of a block begins a group that is not split.
     head = ""

@@ -12,19 +12,39 @@ parameters of one kind. Gradients of replicated parameters are equal on all rank
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import Problem
 from paceline.parallel.strategy import Averaging, Strategy
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
-from paceline.plan.fqn import listed
+from paceline.plan.fqn import listed, within_some
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
 from paceline_large.tensor.options import TensorOptions
 
 if TYPE_CHECKING:
     from paceline_large.tensor.plan import LayerDivision
+
+
+def experts_over_ep(plan: Plan, facts: ModelFacts) -> list[str]:
+    """Returns the FQNs of the experts that `ep` divides. Ranks along `tp` hold the same ones, whole."""
+    if plan.layout.ep == 1:
+        return []
+    from paceline_large.experts.experts import STRATEGY as EXPERTS
+
+    return [row.name for row in EXPERTS.chosen(plan, facts)]
+
+
+def division_of(plan: Plan, facts: ModelFacts, options: TensorOptions) -> LayerDivision:
+    """Returns how the layers of a model are divided, without the experts that `ep` divides."""
+    # How layers are divided is a subject of its own, which a plan with tp=1 does not load.
+    from paceline_large.tensor.plan import divide
+
+    experts = experts_over_ep(plan, facts)
+    layers = tuple(layer for layer in facts.layers if not within_some(layer.name, experts))
+    return divide(replace(facts, layers=layers), plan.layout.tp, options)
 
 
 class Tensor(Strategy):
@@ -44,10 +64,7 @@ class Tensor(Strategy):
     divides_steps = True
 
     def _division(self, plan: Plan, facts: ModelFacts) -> LayerDivision:
-        # How layers are divided is a subject of its own, which a plan with tp=1 does not load.
-        from paceline_large.tensor.plan import divide
-
-        return divide(facts, plan.layout.tp, self.options(plan))
+        return division_of(plan, facts, self.options(plan))
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """Refuses heads and widths that do not divide, patterns and styles that do not fit, and unknown models.

@@ -21,7 +21,6 @@ from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.fqn import inside, parent, within_some
 from paceline.plan.plan import Decision
-from paceline.torch_internals.loss_parallel import divide_losses_for
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.forward import override_forward
 from paceline.world.param_groups import parameters_of
@@ -34,10 +33,11 @@ from paceline_large.tensor.options import TensorOptions
 from paceline_large.tensor.plan import (
     DIVIDED,
     SHARED,
-    divide,
     shares_heads,
 )
 from paceline_large.tensor.proof import Proof, whole_counts
+from paceline_large.tensor.tensor import division_of, experts_over_ep
+from paceline_large.torch_internals.loss_parallel import divide_losses_for
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
@@ -79,7 +79,7 @@ class DividedLayers(AppliedStrategy):
         # Otherwise `shard` does it, whose ranks hold parts of the same parameters.
         if self._context.plan.fully_sharded:
             return []
-        return step_by_owners(adapter, self.module, self._context.mesh.along("tp"))
+        return step_by_owners(adapter, self.module, self._context.mesh.along(("ep", "tp")))
 
     @contextmanager
     def full_parameters(self, writeback: bool) -> Iterator[None]:
@@ -118,7 +118,8 @@ class _Divider:
         self.mesh = context.mesh.along("tp")
         self.group = self.mesh.get_group()
         self.width = context.plan.layout.tp
-        self.division = divide(context.facts, self.width, self.options)
+        self.division = division_of(context.plan, context.facts, self.options)
+        self.experts = experts_over_ep(context.plan, context.facts)
         self.modules = dict(model.named_modules())  # a pipeline stage lacks some
         self.layers = {layer.name: layer for layer in context.facts.layers if layer.name in self.modules}
         self.streams = RandomStreams(dist.get_rank(self.group), context.device)
@@ -147,7 +148,7 @@ class _Divider:
         """Broadcasts buffers, parameters that stay plain tensors, and the state of the random number generators."""
         tensors: list[torch.Tensor] = list(self.model.buffers())
         for name, module in self.modules.items():
-            if _read_elsewhere(name, module):
+            if self._stays_plain(name, module):
                 tensors += [parameter.detach() for parameter in module.parameters(recurse=False)]
         broadcast_tensors([tensor for tensor in tensors if not tensor.is_meta], self.group)
         self.streams.share(self.group)
@@ -158,6 +159,10 @@ class _Divider:
                 module.activation_relu_or_gelu = 0
             elif isinstance(module, nn.TransformerEncoder):
                 module.use_nested_tensor = False
+
+    def _stays_plain(self, name: str, module: nn.Module) -> bool:
+        """Returns whether the parameters of a module do not become DTensors on the `tp` mesh."""
+        return _read_elsewhere(name, module) or within_some(name, self.experts)
 
     def _regions(self) -> list[tuple[str, LayerGroup, styles.Region]]:
         """Replaces the forward of each divided layer. Returns the modules around these layers."""
@@ -228,7 +233,7 @@ class _Divider:
         new_parameters: dict[int, nn.Parameter] = {}
         for name in divided_first:
             module = self.modules[name]
-            if _read_elsewhere(name, module):
+            if self._stays_plain(name, module):
                 continue
             table = parameter_table(module)
             for key, parameter in table.items():

@@ -23,11 +23,11 @@ from torch import nn
 
 from paceline.torch_internals import dispatch
 from paceline.torch_internals.dispatch import Operation
-from paceline.torch_internals.fake import FakeTensor, FakeTensorMode, fake_view, make_fake
 from paceline.world.tree import tensors as tensors_in
 from paceline_lens.forecast.allocation_trace import AllocationTrace
 from paceline_lens.forecast.work import Computation, Message, Work
 from paceline_lens.observe.flops import formulas
+from paceline_lens.torch_internals.fake import FakeTensor, FakeTensorMode, fake_view, make_fake
 
 LARGE = 1024  # elements; smaller tensors cost nothing, and their values are often looked at
 _aten = torch.ops.aten

@@ -33,7 +33,6 @@ from paceline.base.temporary import temporary_folder
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.planner.estimate import Need, estimate
-from paceline.torch_internals import fake, imaginary
 from paceline.torch_internals.forks import renew_threads
 from paceline.world import runtime
 from paceline.world.runtime import MicroBatches, PreparedRun, Runtime
@@ -42,6 +41,7 @@ from paceline.world.world import World
 from paceline_lens.forecast.allocation_trace import AllocationTrace, Peak
 from paceline_lens.forecast.loopback import LoopbackCollectives
 from paceline_lens.forecast.operation_trace import OperationTrace, Traffic
+from paceline_lens.torch_internals import fake, imaginary
 
 
 @dataclass(frozen=True)
@@ -210,6 +210,9 @@ def _perform(work: Callable[[], object], simulated: SimulatedWorld, observer: Ru
         "MASTER_ADDR": "localhost",
         "MASTER_PORT": 1,
     }
+    if not simulated.accelerated and environment.get("PACELINE_TRANSPORT") == "auto":
+        # Over gloo, ranks send to each other in pairs and need buffers to receive, which a native collective does not.
+        variables["PACELINE_TRANSPORT"] = "pairwise"
     environment.export({name: str(value) for name, value in variables.items()} | dict(simulated.settings))
     imaginary.join_imaginary_group(simulated.world_size)
     fakes = fake.FakeTensorMode(allow_non_fake_inputs=True)
@@ -256,8 +259,6 @@ class RehearsalRuntime(Runtime):
 
     def __init__(self, trace: OperationTrace, simulated: SimulatedWorld, observer: Runtime) -> None:
         self.plan: Plan | None = None
-        # Over gloo, ranks send to each other in pairs and need buffers to receive, which a native collective does not.
-        self.backend = "" if simulated.accelerated else "gloo"
         self.has_own_memory = simulated.accelerated
         self._trace = trace
         self._allocations = trace.allocations

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.base.log import logger
-from paceline.torch_internals.flight_recorder import last_collectives
 from paceline.world.stacks import dump
 from paceline.world.world import World
 from paceline_lens.hangs.host import HostWatch, report
 from paceline_lens.hangs.progress import LOOK_S, Look, Progress, ProgressReport
 from paceline_lens.hangs.watcher import Watcher, duty, running
+from paceline_lens.torch_internals.flight_recorder import last_collectives
 
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store

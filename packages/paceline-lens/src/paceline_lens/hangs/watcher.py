@@ -19,6 +19,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from paceline.world import lifetime, rendezvous
+from paceline.world.lifetime import Leaving
 from paceline.world.places import frame_of_thread, frames_of, outwards, waiting_frame
 from paceline.world.stacks import procfs
 from paceline.world.stacks.parse import Frame
@@ -68,7 +69,7 @@ D = TypeVar("D", bound=Duty)
 
 def duty(kind: type[D]) -> D | None:
     """Returns the duty of this class; None if this process has none, as in a forked child."""
-    watcher = lifetime.kept(Watcher)
+    watcher = lifetime.of_process().kept(Watcher)
     return None if watcher is None else watcher.duty(kind)
 
 
@@ -78,10 +79,10 @@ def running(computes_on_cpu: bool) -> Watcher:
     Args:
         computes_on_cpu: whether a busy thread computes. With an accelerator, a busy thread may only be waiting.
     """
-    watcher = lifetime.kept(Watcher)
+    watcher = lifetime.of_process().kept(Watcher)
     if watcher is None:
         watcher = Watcher(computes_on_cpu)
-        lifetime.keep(watcher)
+        lifetime.of_process().keep(watcher)
     return watcher
 
 
@@ -133,13 +134,13 @@ class Watcher:
             self._store = shared.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
         return self._store
 
-    def close(self, why: str) -> None:
+    def close(self, leaving: Leaving) -> None:
         """Ends the thread, and then the duties."""
         self._stop.set()
         if self._thread is not None:
             self._thread.join(_JOIN_S)
         for duty in self._duties:
-            duty.close(why)
+            duty.close(leaving.why)
 
     def _run(self) -> None:
         while not self._stop.wait(min(duty.look_s for duty in self._duties)):

@@ -21,7 +21,6 @@ from torch import nn
 from torch.utils.flop_counter import flop_registry
 from torch.utils.hooks import RemovableHandle
 
-from paceline.observe.phases import PhaseListener
 from paceline.plan.fqn import joined
 from paceline.torch_internals import dispatch
 from paceline.torch_internals.dispatch import Operation
@@ -29,6 +28,7 @@ from paceline.world.tree import map_tensors
 from paceline_lens.observe.clock import Clock, HostClock, Moment
 from paceline_lens.observe.flops_text import text
 from paceline_lens.observe.operations import ModulePart, Profile
+from paceline_lens.observe.phases import PhaseListener
 
 
 class Flops(PhaseListener):

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from paceline.base.text_table import text_table
-from paceline.observe.phases import NAMES, PhaseListener
 from paceline_lens.observe.comms import size
+from paceline_lens.observe.phases import NAMES, PhaseListener
 
 
 @dataclass

@@ -23,13 +23,13 @@ from torch import nn
 
 from paceline.base.errors import ConfigError
 from paceline.config.kinds import YES_NO, matching, whole
-from paceline.observe.phases import Phases
 from paceline.plan.options import option, read
 from paceline.world.collectives import Collectives
 from paceline_lens.observe.clock import clock_of
 from paceline_lens.observe.comms import Comms
 from paceline_lens.observe.flops import Flops
 from paceline_lens.observe.memory import Memory
+from paceline_lens.observe.phases import Phases
 from paceline_lens.observe.wall_clock import WallClock
 
 NAME = "profile"  # the name of the setting, and the first word of its options: `--option profile.flops_step=3`

@@ -13,6 +13,7 @@ from paceline.planner.estimate import Need, estimate
 from paceline.run.prepared import PreparedModel
 from paceline.run.run import Run
 from paceline.run.states import States
+from paceline_lens.observe.phases import follow_phases
 from paceline_lens.observe.profiles import NAME, ProfileOptions, Profiles, chosen
 
 Options = ProfileOptions
@@ -64,9 +65,9 @@ def profiles_of(run: Run) -> Profiles | None:
         predicted,
         run.project_dir if has_folder else None,
         places,
-        run.follow_phases(),
+        follow_phases(run),
     )
-    run.events.leaving.subscribe(profiles.finish)
+    run.lifetime.at_end(profiles.finish)
     follow_models(run, profiles.follow)
     return profiles
 

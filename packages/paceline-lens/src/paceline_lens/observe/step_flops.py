@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from paceline.observe.phases import PhaseListener
 from paceline_lens.observe.flops import COUNTED, Counter
+from paceline_lens.observe.phases import PhaseListener
 
 _COUNTED_STEP = 2  # from 1; the first step may build what later ones use
 

@@ -21,6 +21,7 @@ from paceline.run.run import Run
 from paceline.run.states import States
 from paceline.world import rendezvous
 from paceline_lens.observe.flops import Flops
+from paceline_lens.observe.phases import follow_phases
 from paceline_lens.observe.profiles import Profiles
 from paceline_lens.observe.profiling import follow_models
 from paceline_lens.observe.telemetry import StepProgress
@@ -57,7 +58,7 @@ class SystemValues:
         self._flops = profiles.flops if profiles is not None else None
         if self._flops is None and self._peak_flops is not None:
             self._flops = Flops(_COUNTED_STEP, totals=self._totals)
-            run.follow_phases().listeners.append(self._flops)
+            follow_phases(run).listeners.append(self._flops)
             follow_models(run, self._flops.follow_model)
         run.events.before_first_step.subscribe(self._restart)
         if self._store is not None and not run.world.is_main:

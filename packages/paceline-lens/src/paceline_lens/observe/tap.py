@@ -18,7 +18,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.torch_internals.station import Station, awaited_work
+from paceline_lens.torch_internals.station import Station, awaited_work
 
 _NAMES = {
     "allreduce_": "all_reduce",

@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 
 from paceline.base.text_table import text_table
-from paceline.observe.phases import NAMES, PhaseListener
 from paceline_lens.observe.clock import Clock, HostClock, Moment
+from paceline_lens.observe.phases import NAMES, PhaseListener
 
 _KEPT = 64  # steps whose times can be read one by one
 

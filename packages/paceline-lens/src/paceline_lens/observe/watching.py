@@ -29,7 +29,9 @@ from paceline.torch_internals.modules import is_compiled
 from paceline.world.device import device_properties
 from paceline.world.events import SavedCheckpoint
 from paceline_lens.forecast.known_forecasts import key_of, recall
+from paceline_lens.observe.expert_load import ExpertLoad
 from paceline_lens.observe.memory import resident
+from paceline_lens.observe.phases import follow_phases
 from paceline_lens.observe.step_flops import StepFlops
 from paceline_lens.observe.telemetry import StepProgress, Telemetry
 from paceline_lens.watch.journal import JournalWriter, RunHeader, add_header, rank_file
@@ -65,11 +67,13 @@ def telemetry_of(run: Run) -> Telemetry | None:
         if world.local_rank == 0:
             logger("watch").warning("this run is not recorded: %s: %s.", error.filename or folder, error.strerror)
         return None
-    phases = run.follow_phases()
+    phases = follow_phases(run)
     telemetry = Telemetry(writer, phases, _progress_of(weakref.ref(run)), memory_of(run.device), main=world.is_main)
     hello = _hello(run)
     telemetry.record(hello)
     _join(run, telemetry)
+    if world.is_main:
+        count_tokens_of_experts(run, telemetry)
     if world.is_main and hello.peak_flops is not None:
         count_flops(run, telemetry)
     # Only the launchers of Paceline bring the files of several hosts together.
@@ -99,7 +103,7 @@ def _join(run: Run, telemetry: Telemetry) -> None:
         run.events.saved.subscribe(saved)
     # At the end of Python at the latest; a run that nobody holds any more ends before.
     finish = weakref.finalize(run, telemetry.finish)
-    run.events.leaving.subscribe(finish)
+    run.lifetime.at_end(finish)
     _recorded.append((weakref.ref(run), finish))
 
 
@@ -139,7 +143,31 @@ def count_flops(run: Run, telemetry: Telemetry) -> None:
         if counted_run is None or counted_run.plan.compile:
             return
         if not any(is_compiled(entry.wrapped) for entry in counted_run.prepared.models):
-            counted_run.follow_phases().listeners.append(StepFlops(tell))
+            follow_phases(counted_run).listeners.append(StepFlops(tell))
+
+    once = run.events.prepared.subscribe(prepared)
+
+
+def count_tokens_of_experts(run: Run, telemetry: Telemetry) -> None:
+    """Records how evenly the tokens of this rank go to the experts, of models whose experts are stacked.
+
+    A compiled model is left alone, as in `count_flops`.
+    """
+    this_run = weakref.ref(run)
+    load = ExpertLoad(telemetry.log)
+
+    def prepared() -> None:
+        once()
+        prepared_run = this_run()
+        if prepared_run is None or prepared_run.plan.compile:
+            return
+        for entry in prepared_run.prepared.models:
+            present = dict(entry.module.named_modules())  # a stage of a pipeline lacks some
+            stacked = [row for row in entry.facts.experts if row.name in present and not (row.modules or row.problem)]
+            for row in stacked:
+                load.follow(present[row.name], row)
+            if stacked and load not in follow_phases(prepared_run).listeners:
+                follow_phases(prepared_run).listeners.append(load)
 
     once = run.events.prepared.subscribe(prepared)
 

@@ -20,10 +20,10 @@ from torch import nn
 from paceline.base import env as environment
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become
-from paceline.testing.faults import Fault
 from paceline.world import runtime
 from paceline.world.events import SavedCheckpoint
 from paceline.world.runtime import MicroBatches, PreparedRun, Runtime
+from paceline_lens.faults import Fault
 from paceline_lens.observe.watching import progress_of
 from paceline_lens.rehearse.apart import keep_apart
 from paceline_lens.rehearse.job_orders import DrillOrders

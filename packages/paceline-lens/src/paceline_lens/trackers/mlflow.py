@@ -13,9 +13,9 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.log import warn_once
-from paceline.observe.trackers.delivery import DeliveryEntry, RefusedError
 from paceline.observe.trackers.library import LibraryTracker, knock
 from paceline.observe.trackers.tracker import Status
+from paceline_lens.trackers.delivery import DeliveryEntry, RefusedError
 
 
 class MLflowTracker(LibraryTracker):

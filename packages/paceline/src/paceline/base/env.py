@@ -29,8 +29,8 @@ def parse_bool(text: str) -> bool:
 
 
 def _parse_transport(text: str) -> str:
-    if text not in ("auto", "native"):
-        raise ValueError("auto or native")
+    if text not in ("auto", "native", "pairwise"):
+        raise ValueError("auto, native or pairwise")
     return text
 
 
@@ -117,7 +117,8 @@ _ROWS = (
         "PACELINE_TRANSPORT",
         _parse_transport,
         "auto",
-        "For tests: `native` uses the backend's own collectives, as on GPUs, instead of gloo's sends between pairs of ranks.",
+        "For tests and rehearsals: `native` uses the backend's own collectives, as on GPUs; `pairwise` sends between pairs of "
+        "ranks, as over gloo.",
     ),
 )
 TABLE = {row.name: row for row in _ROWS}

@@ -16,14 +16,21 @@ from typing import Any
 def lazy_names(package: str, where: Mapping[str, str]) -> Callable[[str], Any]:
     """Returns a module's `__getattr__`, which imports a name at its first use.
 
+    The function raises ConfigError `part-missing`, for a name of a part that is not installed.
+
     Args:
         package: name of the package whose names are lazy.
-        where: public name -> the module that defines it.
+        where: public name -> the module that defines it, which may be one of another part.
     """
 
     def load(name: str) -> Any:
         if name not in where:
             raise _unknown(package, name, list(where))
+        part, _, _ = where[name].partition(".")
+        if part.startswith("paceline_"):
+            from paceline.base.parts import require  # `import paceline` does not need it
+
+            require(part.removeprefix("paceline_"), f"`{package}.{name}` is", f"{where[name]} defines it")
         with _interrupt_after_import(), fast_imports():
             value = getattr(import_module(where[name]), name)
         # The name is an attribute of the package from now on, so Python does not call this function for it again.

@@ -28,8 +28,9 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
     "lens": {
         "paceline.commands": (
             "checkpoint diff", "checkpoint export", "checkpoint ls", "checkpoint prune", "checkpoint show",
-            "checkpoint verify", "metrics", "plan", "ps", "rehearse", "tune", "verify", "watch",
+            "checkpoint verify", "metrics", "plan", "ps", "rehearse", "trackers", "tune", "verify", "watch",
         ),
+        "paceline.deliveries": ("thread",),
         "paceline.hang_reports": ("hangs",),
         "paceline.observers": ("anomalies", "journal", "profile", "system_values"),
         "paceline.recordings": ("journal",),
@@ -37,6 +38,7 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
             "aim", "clearml", "comet_ml", "dvclive", "mlflow", "opentelemetry", "swanlab", "trackio", "wandb",
         ),
     },
+    "doors": {"paceline.commands": ("doors",), "paceline.name_servers": ("doors",)},
     "accelerate": {"paceline.libraries": ("accelerate",)},
     "deepspeed": {"paceline.commands": ("deepspeed",), "paceline.libraries": ("deepspeed",)},
 }  # fmt: skip

@@ -1,10 +1,11 @@
 """`Checkpointer`: saves and loads a `TrainState`. A crash at any moment leaves the previous checkpoint intact.
 
-    save   stage (rank 0) -> hook -> encode -> plan | -> shards -> index, state, manifest, publish (rank 0) -> prune (rank 0)
+    save   claim a folder (rank 0) -> read the state | -> write the files, publish -> prune (rank 0)
     load   format -> verify (the ranks share the files) -> open -> match (nothing is changed before) -> read -> apply
 
 After each arrow the ranks compare the outcome (`agree`): an error on one rank is raised on all of them. A save in the
-background copies this rank's share at the bar and returns; a thread does the rest, over a process group of its own.
+background copies this rank's share at the bar and returns; a thread does the rest, over a process group of its own. What lies
+between the claim and the pruning is the layout's: a `FolderWriter`, of which `NativeWriter` is ours.
 """
 
 from __future__ import annotations
@@ -12,35 +13,37 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
-
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import WriteResult
 
 from paceline.base import env
 from paceline.base.errors import CheckpointError, Problem
 from paceline.checkpoint import retention
-from paceline.checkpoint.agree import Alone, WriterPeers, agreed, collected, distinct, raise_alike, together
+from paceline.checkpoint.agree import Alone, WriterPeers, agreed, raise_alike, together
 from paceline.checkpoint.background import Background
-from paceline.checkpoint.format.checkpoint_format import CHECKPOINT_FORMATS, NATIVE, CheckpointFormat, format_of
-from paceline.checkpoint.format.manifest import NAME, STATE, Checksummed, FileFact, Manifest, measure
+from paceline.checkpoint.format.checkpoint_format import (
+    CHECKPOINT_FORMATS,
+    NATIVE,
+    CheckpointFormat,
+    Claimed,
+    FolderWriter,
+    files_of,
+    format_of,
+    recover_one,
+)
+from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.format.native_writer import NativeWriter
 from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
-from paceline.checkpoint.format.shards import INDEX, SavePlanner, write_index, write_shard
-from paceline.checkpoint.format.share import FileShare
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.ownership import Ownership
 from paceline.checkpoint.save_report import SaveReport
 from paceline.checkpoint.search import CheckpointSearch
-from paceline.checkpoint.staging import Staging
 from paceline.checkpoint.state.match import Mismatch
-from paceline.checkpoint.state.train_state import Encoded, Restore, TrainState, merge
+from paceline.checkpoint.state.train_state import Restore, TrainState
 from paceline.checkpoint.store import Store, claim, discard, store_for
 from paceline.world.events import SavedCheckpoint
-from paceline.world.sharded import is_sharded, local
 
 _log = logging.getLogger("paceline.checkpoint")
 
@@ -61,23 +64,6 @@ class Loaded:
 
 
 @dataclass(frozen=True)
-class _WriterAssignment:
-    """Which rank writes which tensors. It is valid as long as the tensors have the same names, shapes and layouts.
-
-    Attributes:
-        key: names, shapes and layouts of this rank's tensors.
-        share: the share of this rank.
-        index: torch's index without the places of tensors; on rank 0 only.
-        shares: the shares of all ranks; on rank 0 only.
-    """
-
-    key: list[Any]
-    share: FileShare
-    index: Metadata | None
-    shares: list[FileShare]
-
-
-@dataclass(frozen=True)
 class _Opened:
     """What rank 0 has decided about a save before its state is read.
 
@@ -92,29 +78,6 @@ class _Opened:
     staged: str
     metrics: dict[str, float]
     runs: list[str]
-
-
-@dataclass(frozen=True)
-class _Save:
-    """A save whose state was read. Its files are to be written.
-
-    Attributes:
-        store: where it is written.
-        home: the final folder of the checkpoint.
-        staged: the folder into which it is written first.
-        shared: the JSON state of all ranks.
-        division: which rank writes which tensors.
-        manifest: the manifest, without the files.
-        pieces: returns the content of this rank's file, piece by piece.
-    """
-
-    store: Store
-    home: str
-    staged: str
-    shared: dict[str, Any]
-    division: _WriterAssignment
-    manifest: Manifest
-    pieces: Callable[[], Iterable[Any]]
 
 
 class Checkpointer:
@@ -138,9 +101,8 @@ class Checkpointer:
         self._peers = collectives or Alone()
         self._tell = tell
         self._keep = keep or Keep()
-        self._division: _WriterAssignment | None = None
+        self._native = NativeWriter()
         self._background = Background()
-        self._staging = Staging()
         self._background_peers: WriterPeers | None = None
         self._ownership = Ownership()
         self._search = CheckpointSearch(self._peers)
@@ -157,6 +119,9 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         background: bool = False,
         fresh: bool = False,
+        writer: FolderWriter | None = None,
+        keep: Keep | None = None,
+        alone: bool = False,
     ) -> str:
         """Saves a state at `path`. A checkpoint that is there can be loaded until the new one replaces it.
 
@@ -173,6 +138,9 @@ class Checkpointer:
                 saves. An error afterwards is raised by the next call of a method.
             fresh: whether `path` is an automatic name (`next_path`), which must be new. If another run has taken it since,
                 the next free one is used.
+            writer: writes the files of another layout than ours.
+            keep: the rule for this save, in place of the one for all.
+            alone: whether this rank saves by itself, and waits for no other one.
 
         Returns:
             The absolute path of the checkpoint.
@@ -181,6 +149,9 @@ class Checkpointer:
             CheckpointError: `checkpoint-value`, `checkpoint-not-writable`, `checkpoint-disk-full`, `checkpoint-io`,
                 `checkpoint-not-shared`, `checkpoint-failed`, `checkpoint-metric`. Earlier checkpoints are untouched.
         """
+        peers: WriterPeers = Alone() if alone else self._peers
+        writer = writer or self._native.read
+        keep = keep or self._keep
         report = SaveReport(self._tell if self._peers.rank == 0 else None, os.fspath(path), state.run.step)
         # There is one save at a time, since all saves use the same staging memory and the same background group. An error of
         # the last one is raised here, where all ranks are at the same place.
@@ -188,38 +159,56 @@ class Checkpointer:
         if background and self._background_peers is None:
             self._background_peers = self._peers.apart()
         store, home = _locate(path)
+
+        def claim_folder() -> _Opened:
+            if peers.rank:
+                return _Opened(home, "", {}, [])
+            return self._open(store, home, keep, metrics, fresh)
+
         try:
             # The result of rank 0 is used; the other ranks open nothing.
-            opened = together(self._peers, f"opening {home}", lambda: self._open(store, home, metrics, fresh))[0]
+            opened = together(peers, f"opening {home}", claim_folder)[0]
         except BaseException as error:
             report.failed(error)
             raise
-        home = opened.home
-        staged = opened.staged
-        report.path = home
+        report.path = opened.home
         manifest = Manifest(
             {},
             state.run.step,
-            self._peers.size,
+            peers.size,
             json.loads(plan_json),
             opened.metrics,
             run=env.get("PACELINE_RUN"),
             runs=opened.runs,
             writer=claim.record(),
         )
-        try:
-            save = self._read(store, home, staged, state, manifest, extra_files_hook, background)
-        except BaseException as error:
-            self._discard(store, staged)
-            report.failed(error)
-            raise
+        claimed = Claimed(store, opened.home, opened.staged, state, manifest, extra_files_hook, background)
+        with self._failing(claimed, peers, report):
+            write = writer(peers, claimed)
+
+        def finish(peers: WriterPeers) -> None:
+            with self._failing(claimed, peers, report):
+                size = write(peers)
+            report.complete(size)
+            agreed(peers, "removing old checkpoints", lambda: self._prune(peers, claimed, keep))
+
         if background:
             background_peers = self._background_peers or self._peers
             report.loop_goes_on()
-            self._background.start(lambda: self._finish(save, background_peers, report))
+            self._background.start(lambda: finish(background_peers))
         else:
-            self._finish(save, self._peers, report)
-        return home
+            finish(peers)
+        return opened.home
+
+    @contextmanager
+    def _failing(self, claimed: Claimed, peers: WriterPeers, report: SaveReport) -> Iterator[None]:
+        """Removes the unfinished folder of a save, and reports it, where the `with` block fails."""
+        try:
+            yield
+        except BaseException as error:
+            self._discard(claimed, peers)
+            report.failed(error)
+            raise
 
     def wait(self) -> None:
         """Waits for a save in the background, and raises its error on all ranks if it failed on any."""
@@ -230,13 +219,18 @@ class Checkpointer:
         """Returns whether a save in the background is running on any rank."""
         return self._background.started and any(self._peers.gather_object(self._background.running))
 
-    def _open(self, store: Store, home: str, metrics: Mapping[str, float] | None, fresh: bool) -> _Opened:
-        """On rank 0: checks the metrics, takes the name, and creates the folder into which the save is written."""
-        if self._peers.rank:
-            return _Opened(home, "", {}, [])
+    def _open(
+        self,
+        store: Store,
+        home: str,
+        keep: Keep,
+        metrics: Mapping[str, float] | None,
+        fresh: bool,
+    ) -> _Opened:
+        """On the first rank: checks the metrics, takes the name, and creates the folder into which the save is written."""
         numbered = retention.number(store, home) is not None
         # Only automatic names are pruned, so only they need the metric by which that is done.
-        rule = self._keep if numbered else Keep()
+        rule = keep if numbered else Keep()
         numbers = rule.check(metrics)
         if store.exists(home) and not store.folder(home):
             raise CheckpointError(
@@ -259,7 +253,7 @@ class Checkpointer:
             # Since the name was chosen, another run may have published it, and some after it, and have pruned it.
             above = retention.following(store, folder, count) if fresh else home
             if above != home:
-                self._discard(store, staged)
+                discard(store, staged)
                 home, staged = above, ""
         name = store.parent(home)[1]
 
@@ -267,129 +261,26 @@ class Checkpointer:
             return other == name or (numbered and retention.PATTERN.fullmatch(other) is not None)
 
         # The name is taken before anything is cleaned. So no number comes back that a suspended process may still hold.
-        store.recover(folder, is_mine, partial(_files, store))
+        store.recover(folder, is_mine, partial(files_of, store))
         return _Opened(home, staged, numbers, self._ownership.runs(folder))
 
-    def _read(
-        self,
-        store: Store,
-        home: str,
-        staged: str,
-        state: TrainState,
-        manifest: Manifest,
-        hook: Callable[[str], None] | None,
-        background: bool,
-    ) -> _Save:
-        """Reads the state. Training may continue after it, if the save is in the background."""
-        peers = self._peers
-        agreed(peers, f"opening {staged}", lambda: _check_shared(store, staged, peers.rank))
-        if hook is not None:
-            agreed(peers, "running the hook that adds files", lambda: hook(staged))
-        encoded = agreed(peers, "reading the state", lambda: state.encode(peers.rank))
-        # Ranks with equal JSON send it once only.
-        shared = merge(distinct(peers, encoded.shared))
-        division = self._divide(encoded)
-        share = division.share
-
-        def copy() -> Callable[[], Iterable[Any]]:
-            tensors = [local(encoded.tensors[place.index.fqn]) for place in share.places]
-            if background:
-                # This copy takes nearly all of the time for which training waits.
-                self._staging.copy(share, tensors)
-                return self._staging.pieces
-            return lambda: share.pieces(tensors)
-
-        pieces = agreed(peers, "copying the state", copy)
-        shared["rng"] = merge(peers.collect_object(encoded.own))
-        return _Save(store, home, staged, shared, division, manifest, pieces)
-
-    def _divide(self, encoded: Encoded) -> _WriterAssignment:
-        """Plans which rank writes which tensors, or returns the plan of the last save.
-
-        Planning takes time for each tensor of each rank, so it is only done again if names, shapes or layouts have changed on
-        some rank.
-        """
-        peers = self._peers
-        last = self._division
-        key: list[Any] = [(path, *_layout(tensor)) for path, tensor in encoded.tensors.items()]
-        key.append(tuple(encoded.pinned))
-        unchanged = last is not None and last.key == key
-        if not peers.any(not unchanged):
-            assert last is not None
-            return last
-        planner = SavePlanner(encoded.tensors, encoded.pinned)
-        plans = collected(peers, "planning the shards", planner.create_local_plan)
-
-        def divide() -> tuple[Metadata | None, list[FileShare]]:
-            # Only rank 0 plans. When every rank got the plans of all ranks, each of 2,048 ranks planned the same checkpoint
-            # for 3 to 5 seconds, and was sent 8.8 MB for 12 parameters.
-            if peers.rank:
-                return None, []
-            global_plans, index = planner.create_global_plan(plans)
-            return index, [FileShare.of(plan.items) for plan in global_plans]
-
-        index, shares = agreed(peers, "planning the shards", divide)
-        self._division = _WriterAssignment(key, peers.scatter_object(shares), index, shares)
-        return self._division
-
-    def _finish(self, save: _Save, peers: WriterPeers, report: SaveReport) -> None:
-        """Writes and publishes a save. Ranks: all; in the background over a process group of its own."""
-        store = save.store
-        staged = save.staged
-        division = save.division
-
-        def write() -> dict[str, FileFact]:
-            if not division.share.places:
-                return {}
-            return write_shard(store, staged, _name(peers.rank), save.pieces())
-
-        facts: dict[str, FileFact] = {}
-
-        def publish() -> None:
-            for files in written:
-                facts.update(files)
-            results: list[WriteResult] = []
-            for rank, share in enumerate(division.shares):
-                results += share.results(_name(rank))
-            assert division.index is not None, "rank 0 publishes, and has made it"
-            facts[INDEX] = write_index(store, staged, division.index, results)
-            with store.open(store.join(staged, STATE), "wb") as file:
-                stream = Checksummed(file)
-                stream.write(json.dumps(save.shared).encode())
-            facts[STATE] = stream.fact
-            for name in store.files(staged):
-                if name not in facts:  # a user's hook has added it
-                    facts[name] = measure(store, store.join(staged, name))
-            # The manifest comes last: a folder without one is no checkpoint, wherever the process was cut off.
-            replace(save.manifest, files=facts).write(store, staged)
-            store.publish(staged, save.home, last=NAME, owned=partial(_files, store))
-
-        try:
-            # Every file of every rank is written and durable before rank 0 publishes.
-            written = collected(peers, f"writing the shards into {staged}", write)
-            agreed(peers, f"publishing {save.home}", lambda: publish() if peers.rank == 0 else None)
-        except BaseException as error:
-            self._discard(store, staged)
-            report.failed(error)
-            raise
-        report.complete(sum(fact.bytes for fact in facts.values()))
-        agreed(peers, "removing old checkpoints", lambda: self._prune(store, save.home))
-
-    def _prune(self, store: Store, home: str) -> None:
+    def _prune(self, peers: WriterPeers, claimed: Claimed, keep: Keep) -> None:
+        store = claimed.store
+        home = claimed.home
         damaged = self._search.damaged
         damaged.discard(home)
-        if self._peers.rank or retention.number(store, home) is None:
+        if peers.rank or retention.number(store, home) is None:
             return
         folder = store.parent(home)[0]
         own = self._ownership.own(folder)
         own.add(home)
-        for path in retention.surplus(store, folder, self._keep, home, damaged, own):
+        for path in retention.surplus(store, folder, keep, home, damaged, own):
             retention.remove(store, path)
             own.discard(path)
 
-    def _discard(self, store: Store, staged: str) -> None:
-        if self._peers.rank == 0:
-            discard(store, staged)
+    def _discard(self, claimed: Claimed, peers: WriterPeers) -> None:
+        if peers.rank == 0:
+            discard(claimed.store, claimed.staged)
 
     # ------------------------------------------------------------------ load
 
@@ -423,14 +314,15 @@ class Checkpointer:
         if self._peers.rank == 0:
             self._ownership.go_on(store, home)
 
+    def go_on_from(self, path: str | os.PathLike[str]) -> None:
+        """Counts what the run of a checkpoint has saved beside it as this run's own. Ranks: each by itself; rank 0's counts."""
+        self._go_on(*_locate(path))
+
     def _recognise(self, store: Store, home: str) -> str:
         """On rank 0: returns the format of a folder; "native" if it is no checkpoint, so that the error names our files."""
         if self._peers.rank:
             return ""
-        if not store.exists(home):
-            # A crash between the two renames of a save leaves the old checkpoint under another name, which is undone here.
-            folder, name = store.parent(home)
-            store.recover(folder, lambda other: other == name, partial(_files, store), clean=False)
+        recover_one(store, home)
         checkpoint_format = format_of(store, home)
         return NATIVE if checkpoint_format is None else checkpoint_format.name
 
@@ -499,34 +391,6 @@ def _locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
     """Returns the store that serves a path, and the absolute path."""
     store = store_for(path)
     return store, store.resolve(os.fspath(path))
-
-
-def _layout(tensor: Tensor) -> tuple[Any, ...]:
-    """Returns the properties of a tensor that decide which rank writes which part of it."""
-    if is_sharded(tensor):
-        return tensor.shape, tensor.dtype, tensor.device_mesh, tensor.placements
-    return tensor.shape, tensor.dtype
-
-
-def _name(rank: int) -> str:
-    """Returns the name of the file that a rank writes, as torch's distributed checkpoint names it."""
-    return f"__{rank}_0.distcp"
-
-
-def _files(store: Store, folder: str) -> list[str] | None:
-    """Returns the files of the checkpoint in a folder, including its manifest; None if the folder is no checkpoint."""
-    manifest = Manifest.find(store, folder)
-    return None if manifest is None else manifest.paths()
-
-
-def _check_shared(store: Store, staged: str, rank: int) -> None:
-    if not store.exists(staged):
-        raise CheckpointError(
-            "checkpoint-not-shared",
-            f"rank {rank} cannot see {staged}, which rank 0 has created.",
-            why="all ranks write their parts into the same folder",
-            fix="save to a folder that all hosts share",
-        )
 
 
 def _judge(ranks: list[dict[str, Mismatch]], home: str, strict: bool) -> tuple[str, ...]:

@@ -7,27 +7,13 @@ from __future__ import annotations
 
 import logging
 import secrets
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from paceline.checkpoint import retention
-from paceline.checkpoint.format.manifest import Manifest
+from paceline.checkpoint.format.checkpoint_format import record_of
 from paceline.checkpoint.store import Store, claim
 
 _log = logging.getLogger("paceline.checkpoint")
-
-
-class Author(Protocol):
-    """Who has saved a checkpoint; a `Manifest` says it, and other formats have a record of their own."""
-
-    @property
-    def runs(self) -> Sequence[str]:
-        """The random names of the run, and of the runs that it goes on from."""
-
-    @property
-    def writer(self) -> Mapping[str, str]:
-        """The process, as `claim.record` describes it."""
 
 
 @dataclass
@@ -50,14 +36,9 @@ class _KnownFolder:
 
 
 class Ownership:
-    """Keeps apart the checkpoints of runs that save into the same folder. Ranks: only rank 0 uses it.
+    """Keeps apart the checkpoints of runs that save into the same folder. Ranks: only rank 0 uses it."""
 
-    Args:
-        author_of: returns who has saved the checkpoint at a path; None where nobody can tell.
-    """
-
-    def __init__(self, author_of: Callable[[Store, str], Author | None] = Manifest.find) -> None:
-        self._author_of = author_of
+    def __init__(self) -> None:
         self._name = secrets.token_hex(8)
         self._folders: dict[str, _KnownFolder] = {}
 
@@ -77,7 +58,7 @@ class Ownership:
 
         Only what is there now counts. If that run lives on another host and saves again, its new checkpoints stay its own.
         """
-        author = self._author_of(store, home)
+        author = record_of(store, home)
         if author is None or (claim.is_running(author.writer) and not claim.is_mine(author.writer)):
             return
         folder = store.parent(home)[0]
@@ -86,7 +67,7 @@ class Ownership:
         ancestors = author.runs or [""]
         known.runs += [name for name in ancestors if name not in known.runs]
         for path in retention.numbered(store, folder).values():
-            other = self._author_of(store, path)
+            other = record_of(store, path)
             if other is not None and (other.runs or [""])[0] in ancestors:
                 known.own.add(path)
 
@@ -98,7 +79,7 @@ class Ownership:
         for path in sorted(foreign):
             if known.is_warned:
                 break
-            author = self._author_of(store, path)
+            author = record_of(store, path)
             if author is None or claim.is_mine(author.writer):
                 continue
             # What lies there before the first save is a rival's only if its process is seen to run.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Collection
 
 from paceline.base.errors import CheckpointError
+from paceline.checkpoint.format.checkpoint_format import record_of
 from paceline.checkpoint.format.manifest import NAME, Manifest
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import Store
@@ -148,9 +149,9 @@ def surplus(
     for path in numbered(store, folder).values():
         if path in damaged or (own is not None and path not in own):
             continue
-        manifest = Manifest.find(store, path)
-        if manifest is not None:
-            whole.append((path, manifest))
+        record = record_of(store, path)
+        if record is not None:
+            whole.append((path, record))
     # The one just saved counts as the newest, whatever its number is.
     stay = keep.stays(sorted(whole, key=lambda checkpoint: checkpoint[0] == just))
     return [path for path, _ in whole if path not in stay and path != just]

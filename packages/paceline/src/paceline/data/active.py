@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from paceline.base.log import warn_once
 from paceline.data.loader import CreatedIterator, PreparedLoader, T
-from paceline.data.origins import Origins
 from paceline.world.events import Events
+from paceline.world.runtime import Runtime
+
+if TYPE_CHECKING:
+    from paceline.data.origins import Origins
 
 
 class ActiveLoaders:
@@ -21,19 +25,19 @@ class ActiveLoaders:
 
     Args:
         events: of the run, which are told when training is between two batches, and when an epoch ends.
+        runtime: of the run; it may record batches.
 
     Attributes:
         trained: whether any loader trains.
         unused: whether a loader that trains has yielded a batch that no backward pass has followed.
-        origins: tells from which batch a loss was computed, where several loops run at the same time.
     """
 
-    def __init__(self, events: Events | None = None) -> None:
+    def __init__(self, events: Events | None = None, runtime: Runtime | None = None) -> None:
         self.trained = False
         self.unused = False
         self._events = Events() if events is None else events
+        self._runtime = Runtime() if runtime is None else runtime
         self._stack: list[PreparedLoader] = []
-        self.origins = Origins()
         # Loaders that have yielded a batch since the last backward pass, and those from whose batches losses were computed.
         # Weak references, since a loader that the script drops should end its workers at once.
         self._given: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
@@ -51,6 +55,13 @@ class ActiveLoaders:
         self._until_overlap: weakref.ref[PreparedLoader] | None = None
         # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
+
+    @cached_property
+    def origins(self) -> Origins:
+        """Tells from which batch a loss was computed, where several loops run at the same time."""
+        from paceline.data.origins import Origins  # most runs have one loop at a time
+
+        return Origins()
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a loader that another process unpickles is in no loop
@@ -180,7 +191,7 @@ class ActiveLoaders:
 
         Where several loops run at the same time, it is the batch that the model was called with last, if that is known.
         """
-        loaders: list[PreparedLoader | None] = [*self.origins.inputs]
+        loaders: list[PreparedLoader | None] = [*self.origins.inputs] if self._overlapped else []
         if not loaders:
             loaders = [self.leading]
         batches = [loader.current for loader in loaders if loader is not None]
@@ -272,8 +283,9 @@ class ActiveLoaders:
         if loader.trains:
             self._events.epoch_over()
 
-    def measured(self, batches: Iterator[T]) -> Iterator[T]:
-        """Returns the same batches. If phases are measured, the wait for each batch is the phase "data"."""
+    def observed(self, batches: Iterator[T]) -> Iterator[T]:
+        """Shows batches to the runtime, and returns them. If phases are measured, the wait for each is the phase "data"."""
+        batches = self._runtime.batches(batches)
         return self._in_phase(batches) if self._events.phase else batches
 
     def _in_phase(self, batches: Iterator[T]) -> Iterator[T]:

@@ -17,10 +17,11 @@ import torch
 from torch.utils.data import DataLoader
 
 from paceline.data.augment import Augmented, draws_nothing, has_own_streams
+from paceline.data.divided_batches import DividedOrder
+from paceline.data.entries import Entries
 from paceline.data.loader_worker import FirstCall
 from paceline.data.order import Order, Shuffled, mix
 from paceline.data.schedule import BatchSchedule, Even, RankBatches, WholeBatches
-from paceline.data.tokens import BatchesOfDocuments, TokenBatches
 from paceline.plan.data import BatchInfo, DataPlan, Position
 from paceline.torch_internals.loaders import copy_with, has_iterator, naming_dead_workers
 
@@ -220,13 +221,15 @@ class MapFeed:
         """Returns the schedule of the rest of an epoch, from `start` on."""
         order = note.get("order") or NOTHING
         if self.group:
-            entries = self.order.open(self.plan, start.epoch, self.plan.width, order)
-            lengths = None
-            if isinstance(self.order, TokenBatches):
-                lengths = self.order.sampler.lengths
-                assert isinstance(entries, BatchesOfDocuments)
-                entries.start_at(start.samples)
-            return WholeBatches(self.plan, entries, start.samples, self.group, note.get("skipped"), lengths)
+            parts = None
+            if isinstance(self.order, DividedOrder):
+                entries_of_batches = self.order.open(self.plan, start.epoch, self.plan.width, order)
+                entries_of_batches.start_at(start.samples)
+                entries: Entries = entries_of_batches
+                parts = self.order.sampler.parts
+            else:
+                entries = self.order.open(self.plan, start.epoch, self.plan.width, order)
+            return WholeBatches(self.plan, entries, start.samples, self.group, note.get("skipped"), parts)
         entries = self.order.open(self.plan, start.epoch, self.plan.global_batch, order)
         return Even(self.plan, entries, start.samples)
 

@@ -13,12 +13,10 @@ from torch.utils.data import DataLoader, default_collate, default_convert
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
 from paceline.data.cursor import Cursor
+from paceline.data.divided_batches import divided_sampler
 from paceline.data.feed import NOTHING, Feed, Mark, Steps
-from paceline.data.packing import packed_tokens
 from paceline.data.prefetch import on_device
-from paceline.data.tokens import token_sampler
 from paceline.plan.data import BatchInfo, DataPlan, Position
-from paceline.world import runtime
 from paceline.world.tree import common_rows
 
 T = TypeVar("T")
@@ -40,7 +38,7 @@ class LoopObserver(Protocol):
 
     def push(self, loader: PreparedLoader, iterator: CreatedIterator) -> None: ...
 
-    def measured(self, batches: Iterator[T]) -> Iterator[T]: ...
+    def observed(self, batches: Iterator[T]) -> Iterator[T]: ...
 
     def give(self, loader: PreparedLoader, batch: object) -> None: ...
 
@@ -96,7 +94,7 @@ class PreparedLoader:
         self.trains = False
         self.may_drop = original.collate_fn not in (default_collate, default_convert)
         self._seen_rows: int | None = None  # of the current batch, where `may_drop`
-        self._is_by_tokens = token_sampler(original) is not None
+        self._divided_by = divided_sampler(original)
         self._feed = feed
         self._active = active
         self._non_blocking = non_blocking
@@ -143,7 +141,7 @@ class PreparedLoader:
         # The feed reads on the CPU; its batches are copied to the device, shown to the runtime (which may record them), and
         # the wait for them is measured.
         on_their_way = on_device(opened, self.device, self._non_blocking)
-        steps = self._active.measured(runtime.current().batches(on_their_way))
+        steps = self._active.observed(on_their_way)
         self._active.push(self, iterator)
         self._open += 1
         finished = False
@@ -178,11 +176,10 @@ class PreparedLoader:
 
     def _rows_in(self, batch: object) -> int | None:
         """Returns the number of rows over which a loss is the mean, as far as a batch shows it."""
-        if self._is_by_tokens:
-            # Packed documents are one row, of another length on each rank: a mean over them is one over tokens.
-            num_tokens = packed_tokens(batch)
-            if num_tokens is not None:
-                return num_tokens
+        if self._divided_by is not None:
+            rows = self._divided_by.rows_in(batch)
+            if rows is not None:
+                return rows
         return common_rows(batch)
 
     def train(self) -> None:

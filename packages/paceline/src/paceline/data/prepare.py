@@ -12,10 +12,10 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from paceline.base.errors import DataError, Problem
 from paceline.data.active import ActiveLoaders
 from paceline.data.augment import draws_nothing, has_own_streams
+from paceline.data.divided_batches import DividedOrder, divided_sampler
 from paceline.data.feed import Feed, MapFeed, Source
 from paceline.data.loader import PreparedLoader
 from paceline.data.order import Read, check_unsharded, first_entry, order_of, seed_of
-from paceline.data.tokens import TokenBatches, token_sampler
 from paceline.plan.data import DataPlan, Tail
 from paceline.plan.plan import Decision
 from paceline.world.collectives import Collectives
@@ -102,9 +102,9 @@ def prepare_loader(
     assert plan is not None
     feed = _feed(loader, plan, source, reads_all, collectives, shared)
     active = ActiveLoaders() if active is None else active  # an empty stack is false
-    asked = {"batch_size": _sizes(loader)[0], "split_batches": split_batches}
-    if source is not None and isinstance(source.order, TokenBatches):
-        asked["tokens"] = source.order.sampler.tokens
+    asked: dict[str, Any] = {"batch_size": _sizes(loader)[0], "split_batches": split_batches}
+    if source is not None and isinstance(source.order, DividedOrder):
+        asked |= source.order.sampler.asked
     return PreparedLoader(loader, feed, torch.device(device), active, non_blocking, arguments, asked)
 
 
@@ -133,22 +133,12 @@ def random_samples(loader: PreparedLoader) -> Decision | None:
     return Decision(field, "a stream for each sample", "derived", reason=reason)
 
 
-def token_budget(loader: PreparedLoader) -> Decision | None:
-    """Returns the decision on how batches by tokens are divided; None for a loader of another kind."""
-    sampler = token_sampler(loader.original)
+def own_division(loader: PreparedLoader) -> Decision | None:
+    """Returns the decision on how a batch sampler divides its batches itself; None for a loader of another kind."""
+    sampler = divided_sampler(loader.original)
     if sampler is None:
         return None
-    group = loader.feed.group
-    reason = (
-        f"a global batch is {_plural(group, 'batch')} of the sampler; its documents are cut into {loader.plan.width} "
-    )
-    reason += "consecutive parts, one for each process, such that the largest has as few tokens as possible"
-    field = f"data.tokens({type(loader.original.dataset).__name__})"
-    return Decision(field, sampler.tokens, "derived", reason=reason)
-
-
-def _plural(count: int, noun: str) -> str:
-    return f"1 {noun}" if count == 1 else f"{count} {noun}es"
+    return sampler.decision(type(loader.original.dataset).__name__, loader.feed.group, loader.plan.width)
 
 
 def _check_kind(loader: object) -> None:
@@ -166,10 +156,10 @@ def _source(loader: DataLoader[Any], split: bool, ranks: Collectives | None) -> 
     outer = _outer(loader)
     if _regular(outer):
         return Source(order_of(outer.sampler, loader.generator, ranks))
-    by_tokens = token_sampler(loader)
-    if by_tokens is not None:
-        documents = order_of(by_tokens.sampler, loader.generator, ranks)
-        return Source(TokenBatches(documents, by_tokens), whole=True, split=split)
+    divided_by = divided_sampler(loader)
+    if divided_by is not None:
+        samples = order_of(divided_by.sampler, loader.generator, ranks)
+        return Source(divided_by.order(samples), whole=True, split=split)
     # A batch sampler of another class decides itself what is in a batch, so that its batches stay as they are.
     if loader.batch_sampler is not None:
         check_unsharded(outer)
@@ -282,8 +272,8 @@ def _agree(
         facts["kind"] = "iterable" if source is None else "indexed"
     if plan is not None and source is not None:
         facts["length"] = source.order.length()
-        if isinstance(source.order, TokenBatches):
-            facts["tokens, documents, checksum of the lengths"] = source.order.sampler.facts
+        if isinstance(source.order, DividedOrder):
+            facts |= source.order.sampler.facts
     # Every rank sends its facts, also one with problems, before any rank raises: otherwise the others would wait for it.
     facts_by_rank = collectives.gather_object(facts)
     if problems:

@@ -7,11 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, chain, count
 from typing import Any, Protocol
 
-import numpy as np
-
 from paceline.data.augment import Indices
 from paceline.data.entries import Entries
-from paceline.data.tokens import even_parts
 from paceline.plan.data import BatchInfo, DataPlan
 
 
@@ -156,8 +153,8 @@ class WholeBatches:
     """Batches that a sampler of the user's has made; a few consecutive ones make a global batch.
 
     As many as there are ranks stay whole, one for each rank. Any other number (a sampler's batches that are global ones, a
-    run that goes on at another width) is one run of indices, cut over the ranks as evenly as it goes. Batches by tokens are
-    always cut, evenly by tokens: as many as there are ranks then have no larger parts than if they had stayed whole.
+    run that goes on at another width) is one run of indices, cut over the ranks as evenly as it goes. Batches of a sampler that
+    divides them itself are always cut: as many as there are ranks then have no larger parts than if they had stayed whole.
 
     Args:
         plan: width and what becomes of a last group with fewer batches than ranks; its batch sizes are not used.
@@ -165,7 +162,7 @@ class WholeBatches:
         start: global samples that are used up already.
         group: batches that make a global one.
         first: the number of batches that are left out, where it is known and `start` is not.
-        lengths: the number of tokens of each document, by its index, for batches by tokens.
+        parts: says how many samples of a global batch each rank gets, where the sampler divides its batches itself.
     """
 
     def __init__(
@@ -175,14 +172,14 @@ class WholeBatches:
         start: int = 0,
         group: int = 1,
         first: int | None = None,
-        lengths: np.ndarray | None = None,
+        parts: Callable[[Sequence[int], int], tuple[int, ...]] | None = None,
     ) -> None:
         self.plan = plan
         self.entries = entries
         self._group = group
-        self._lengths = lengths
-        self._parts: dict[int, tuple[int, ...]] = {}  # rows of each data index by step, for batches by tokens
-        self._is_cut = group != plan.width or lengths is not None
+        self._parts_of = parts
+        self._parts: dict[int, tuple[int, ...]] = {}  # rows of each data index by step, where `parts` says them
+        self._is_cut = group != plan.width or parts is not None
         self._bounds = [0]  # samples before each batch, as far as they were read
         self._start = start
         self._begin = first
@@ -294,12 +291,12 @@ class WholeBatches:
         """Returns the number of real rows of each data index at a step."""
         width = self.plan.width
         sizes = self._sizes(step)
-        if self._lengths is not None:
+        if self._parts_of is not None:
             if step not in self._parts:
                 begin = self._first + step * self._group
-                documents = list(chain.from_iterable(self.entries.cut(begin, begin + len(sizes))))
+                samples = list(chain.from_iterable(self.entries.cut(begin, begin + len(sizes))))
                 # Kept, since the entries are forgotten while workers read ahead.
-                self._parts[step] = even_parts(self._lengths[documents].tolist(), width)
+                self._parts[step] = self._parts_of(samples, width)
             return self._parts[step]
         if self._is_cut:
             share, extra = divmod(sum(sizes), width)

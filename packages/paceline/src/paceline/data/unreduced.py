@@ -10,7 +10,6 @@ No rank waits for another. If rank 0 alone evaluates, the count stays at 1.
 from __future__ import annotations
 
 import contextlib
-import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from paceline.base.log import logger
 from paceline.torch_internals.groups import collectives_so_far
 from paceline.world import lifetime, rendezvous
 from paceline.world.events import Events
+from paceline.world.lifetime import Leaving
 from paceline.world.places import user_frame
 from paceline.world.world import World
 
@@ -73,7 +73,7 @@ class UnreducedMetrics:
                 events.trains.subscribe(self._decide),
             ]
             itself = weakref.ref(self)
-            lifetime.at_end_of_run(lambda _: _at_the_end(itself()))
+            lifetime.of_process().work.at_end(lambda leaving: _at_the_end(itself(), leaving))
 
     def stop(self) -> None:
         """Looks no longer."""
@@ -126,17 +126,17 @@ class UnreducedMetrics:
                 loop.place, self._world.size,
             )  # fmt: skip
 
-    def end(self) -> None:
-        """The run ends. A script that failed may not have come to the line that gathers."""
-        if sys.exception() is None and getattr(sys, "last_value", None) is None:
+    def end(self, leaving: Leaving) -> None:
+        """This process leaves. A script that failed may not have come to the line that gathers."""
+        if leaving.failure is None:
             # The store is on rank 0, which may have ended.
             with contextlib.suppress(dist.DistNetworkError):
                 self._decide()
 
 
-def _at_the_end(metrics: UnreducedMetrics | None) -> None:
+def _at_the_end(metrics: UnreducedMetrics | None, leaving: Leaving) -> None:
     if metrics is not None:
-        metrics.end()
+        metrics.end(leaving)
 
 
 def _place() -> str:

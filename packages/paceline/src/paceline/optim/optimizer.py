@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from paceline.base.errors import TrainError
 from paceline.optim.accumulate import Accumulation
 from paceline.torch_internals.optimizers import mark_as_stepped
-from paceline.world import runtime
 from paceline.world.param_groups import inner_optimizers, parameters_of
+from paceline.world.runtime import Runtime
 
 
 class Scaler(Protocol):
@@ -51,6 +51,7 @@ class PreparedOptimizer(Optimizer):
         scaler: the loss scaler, or None.
         guard: returns the context in which each step runs.
         admits: decides, on the final gradients of a window, whether they are stepped; None if they always are.
+        runtime: of the run, which is told of each step.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -66,6 +67,7 @@ class PreparedOptimizer(Optimizer):
         scaler: Scaler | None = None,
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
         admits: Callable[[PreparedOptimizer], bool] | None = None,
+        runtime: Runtime | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.step_was_skipped = False
@@ -75,7 +77,7 @@ class PreparedOptimizer(Optimizer):
         self._scaler = scaler
         self._guard = guard
         self._admits = admits
-        self._runtime = runtime.current()
+        self._runtime = Runtime() if runtime is None else runtime
         # An optimizer of a script's own may have a `zero_grad` without arguments.
         self._takes_set_to_none = "set_to_none" in signature(optimizer.zero_grad).parameters
         self._is_stepping = False

@@ -14,7 +14,8 @@ is judged by itself: its micro-batches divide samples as ranks do.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations, pairwise
 from typing import Any
@@ -26,8 +27,10 @@ from paceline.base.log import warn_once
 from paceline.torch_internals.tensors import divisor_of, reduction_of
 from paceline.world.places import user_frame
 
-_PASSES = 4  # of a run that are looked at
+_PASSES = 4  # at the start of a run that are looked at
 _OTHER_PASSES = 8  # of those after them whose number of samples is another one, as in the last batch of an epoch
+_EVERY = 64  # passes between two comparisons of the ranks, after the first ones
+_JUDGED = 32  # losses that are remembered
 _NODES = 32  # of the graph behind a loss; losses are a few sums and factors away from their mean
 _LINEAR = (
     "Add",
@@ -119,7 +122,7 @@ class SeenLoss:
     """What one rank has seen of the loss of one backward pass.
 
     Attributes:
-        number: of the pass in the run.
+        number: of the pass in the run; the micro-batches of a pass have the same.
         window: identifies the window, and which of its losses this is.
         rows: the samples of this rank; 0 if it has none.
         has_items: whether it was passed with `num_items`.
@@ -184,7 +187,7 @@ class _PartOfLoss:
 
 @dataclass
 class _PassLookedAt:
-    """A backward pass that is looked at."""
+    """A backward pass that is looked at, or one micro-batch of it."""
 
     number: int
     window: tuple[int, ...]
@@ -216,9 +219,9 @@ class LossWeights:
 
     _rows: int = 0  # of the last pass that was looked at
     _others: int = 0  # passes that were looked at after the first ones
-    _open: _PassLookedAt | None = None
+    _open: list[_PassLookedAt] = field(default_factory=list)  # the pass, and its micro-batches
     _noted: list[_PassLookedAt] = field(default_factory=list)
-    _judged: list[Sequence[SeenLoss]] = field(default_factory=list)  # of earlier passes, each by rank
+    _judged: deque[Sequence[SeenLoss]] = field(default_factory=lambda: deque(maxlen=_JUDGED))  # each by rank
 
     def look(self, loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool = False) -> None:
         """Called before a backward pass.
@@ -231,15 +234,28 @@ class LossWeights:
             has_items: whether the loss was passed with `num_items`.
         """
         self._rows = rows
-        parts = _parts_of(loss)
-        handles = [part.node.register_prehook(part.see) for part in parts]
         frame = user_frame()
         place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        self._open = _PassLookedAt(number, window, rows, has_items, place, parts, handles)
+        self._open = [_look_at(loss, number, window, rows, has_items, place)]
+
+    def look_inside(self, loss: Tensor, rows: int | None) -> None:
+        """Called before the backward pass of each micro-batch of the pass, whose losses are parts of one.
+
+        Args:
+            loss: of the micro-batch.
+            rows: the samples in it; None if there is nothing that counts them.
+        """
+        if self._open and rows and loss.grad_fn is not None:
+            whole = self._open[0]
+            counted = 1 if whole.has_items else rows
+            self._open.append(_look_at(loss, whole.number, whole.window, counted, whole.has_items, whole.place))
 
     def wants(self, number: int, rows: int) -> bool:
-        """Returns whether a pass is one of the first, or has another number of samples than the last that was looked at."""
-        if number <= _PASSES:
+        """Returns whether a pass is one of the first, or has another number of samples than the last that was looked at.
+
+        One after which the ranks compare themselves is wanted, too: factors may come from losses of earlier passes.
+        """
+        if number <= _PASSES or is_compared(number):
             return True
         if rows == self._rows or self._others == _OTHER_PASSES:
             return False
@@ -252,11 +268,15 @@ class LossWeights:
         Args:
             factor: what the loss was multiplied by before it; 0 if this rank has no sample.
         """
-        if self._open is None:
-            return
-        self._open.close(factor)
-        self._noted.append(self._open)
-        self._open = None
+        micro_batches = self._open[1:]
+        if micro_batches and not micro_batches[0].has_items:
+            factor /= len(micro_batches)
+        for each in micro_batches or self._open:
+            each.close(factor)
+            # The loss of a pipeline is computed by its last stage.
+            if each.parts:
+                self._noted.append(each)
+        self._open = []
 
     def take(self) -> list[SeenLoss]:
         """Returns what was seen since the last call, which waits for the device."""
@@ -271,9 +291,11 @@ class LossWeights:
             is_sure: whether other numbers of samples than so far are not to be expected.
         """
         numbers = sorted({seen.number for own in by_rank for seen in own})
+        if not numbers:
+            return
         for number in numbers:
             self._judged.append([seen for own in by_rank for seen in own if seen.number == number])
-        for seen in self._judged[len(self._judged) - len(numbers) :]:
+        for seen in list(self._judged)[-len(numbers) :]:
             self._say(seen, _across_ranks(seen))
         for seen in _micro_batches(self._judged):
             self._say(seen, _across_micro_batches(seen))
@@ -285,6 +307,19 @@ class LossWeights:
     def _say(seen: Sequence[SeenLoss], text: str | None) -> None:
         if text is not None:
             warn_once("train", text + seen[0].place)
+
+
+def is_compared(number: int) -> bool:
+    """Returns whether the ranks compare themselves after a pass: after the 1st, 2nd, 4th, ... 64th, and then each 64th."""
+    return number % _EVERY == 0 or (number < _EVERY and number.bit_count() == 1)
+
+
+def _look_at(
+    loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool, place: str
+) -> _PassLookedAt:
+    parts = _parts_of(loss)
+    handles = [part.node.register_prehook(part.see) for part in parts]
+    return _PassLookedAt(number, window, rows, has_items, place, parts, handles)
 
 
 @dataclass(frozen=True)
@@ -355,7 +390,7 @@ def _is_of_weights(node: Any) -> bool:
 
 
 def _across_ranks(seen: Sequence[SeenLoss]) -> str | None:
-    """Returns what is to be said of one loss that several ranks have computed."""
+    """Returns what is to be said of one loss that several ranks, or micro-batches of one pass, have computed."""
     seen = [each for each in seen if each.rows]
     if len(seen) < 2 or not _have_one_form(seen):
         return None
@@ -400,7 +435,7 @@ def _are_equal(values: Sequence[float], tolerance: float) -> bool:
     return all(math.isclose(value, values[0], rel_tol=tolerance) for value in values)
 
 
-def _micro_batches(judged: Sequence[Sequence[SeenLoss]]) -> list[list[SeenLoss]]:
+def _micro_batches(judged: Iterable[Sequence[SeenLoss]]) -> list[list[SeenLoss]]:
     """Returns the losses of each window that the micro-batches of the first rank have in common."""
     windows: dict[tuple[int, ...], list[SeenLoss]] = {}
     for seen in judged:
@@ -422,7 +457,7 @@ def _across_micro_batches(seen: Sequence[SeenLoss]) -> str | None:
     return None
 
 
-def _of_sum(seen: SeenLoss, number: int, judged: Sequence[Sequence[SeenLoss]], width: int, is_sure: bool) -> str | None:
+def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], width: int, is_sure: bool) -> str | None:
     """Returns what is to be said of a sum over samples that is not divided by their number.
 
     Args:

@@ -112,7 +112,7 @@ class _FirstPass:
 
     def begin(self, root: nn.Module, args: object) -> None:
         """A hook before the root: registers the hooks of all modules, if this is a training pass."""
-        if root is not self.root() or not (root.training and torch.is_grad_enabled()):
+        if torch.compiler.is_compiling() or root is not self.root() or not (root.training and torch.is_grad_enabled()):
             return
         self._remove()
         self._names = {module: name for name, module in root.named_modules()}

@@ -12,13 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.torch_internals.tensors import dtensor
-from paceline.world.param_groups import inner_optimizers, parameters_of
+from paceline.world.param_groups import elementwise_parameters
 from paceline.world.sharded import is_sharded, local
 
 # Attributes of a stand-in: the model's parameter, and the tensor whose memory it shares.
@@ -75,39 +74,6 @@ def _share_again(pairs: list[tuple[Tensor, Tensor]]) -> None:
         data: Tensor = vars(stand)[_DATA]
         if stand.data_ptr() != data.data_ptr():
             data.detach().copy_(stand.detach())
-
-
-# torch's optimizers have no attribute that says it. Any other class has `elementwise = True` in its own body, which is not
-# inherited: a subclass may step in another way.
-_ELEMENTWISE_OF_TORCH = (
-    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
-    torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
-)  # fmt: skip
-
-
-def elementwise_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
-    """Returns the parameters whose elements the step of an optimizer treats independently of each other.
-
-    An optimizer that steps its groups in different ways writes `elementwise=True` into those for which it holds.
-    """
-    kind = type(optimizer)
-    if kind in _ELEMENTWISE_OF_TORCH or vars(kind).get("elementwise"):
-        return parameters_of(optimizer)
-    parameters: list[nn.Parameter] = []
-    for group in optimizer.param_groups:
-        if group.get("elementwise"):
-            parameters += group["params"]
-    return parameters
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Returns whether the step of an optimizer treats each element of all its parameters independently."""
-    return len(elementwise_parameters(optimizer)) == len(parameters_of(optimizer))
-
-
-def steps_whole_parameters(optimizer: Optimizer) -> bool:
-    """Returns whether the step of an optimizer may look at a whole parameter, so that it needs some of them whole."""
-    return not is_elementwise(optimizer) and not inner_optimizers(optimizer)
 
 
 def step_local_parts(adapter: OptimizerAdapter) -> None:

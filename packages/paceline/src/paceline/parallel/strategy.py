@@ -46,7 +46,7 @@ from paceline.plan.options import NoOptions, read
 from paceline.plan.plan import Decision, Plan
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
-from paceline.world.layout import AXES
+from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES
 from paceline.world.mesh import Mesh
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.runtime import Runtime
@@ -55,6 +55,24 @@ if TYPE_CHECKING:
     from paceline.plan.timetable import Timetable
 
 STRATEGIES = Registry("paceline.strategies", "strategy")
+
+# What a plan must have for a strategy to be of use: several ranks along one of these axes, or a value of one of these fields
+# that is not the default. Most plans use few strategies, and import no others. A strategy that is not listed is always asked.
+_OF_USE: dict[str, tuple[str, ...]] = {
+    "batch_layers": DATA_AXES,
+    "batch_norm": tuple(AXES),
+    "compile": ("compile",),
+    "context": ("cp",),
+    "experts": ("ep",),
+    "fp8": ("precision",),
+    "offload": ("offload",),
+    "pipeline": ("pp",),
+    "recompute": ("recompute",),
+    "replicate": GRADIENT_AXES,
+    "shard": ("zero",),
+    "tensor": ("tp",),
+    "zero": ("zero",),
+}
 
 
 class AppliedStrategy:
@@ -267,8 +285,8 @@ class Strategy:
         divides_steps: whether each rank steps only some parameters, or only a part of each. Then ranks must agree on whether
             a step is taken.
         applied: the module whose function `apply(model, context)` does what the strategy says; "" if `apply` is overridden.
-            All strategies are loaded in order to be asked whether a plan wants them, and most plans want few. So what works
-            on a model is another module, which is loaded when it is applied.
+            Strategies are loaded in order to be asked whether a plan wants them, and to say what it costs. So what works on a
+            model is another module, which is loaded when it is applied.
     """
 
     name: str
@@ -328,13 +346,24 @@ class Strategy:
 
 
 def strategies_for(plan: Plan) -> list[Strategy]:
-    """Returns the strategies that a plan may use or has options for. Those of axes with a single rank are not imported."""
+    """Returns the strategies that a plan may use or has options for. Those of which it has no use are not imported."""
     names = STRATEGIES.names()
-    idle = {axis.strategy for axis in AXES.values() if getattr(plan.layout, axis.name) == 1} - plan.options.keys()
     # The error about an option of no strategy lists all strategies.
     if not plan.options.keys() <= set(names):
-        idle.clear()
-    return [STRATEGIES.get(name) for name in names if name not in idle]
+        return list(STRATEGIES)
+    return [STRATEGIES.get(name) for name in names if name in plan.options or _is_of_use(name, plan)]
+
+
+def _is_of_use(name: str, plan: Plan) -> bool:
+    """Returns whether a plan may use a strategy, as far as one can say without importing it."""
+    for needed in _OF_USE.get(name, ()):
+        if needed in AXES:
+            has_it = getattr(plan.layout, needed) > 1
+        else:
+            has_it = getattr(plan, needed) != getattr(Plan, needed)
+        if has_it:
+            return True
+    return name not in _OF_USE
 
 
 def strategies_of(plan: Plan) -> list[Strategy]:

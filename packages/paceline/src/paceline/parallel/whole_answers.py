@@ -17,7 +17,9 @@ from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
+from paceline.base.errors import CheckpointError
 from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of
 from paceline.parallel.mixtures import needs_whole_tensors, on_whole_tensors
@@ -39,6 +41,7 @@ def answer_for_whole_tensors() -> None:
     from torch.distributed.tensor import DTensor
 
     copyreg.pickle(DTensor, _pickled)
+    torch.serialization.add_safe_globals([unpickled])
     # DTensor has no method of its own for these, and those of a tensor refuse it.
     for method in (tolist, numpy, __format__, __str__):
         setattr(DTensor, method.__name__, method)
@@ -66,7 +69,39 @@ def _pickled(tensor: DTensor) -> Any:
             "The file has the part of this rank only, and no plain model can load it. On all ranks call "
             "`state = accelerator.get_state_dict(model)`, which is whole, and then save it on one",
         )
+        return unpickled, (_place(tensor), *tensor.__reduce_ex__(2)[:2])
     return tensor.__reduce_ex__(2)
+
+
+def _place(tensor: DTensor) -> tuple[int, ...]:
+    """Returns which part of the tensor this rank has, by its coordinates along the dims of the mesh that cut it.
+
+    () in a process that is no rank, which only looks at the tensor.
+    """
+    if not dist.is_initialized():
+        return ()
+    # A mesh that was pickled has the coordinates of the rank that wrote it.
+    (coordinates,) = (tensor.device_mesh.mesh == dist.get_rank()).nonzero().tolist() or [()]
+    cut = zip(coordinates, tensor.placements, strict=False)
+    return tuple(coordinate for coordinate, placement in cut if _is_cut([placement]))
+
+
+def unpickled(place: tuple[int, ...], rebuild: Any, arguments: Any) -> DTensor:
+    """Makes a divided tensor of what a rank has pickled, and refuses the part of another rank.
+
+    Raises:
+        CheckpointError: `checkpoint-part`.
+    """
+    tensor: DTensor = rebuild(*arguments)
+    own = _place(tensor)
+    if own == place or () in (own, place):
+        return tensor
+    raise CheckpointError(
+        "checkpoint-part",
+        f"a file has another rank's part of a tensor of shape {list(tensor.shape)}.",
+        why=f"the rank with part {place} has pickled it, as by `torch.save(optimizer.state_dict(), path)`; this one has {own}",
+        fix="save with `save_state()` on all ranks and load with `load_state`, or let each rank write and read its own file",
+    )
 
 
 def _read(operation: Any, args: tuple[DTensor], _: object) -> Any:

@@ -2,12 +2,12 @@
 
 stacked    one module has weights [experts, ...], at least one of three dimensions, and a forward of tokens, the experts that
            the router has chosen for each token, and their weights: so are all of transformers
-list       a `ModuleList` of modules that are alike. What calls them is written in the module around it
+list       a `ModuleList` of modules that are alike. The module around it calls them
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,9 @@ class Experts:
     Attributes:
         name: of the module that holds them.
         number: how many there are.
-        parameters: the names of their weights in the module; each has the experts as dim 0.
+        parameters: the names of their weights in the module. Stacked weights have the experts as dim 0.
+        modules: of a list, the names of the experts in `caller`; () for stacked weights.
+        caller: of a list, the name of the module whose forward calls the experts.
         problem: what keeps their tokens from being sent to other ranks; "" if nothing does.
         capacity: the attribute by which the layer limits the tokens of an expert, with its value; "" without one.
     """
@@ -33,6 +35,8 @@ class Experts:
     name: str
     number: int
     parameters: tuple[str, ...] = ()
+    modules: tuple[str, ...] = ()
+    caller: str = ""
     problem: str = ""
     capacity: str = ""
 
@@ -41,12 +45,12 @@ def find_experts(model: torch.nn.Module) -> tuple[Experts, ...]:
     """Returns the experts of a model, in the order of its modules."""
     experts = []
     for name, module in model.named_modules():
-        found = _stacked(name, module) or _listed(name, module)
+        found = _stacked(name, module) or _listed(name, module, model)
         if found is None:
             continue
         around = model.get_submodule(name.rpartition(".")[0])
         problem = found.problem or _foreign_code(model, module, found)
-        experts.append(Experts(name, found.number, found.parameters, problem, _capacity(around) or _capacity(module)))
+        experts.append(replace(found, problem=problem, capacity=_capacity(around) or _capacity(module)))
     return tuple(experts)
 
 
@@ -69,7 +73,7 @@ def _stacked(name: str, module: torch.nn.Module) -> Experts | None:
         problem = "it has a buffer with a row for each expert, which its forward reads by the number of the expert"
     elif any(True for child in module.children() for _ in child.parameters()):
         problem = "modules inside of it have weights of their own"
-    return Experts(name, number, tuple(own), problem)
+    return Experts(name, number, tuple(own), problem=problem)
 
 
 def _takes_choices(module: torch.nn.Module) -> bool:
@@ -82,21 +86,46 @@ def _takes_choices(module: torch.nn.Module) -> bool:
     return choices and any(word in names[2].lower() for word in _WEIGHTS)
 
 
-def _listed(name: str, module: torch.nn.Module) -> Experts | None:
+def _listed(name: str, module: torch.nn.Module, model: torch.nn.Module) -> Experts | None:
     """Returns the row of a list of experts; None for any other module."""
-    children = list(module.children())
+    children = dict(module.named_children())
     classes = {base.__name__ for base in type(module).__mro__}
-    is_list = bool(classes & {"ModuleList", "ModuleDict"})
-    if not is_list or "expert" not in name.rpartition(".")[2].lower() or len(children) < 2:
+    kinds = {type(child) for child in children.values()}
+    if not classes & {"ModuleList", "ModuleDict"} or len(children) < 2 or len(kinds) != 1:
         return None
-    shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in children}
+    if "expert" not in f"{name.rpartition('.')[2]} {kinds.pop().__name__}".lower():
+        return None
+    weights = [dict(child.named_parameters(remove_duplicate=False)) for child in children.values()]
+    shapes = {tuple((key, parameter.shape) for key, parameter in own.items()) for own in weights}
     if len(shapes) != 1 or shapes == {()}:
         return None
+    every = [parameter for own in weights for parameter in own.values()]
+    problem = ""
+    if len({id(parameter) for parameter in every}) < len(every):
+        problem = "some of them share weights"
+    elif any(parameter.dim() == 0 for parameter in every):
+        problem = "they have weights without dimensions, which have no rows"
+    elif len({parameter.dtype for parameter in every}) > 1:
+        problem = "they have weights in several dtypes"
+    elif any(True for _ in module.buffers()):
+        problem = "they have buffers, which would change on one rank alone"
+    caller = _caller(name, model)
+    inner = name[len(caller) :].lstrip(".")
     return Experts(
         name,
         len(children),
-        problem="they are a list of modules, and which of them gets a token is code of the layer around it",
+        tuple(f"{child}.{key}" for child, own in zip(children, weights, strict=True) for key in own),
+        tuple(f"{inner}.{child}".lstrip(".") for child in children),
+        caller,
+        problem,
     )
+
+
+def _caller(name: str, model: torch.nn.Module) -> str:
+    """Returns the name of the innermost module around a list, or of the list itself, that has a forward."""
+    while name and getattr(type(model.get_submodule(name)).forward, "__name__", "") == "_forward_unimplemented":
+        name = name.rpartition(".")[0]
+    return name
 
 
 def _foreign_code(model: torch.nn.Module, module: torch.nn.Module, experts: Experts) -> str:

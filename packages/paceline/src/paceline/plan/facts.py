@@ -131,11 +131,11 @@ class ModelFacts:
 
     def elements_of(self, experts: Iterable[Experts]) -> int:
         """Returns the number of elements in the weights of experts."""
-        rows = {row.name: row.parameters for row in experts}
+        names = {f"{row.name}.{key}".lstrip(".") for row in experts for key in row.parameters}
         elements = 0
         for layer in self.layers:
             for key, shape in layer.shapes:
-                if key in rows.get(layer.name, ()):
+                if f"{layer.name}.{key}".lstrip(".") in names:
                     elements += prod(shape)
         return elements
 

@@ -4,7 +4,7 @@ or they change buffers, or are called with weights, by the samples of their own 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
@@ -12,11 +12,43 @@ from paceline.plan.plan import Decision, Plan
 _MOST_NAMES = 3  # more names that differ in numbers alone are shown as one pattern
 
 
-def random_layers(plan: Plan, facts: ModelFacts) -> list[Decision]:
+def random_layers(facts: ModelFacts) -> list[Decision]:
     """Names each layer of a model that says of itself that it is random."""
-    if plan.layout.size() == 1 or not facts.random_layers:
-        return []
-    return [decision(facts.name, facts.random_layers)]
+    return [decision(facts.name, facts.random_layers)] if facts.random_layers else []
+
+
+def of_first_pass(
+    plan: Plan, facts: ModelFacts, drew: Iterable[str], buffers: Iterable[str], tensors: Sequence[str]
+) -> list[Decision]:
+    """Says what the first pass has shown of modules that did not say it of themselves.
+
+    Args:
+        plan: of the run.
+        facts: those of the model.
+        drew: names of the modules that drew random numbers.
+        buffers: names of the modules that changed buffers of their own.
+        tensors: names of attributes that are no buffers, and were changed.
+    """
+    kinds = dict(facts.modules)
+    decisions = []
+    known_draws = dict(facts.random_layers)
+    unknown_draws = [(name, kinds.get(name, "module")) for name in drew if name not in known_draws]
+    if unknown_draws:
+        decisions.append(decision(facts.name, unknown_draws, "seen in the first pass"))
+    # Those that are synchronised have a decision already. Spectral norms change theirs by the weight alone.
+    known_changes = {*facts.batch_norms, *(name for name, _ in facts.batch_layers)}
+    unknown_changes = []
+    for name in buffers:
+        kind = kinds.get(name, "module")
+        if name not in known_changes and kind != "_SpectralNorm":
+            unknown_changes.append((name, kind))
+    if unknown_changes:
+        options = [plan.options.get(name, {}) for name in plan.strategies]
+        are_sent = all(chosen.get("broadcast_buffers", True) for chosen in options)
+        decisions.append(changed_buffers(facts.name, unknown_changes, are_sent))
+    if tensors:
+        decisions.append(changed_tensors(facts.name, tensors))
+    return decisions
 
 
 def decision(model: str, layers: Iterable[tuple[str, str]], seen: str = "") -> Decision:

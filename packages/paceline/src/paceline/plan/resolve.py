@@ -17,7 +17,6 @@ from paceline.config.settings import RunSettings
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import read
 from paceline.plan.plan import Decision, Plan
-from paceline.plan.randomness import random_layers
 from paceline.plan.rules import model_problems, origin, run_problems
 from paceline.plan.semantics import NATIVE, Semantics
 from paceline.world.layout import AXES, DATA_AXES, Layout, model_axes
@@ -231,8 +230,11 @@ def resolve(
     for strategy in chosen:
         for facts in models:
             decisions |= dict.fromkeys(strategy.decide(plan, facts))
-    for facts in models:
-        decisions |= dict.fromkeys(random_layers(plan, facts))
+    if plan.layout.size() > 1:
+        from paceline.plan.randomness import random_layers  # one process draws what it draws without Paceline
+
+        for facts in models:
+            decisions |= dict.fromkeys(random_layers(facts))
     names = tuple(strategy.name for strategy in chosen)
     served = [f"{strategy.name} serves {'/'.join(strategy.axes)}" for strategy in chosen]
     reason = ", ".join(served) or "one process needs none"

@@ -10,7 +10,7 @@ own subclasses `Preparation`.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,8 +26,7 @@ from paceline.base.errors import PlanError, PrepareError, Problem
 from paceline.base.log import info, warn_once
 from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
-from paceline.data.packing import without_positions
-from paceline.data.prepare import prepare_loader, random_samples, token_budget
+from paceline.data.prepare import own_division, prepare_loader, random_samples
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import (
@@ -40,11 +39,8 @@ from paceline.optim.schedule import (
 from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
-from paceline.parallel.model_problems import differing_models, float8_gathers, misplaced, shared_models, without_shapes
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.stand_ins import is_elementwise, step_local_parts
 from paceline.parallel.strategy import Context, strategies_for, strategies_of
-from paceline.plan import randomness
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft_beside, resolve
@@ -56,7 +52,8 @@ from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
 from paceline.world.layout import model_axes
 from paceline.world.mesh import Mesh, mesh_of
-from paceline.world.param_groups import inner_optimizers
+from paceline.world.param_groups import inner_optimizers, is_elementwise, parameters_of
+from paceline.world.sharded import any_sharded
 
 if TYPE_CHECKING:
     from paceline.parallel.draws import PassFindings
@@ -232,7 +229,7 @@ class Preparation:
                 names.setdefault(id(parameter), (number, name))
         problems = self._problems(new, optimizers, names, other or run.plan)
         originals = [getattr(loader, "original", None) for loader in run.prepared.loaders]
-        problems += without_positions([*prepared_modules, *(model.module for model in new)], [*originals, *loaders])
+        problems += _collation_problems([*prepared_modules, *(model.module for model in new)], [*originals, *loaders])
         # A call with optimizers or loaders alone has no plan to resolve.
         if not new:
             if problems:
@@ -241,8 +238,9 @@ class Preparation:
             return names
 
         facts_of_new = [model.facts for model in new]
-        problems += differing_models([(model.module, model.facts) for model in new], run.collectives)
         plan = other or run.plan
+        if run.world.size > 1:
+            problems += self._problems_of_ranks(new, plan)
         mesh = run.mesh
         # The layout: "auto" is decided now that the models are known. Layouts must agree, so rank 0's memory decides for all.
         if plan.open:
@@ -328,16 +326,25 @@ class Preparation:
         for strategy in strategies_of(plan):
             remedy = strategy.keeps_apart(plan)
             if remedy:
+                from paceline.parallel.model_problems import shared_models
+
                 problems += shared_models(modules, remedy, frozen_too=strategy.replaces_parameters)
                 break
         for model in new:
-            problems += float8_gathers(model.module, model.facts, plan)
-            if self.run.world.size > 1:
-                problems += misplaced(model.facts, model.is_moved, self.run.device)
-                problems += without_shapes(model.facts)
             if model.recipe is not None:
                 problems += model.recipe.missing(model.facts.name)
         return problems
+
+    def _problems_of_ranks(self, new: Sequence[_NewModel], plan: Plan) -> list[Problem]:
+        """Returns the problems of models that several ranks share or divide. Ranks: all."""
+        from paceline.parallel.model_problems import differing_models, float8_gathers, misplaced, without_shapes
+
+        problems: list[Problem] = []
+        for model in new:
+            problems += float8_gathers(model.module, model.facts, plan)
+            problems += misplaced(model.facts, model.is_moved, self.run.device)
+            problems += without_shapes(model.facts)
+        return problems + differing_models([(model.module, model.facts) for model in new], self.run.collectives)
 
     def recipe_of(self, module: nn.Module, facts: ModelFacts) -> Recipe | None:
         """Returns how a model on the meta device is initialized; None for a model that has values."""
@@ -391,17 +398,8 @@ class Preparation:
         run.prepared.models.append(entry)
         if self._traces_origins:
             run.active_loaders.origins.watch(entry.wrapped)
-        # The first pass is watched for random numbers, whose order depends on the number of ranks, and for buffers. Not under
-        # compile, since the hooks would make torch compile each block a second time. And not along tp, cp and pp, where
-        # strategies seed the generators themselves.
-        compiled = plan.compile or is_compiled(entry.module)
-        if plan.layout.size() == plan.layout.width > 1 and not compiled:
-            from paceline.parallel.draws import watch_first_pass
-
-            watch_first_pass(entry.module, run.device, partial(self._note_first_pass, facts))
         if plan.layout.width > 1:
-            for applied in chain:
-                applied.call_with_others(partial(self._note, randomness.adapted_weights(facts.name)))
+            self._watch_for_differences(entry)
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)
             if chain.runner is not None:
@@ -425,28 +423,28 @@ class Preparation:
         seed = int(self.run.collectives.broadcast_object(torch.initial_seed()))
         recipe.run(model, device, seed)
 
+    def _watch_for_differences(self, entry: PreparedModel) -> None:
+        """Looks, where ranks read different samples, at what a model does that differs from one process by itself."""
+        from paceline.plan import randomness
+
+        plan = entry.chain.plan
+        # The first pass is watched for random numbers, whose order depends on the number of ranks, and for buffers. Not under
+        # compile, since the hooks would make torch compile each block a second time. And not along tp, cp and pp, where
+        # strategies seed the generators themselves.
+        compiled = plan.compile or is_compiled(entry.module)
+        if plan.layout.size() == plan.layout.width and not compiled:
+            from paceline.parallel.draws import watch_first_pass
+
+            watch_first_pass(entry.module, self.run.device, partial(self._note_first_pass, entry.facts))
+        for applied in entry.chain:
+            applied.call_with_others(partial(self._note, randomness.adapted_weights(entry.facts.name)))
+
     def _note_first_pass(self, facts: ModelFacts, findings: PassFindings) -> None:
-        """Adds to the plan what the first pass has shown of the modules of a model that did not say it of themselves."""
-        kinds = dict(facts.modules)
-        decisions = []
-        known_draws = dict(facts.random_layers)
-        unknown_draws = [(name, kinds.get(name, "module")) for name in findings.drew if name not in known_draws]
-        if unknown_draws:
-            decisions.append(randomness.decision(facts.name, unknown_draws, "seen in the first pass"))
-        # Those that are synchronised have a decision already. Spectral norms change theirs by the weight alone.
-        known_changes = {*facts.batch_norms, *(name for name, _ in facts.batch_layers)}
-        unknown_changes = []
-        for name in findings.changed_buffers:
-            kind = kinds.get(name, "module")
-            if name not in known_changes and kind != "_SpectralNorm":
-                unknown_changes.append((name, kind))
-        if unknown_changes:
-            options = [self.run.plan.options.get(name, {}) for name in self.run.plan.strategies]
-            are_sent = all(chosen.get("broadcast_buffers", True) for chosen in options)
-            decisions.append(randomness.changed_buffers(facts.name, unknown_changes, are_sent))
-        if findings.changed_tensors:
-            decisions.append(randomness.changed_tensors(facts.name, findings.changed_tensors))
-        for decision in decisions:
+        """Adds to the plan what the first pass has shown; see `randomness.of_first_pass`."""
+        from paceline.plan import randomness
+
+        drew, buffers, tensors = findings.drew, findings.changed_buffers, findings.changed_tensors
+        for decision in randomness.of_first_pass(self.run.plan, facts, drew, buffers, tensors):
             self._note(decision)
 
     def _note(self, decision: Decision) -> None:
@@ -496,12 +494,15 @@ class Preparation:
         _bind(adapter, self.run)
         if not is_elementwise(optimizer):
             # Imported here: few runs have one of these.
-            from paceline.optim import low_bit, muon
+            from paceline.optim import rounding
 
-            for decision in (*muon.decisions_about(optimizer), *low_bit.decisions_about(optimizer)):
+            for decision in rounding.decisions_about(optimizer):
                 self.run.note(decision)
         copy_assigned_data(adapter)
-        step_local_parts(adapter)
+        if any_sharded(parameters_of(optimizer)):
+            from paceline.parallel.stand_ins import step_local_parts
+
+            step_local_parts(adapter)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
         # where they are: torch keeps them on the CPU.
         for state in optimizer.state.values():
@@ -513,7 +514,7 @@ class Preparation:
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wraps and records an optimizer that holds the prepared parameters."""
         run = self.run
-        entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits)
+        entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits, run.runtime)
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(optimizer)
         return entry
@@ -593,7 +594,7 @@ class Preparation:
         """Records a prepared loader, and the length of its epoch before and after."""
         run = self.run
         run.prepared.loaders.append(prepared)
-        for decision in (random_samples(prepared), token_budget(prepared)):
+        for decision in (random_samples(prepared), own_division(prepared)):
             if decision is not None:
                 run.note(decision)
         # Over an iterable dataset without a length, `len(loader)` raises.
@@ -686,6 +687,19 @@ def _frozen(models: Sequence[nn.Module]) -> Iterator[None]:
             for name, parameter in model.named_parameters():
                 if name in names:
                     parameter.requires_grad_(True)
+
+
+def _collation_problems(models: Sequence[nn.Module], loaders: Sequence[object]) -> list[Problem]:
+    """Returns why no model can take what loaders make of samples, as far as their functions for that say it."""
+    checks: list[Callable[[Sequence[nn.Module]], list[Problem]]] = []
+    for loader in loaders:
+        check = getattr(getattr(loader, "collate_fn", None), "problems_with", None)
+        if check is not None and check not in checks:
+            checks.append(check)
+    problems: list[Problem] = []
+    for check in checks:
+        problems += check(models)
+    return problems
 
 
 def _replaces_parameters(plan: Plan) -> bool:

@@ -3,7 +3,7 @@
 Nothing in a loop keeps a rank from deciding by its own numbers: a learning rate that follows its own loss, a batch that it
 leaves out, noise that only it draws. The gradients are averaged all the same, and the runs of all ranks look healthy.
 
-    when                 after the 2nd, 4th, 8th, ... 64th and then each 64th backward pass whose gradients were averaged, and
+    when                 after the 1st, 2nd, 4th, ... 64th and then each 64th backward pass whose gradients were averaged, and
                          before the script saves
     each rank tells      where it is in its loader, the steps and settings of its optimizers, and norms of its parameters;
                          and what its first losses were, which `LossWeights` judges
@@ -26,7 +26,7 @@ import torch
 
 from paceline.base.errors import TrainError
 from paceline.base.log import warn_once
-from paceline.optim.uncounted import SeenLoss
+from paceline.optim.uncounted import SeenLoss, is_compared
 from paceline.plan.plan import Plan
 from paceline.world.layout import AXES
 from paceline.world.sharded import local
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from paceline.optim.optimizer import PreparedOptimizer
     from paceline.run.run import Run
 
-_EVERY = 64  # passes between two checks, after the first ones
+_SURE = 64  # passes after which no other numbers of samples are expected
 # The norms of equal parameters may differ where hosts add in another order.
 _ROUNDING = 1e-5
 
@@ -99,7 +99,7 @@ class Replicas:
             # A rank that leaves out one step now and another rank one later have taken as many.
             history = self._histories.get(optimizer, 0)
             self._histories[optimizer] = (31 * history + optimizer.steps) % (1 << 61)
-        if self._passes % _EVERY == 0 or (1 < self._passes < _EVERY and self._passes.bit_count() == 1):
+        if is_compared(self._passes):
             self.compare()
 
     def compare(self) -> None:
@@ -112,12 +112,17 @@ class Replicas:
         if self._is_uneven or not self._run.gradients.replicas_equal or self._run.runtime.compares_widths:
             return
         states: list[Whereabouts] = self._run.collectives.gather_object(self._state())
-        # Ranks that read the same samples compute the same loss.
-        by_data_index = {self._run.plan.layout.data_index(rank): state for rank, state in enumerate(states)}
-        losses = [state.losses for state in by_data_index.values()]
+        # Ranks that read the same samples compute the same loss, or one of them does, with the last stage of a pipeline.
+        by_data_index: dict[int, tuple[SeenLoss, ...]] = {}
+        for rank, state in enumerate(states):
+            index = self._run.plan.layout.data_index(rank)
+            by_data_index[index] = by_data_index.get(index) or state.losses
+        losses = list(by_data_index.values())
         # After an epoch, or so many passes, the ranks have seen all numbers of samples that batches have.
-        is_sure = self._passes >= _EVERY or states[0].position[:1] > (0,)
-        self._run.gradients.loss_weights.judge(losses, is_sure)
+        is_sure = self._passes >= _SURE or states[0].position[:1] > (0,)
+        weights = self._run.gradients.loss_weights
+        if weights is not None:
+            weights.judge(losses, is_sure)
         why = difference(states)
         if not why:
             self._equal_after = self._passes
@@ -148,7 +153,8 @@ class Replicas:
             steps.append((optimizer.steps, self._histories.get(optimizer, 0)))
             settings.append(tuple(map(_numbers, optimizer.param_groups)))
         norms = [_norm(model.module) for model in run.prepared.models]
-        losses = tuple(run.gradients.loss_weights.take())
+        weights = run.gradients.loss_weights
+        losses = () if weights is None else tuple(weights.take())
         part = _part(run.plan, run.world.rank)
         return Whereabouts(part, position, tuple(steps), tuple(settings), tuple(norms), losses)
 

@@ -4,6 +4,7 @@ world, device, collectives, settings    this process, its device, its communicat
 runtime                                 what a run takes from its surroundings
 plan, mesh, data_ranks                  the plan and its process groups; a draft until `prepare` has seen a model
 events                                  typed hooks: parts of the facade subscribe to what happens in the run
+lifetime                                what is to be done as the run ends
 gradients, scaler, active_loaders       the owners of gradient scale, of loss scale, and of the loops that are running
 prepared                                the models, optimizers, loaders and schedulers that were prepared
 """
@@ -15,9 +16,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -33,15 +35,23 @@ from paceline.plan.plan import Decision, Plan
 from paceline.planner.exhausted import ExplainExhaustion
 from paceline.precision.policy import Precision
 from paceline.run.prepared import Prepared
-from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
+from paceline.world.lifetime import Lifetime
 from paceline.world.mesh import mesh_of
+from paceline.world.runtime import Runtime
 from paceline.world.world import World
 
 if TYPE_CHECKING:
-    from paceline.observe.phases import Phases
     from paceline.precision.scaler import LossScaler
+
+
+class FollowedPhases(Protocol):
+    """What follows the phases of a step, such as those of `paceline_lens.observe`."""
+
+    def follow_model(self, model: nn.Module) -> None: ...
+
+    def reduce(self) -> None: ...
 
 
 class Run:
@@ -52,15 +62,15 @@ class Run:
         settings: the user's settings.
         decisions: the source of each setting.
         plan: the draft of the plan.
+        runtime: what the run takes from its surroundings; another one in a rehearsal or a trial.
         scaler: options of the loss scaler, or None.
         project_dir: the folder in which the run writes, or None.
 
     Attributes:
-        runtime: what the run takes from its surroundings; another one in a rehearsal or a trial.
         data_ranks: collectives of the ranks that read different samples.
         scaler: the loss scaler; None if the precision needs none.
         admits: decides at the end of a window whether an optimizer may step; None if every optimizer may.
-        phases: the phases of a step, such as forward and backward; None if nobody follows them.
+        phases: what follows the phases of a step, such as forward and backward; None if nothing does.
 
     Ranks: all must construct it, since it creates the process groups of the plan.
     """
@@ -73,6 +83,7 @@ class Run:
         settings: RunSettings,
         decisions: Sequence[Decision],
         plan: Plan,
+        runtime: Runtime,
         scaler: Mapping[str, Any] | None = None,
         project_dir: str | None = None,
     ) -> None:
@@ -82,10 +93,11 @@ class Run:
         self.settings = settings
         self.decisions = decisions
         self.project_dir = project_dir
-        self.runtime = runtime.current()
+        self.runtime = runtime
         self.events = Events()
+        self.lifetime: Lifetime[[]] = Lifetime()
         self.prepared = Prepared()
-        self.active_loaders = ActiveLoaders(self.events)
+        self.active_loaders = ActiveLoaders(self.events, runtime)
         self.gradients = Accumulation(
             plan.accumulate,
             plan.layout.width,
@@ -113,7 +125,7 @@ class Run:
             )
         self.scaler = loss_scaler if self.precision.scales else None
         self.admits: Callable[[PreparedOptimizer], bool] | None = None
-        self.phases: Phases | None = None
+        self.phases: FollowedPhases | None = None
         self._has_stepped = False
         # Creates process groups, so that all ranks must get here.
         self.lay_out(plan)
@@ -158,14 +170,15 @@ class Run:
         """Returns whether ranks hold gradients of different parameters, or of different parts of them."""
         return any(strategy.divides_steps for strategy in strategies_of(self.plan))
 
-    def follow_phases(self) -> Phases:
-        """Returns the phases of a step; from the first call on they are recorded."""
-        if self.phases is None:
-            from paceline.observe.phases import NAMES, Phases  # few runs are measured
+    def follow_phases(self, phases: FollowedPhases, contexts: Mapping[str, AbstractContextManager[None]]) -> None:
+        """Lets the phases of a step be followed from now on.
 
-            self.phases = Phases()
-            self.events.phase.subscribe({name: self.phases.during(name) for name in NAMES})
-        return self.phases
+        Args:
+            phases: what follows them.
+            contexts: for the name of each phase, a context that is open while it runs.
+        """
+        self.phases = phases
+        self.events.phase.subscribe(contexts)
 
     # -- contexts ------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,7 @@ def start_run(arguments: RunArguments) -> Run:
         warn_once("config", notice)
 
     # Communication: from here on all ranks must go the same way.
-    collectives = join(detected, settings)
+    collectives = join(detected, settings, surroundings)
     world = collectives.world
     device = collectives.device
     if semantics.fp16_on_cpu == "ignored" and device.type == "cpu" and PRECISIONS.get(plan.precision).scales:
@@ -80,7 +80,7 @@ def start_run(arguments: RunArguments) -> Run:
     accelerated = device.type != "cpu" or surroundings.has_own_memory
     plan = PRECISIONS.get(plan.precision).settle(plan, accelerated)
     folder = None if arguments.project_dir is None else str(arguments.project_dir)
-    run = Run(world, device, collectives, settings, decisions, plan, arguments.scaler, folder)
+    run = Run(world, device, collectives, settings, decisions, plan, surroundings, arguments.scaler, folder)
     # Nobody reads the progress of a process that no launcher has started.
     if world.source != "single":
         from paceline.world.hang_reports import reports_for

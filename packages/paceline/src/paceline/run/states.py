@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from paceline.checkpoint.checkpointer import Checkpointer
+    from paceline.checkpoint.format.checkpoint_format import FolderWriter
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.state.window import WindowState
     from paceline.run.preemption import Preemption
@@ -113,7 +114,7 @@ class States:
         self._resumed = False
         if self._wanted.source != "default" and self._wanted.value != "no":
             self._must_load = run.events.before_first_step.subscribe(self._refuse_unused)
-        run.events.leaving.subscribe(self.end)
+        run.lifetime.at_end(self.end)
 
     @classmethod
     def of(cls, run: Run, keep: Keep) -> States:
@@ -185,11 +186,15 @@ class States:
         metrics: Mapping[str, float] | None = None,
         frozen: bool = True,
         check: Callable[[], None] = lambda: None,
+        fresh: bool = False,
+        writer: FolderWriter | None = None,
+        keep: Keep | None = None,
+        alone: bool = False,
     ) -> str | None:
         """Saves at `path`, or under the next automatic name. Returns the folder; None if it was skipped. Ranks: all.
 
         Arguments are those of `Accelerator.save_state`; `frozen=False` leaves out parameters that are not trained, and `check`
-        may raise before anything is collected.
+        may raise before anything is collected. The others are those of `Checkpointer.save`. A `writer` calls hooks itself.
         """
         if busy not in ("wait", "skip"):
             raise CheckpointError(
@@ -215,24 +220,29 @@ class States:
                 hook(models, weights, folder)
             _leave_out_popped(state, len(weights))
 
-        extra_files_hook: Callable[[str], None] | None = None
-        if hooks:
-            extra_files_hook = call_hooks
         with self._run.events.phase("checkpoint"):
             saved = self._checkpointer.save(
                 target,
                 state,
                 plan_json=self._run.plan.to_json(),
-                extra_files_hook=extra_files_hook,
+                extra_files_hook=call_hooks if hooks and writer is None else None,
                 metrics=metrics,
                 background=background,
-                fresh=path is None,
+                fresh=fresh or path is None,
+                writer=writer,
+                keep=keep,
+                alone=alone,
             )
         # Automatic names are `checkpoint_0`, `checkpoint_1`, ... A number that exists already was left out.
         if path is None:
             self.iteration = int(saved.rsplit("_", 1)[1]) + 1
-        self.latest = Latest(saved, self.counters.step, self._positions())
+        if writer is None:
+            self.latest = Latest(saved, self.counters.step, self._positions())
         return saved
+
+    def go_on_from(self, path: str) -> None:
+        """Counts what the run of a checkpoint has saved beside it as this run's own; see `Ownership`."""
+        self._checkpointer.go_on_from(path)
 
     def save_object(self, obj: object, path: str, safe_serialization: bool) -> None:
         """Saves an object on the main process; see `Accelerator.save`."""
@@ -293,9 +303,7 @@ class States:
         loaders = self._prepared.loaders
         # The epoch is that of the loader that trains. In a new run no loader has trained yet, so the first one is used.
         counting = [loader for loader in loaders if loader.trains] or loaders
-        epoch = 0
-        if counting:
-            epoch = counting[0].position.epoch
+        epoch = counting[0].position.epoch if counting else 0
         start = Start(epoch, self.counters.step, source)
         if source is not None and self._collectives.world.is_main:
             logger("states").warning(
@@ -315,9 +323,7 @@ class States:
             return self._checkpointer.latest(self._automatic())
         # The user has named a checkpoint, or "no". But if the launcher has restarted this run, it continues from what it has
         # saved since then. The launcher's name of the run tells its checkpoints from those of other runs in the same folder.
-        chosen: str | None = None
-        if wanted.value != "no":
-            chosen = str(wanted.value)
+        chosen = None if wanted.value == "no" else str(wanted.value)
         run = env.get("PACELINE_RUN")
         if run and self._root is not None:
             return self._checkpointer.latest(self._root, run) or chosen
@@ -473,9 +479,7 @@ class States:
     def _update_counters(self) -> None:
         """Counts the steps up to now, and takes the states of the parts that are saved beside the user's objects."""
         step = max((optimizer.steps for optimizer in self._prepared.optimizers), default=self.counters.step)
-        extra = dict(self.counters.extra)
-        for name, part in self._beside.items():
-            extra[name] = part.state_dict()
+        extra = self.counters.extra | {name: part.state_dict() for name, part in self._beside.items()}
         self.counters = replace(self.counters, step=step, micro_step=self._run.gradients.done, extra=extra)
 
     def _window(self) -> WindowState:
@@ -545,11 +549,7 @@ class UnkeptStates(States):
 
 def _numbered(kind: str, items: Sequence[T]) -> dict[str, T]:
     """Gives items names that are the same whenever the same script runs: model, model_1, model_2, ..."""
-    by_name: dict[str, T] = {}
-    for number, item in enumerate(items):
-        name = f"{kind}_{number}" if number else kind
-        by_name[name] = item
-    return by_name
+    return {f"{kind}_{number}" if number else kind: item for number, item in enumerate(items)}
 
 
 def _leave_out_popped(state: TrainState, count: int) -> None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import PlanError
 from paceline.parallel.microbatches import BatchPart, Microbatches
 from paceline.run.run import Run
+from paceline.world.tree import first_rows
 
 if TYPE_CHECKING:
     from paceline.data.unprepared import UnpreparedLoaders
@@ -91,17 +92,24 @@ class Steps:
         share = self._scaled_to_window(one, num_items)
         factor = self._times_loss_scale(share)
         mean = num_items is None
+
+        def seen_loss(output: object, target: object) -> torch.Tensor:
+            loss = loss_fn(output, target)
+            if self._gradients.loss_weights is not None:
+                self._gradients.loss_weights.look_inside(loss, first_rows((output, target)))
+            return loss
+
         if entry is None or runner is None:
-            return self._run_each(model, parts or (), loss_fn, share, factor, mean)
+            return self._run_each(model, parts or (), seen_loss, share, factor, mean)
         # No strategy communicates within the schedule: its micro-batches reach the ranks at different times.
         without_communication = entry.chain.hold_gradients()
         phase = self._run.events.phase("pipeline")
         try:
             with self._run.explaining_memory("forward"), phase, without_communication:
                 if parts is None:
-                    loss = runner.forward_backward(BatchPart.of(batch), loss_fn, factor, mean)
+                    loss = runner.forward_backward(BatchPart.of(batch), seen_loss, factor, mean)
                 else:
-                    loss = runner.forward_backward_each(parts, loss_fn, factor, mean)
+                    loss = runner.forward_backward_each(parts, seen_loss, factor, mean)
         except BaseException as error:
             self._announce_failure(error)
             raise
@@ -282,3 +290,6 @@ class Steps:
                 self._prepared.finish_reduction()
             if self._replicas is not None:
                 self._replicas.passed()
+            elif self._run.world.size == 1 and self._gradients.loss_weights is not None:
+                weights = self._gradients.loss_weights
+                weights.judge([weights.take()], is_sure=True)

@@ -34,11 +34,13 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from paceline.base import env as environment
+from paceline.base.registry import points
 from paceline.base.temporary import temporary_folder
 from paceline.config.keywords import checked_keywords
 from paceline.config.sources import resolve_run
 from paceline.launch.processes.signals import kill_with_parent
-from paceline.torch_internals.dtensor import operators_of_mixtures
+from paceline.parallel.mixtures import needs_whole_tensors, on_whole_tensors
+from paceline.torch_internals.dtensor import answers_to_mixtures
 from paceline.torch_internals.forks import renew_threads
 from paceline.world import rendezvous
 from paceline.world.network import tcp_store
@@ -136,7 +138,7 @@ def run_ranks(
         [0, 1]
     """
     __tracebackhide__ = True
-    _warm_up()
+    warm_up()
     place = temporary_folder()
     with tempfile.TemporaryDirectory(prefix="paceline-ranks-", dir=place) as folder, socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
@@ -162,7 +164,7 @@ def run_ranks(
 
 
 @cache
-def _warm_up() -> None:
+def warm_up() -> None:
     """Imports once what each child would import for itself: half of the time of a child that trains a small model.
 
     DistributedDataParallel loads the compiler's front (1 s), what a plan needs of Paceline takes 0.1 to 0.3 s, a plan that
@@ -175,11 +177,17 @@ def _warm_up() -> None:
         "encodings.idna",  # for the names of hosts
     ):
         importlib.import_module(name)
-    for package in ("checkpoint", "data", "optim", "parallel", "precision", "run", "world"):
-        folders = importlib.import_module(f"paceline.{package}").__path__
-        for module in pkgutil.walk_packages(folders, f"paceline.{package}."):
+    packages = {
+        f"paceline.{name}"
+        for name in ("checkpoint", "data", "optim", "parallel", "planner", "precision", "run", "world")
+    }
+    for group in ("paceline.strategies", "paceline.observers", "paceline.hang_reports"):
+        packages |= {point.module.rpartition(".")[0] for point in points(group).values()}
+    for package in sorted(packages):
+        folders = importlib.import_module(package).__path__
+        for module in pkgutil.walk_packages(folders, f"{package}."):
             importlib.import_module(module.name)
-    operators_of_mixtures()
+    answers_to_mixtures(needs_whole_tensors, on_whole_tensors)
     # Without an accelerator, each `torch.manual_seed` notes its stack with lines of the sources, which are read here (0.03 s).
     traceback.format_stack()
     resolve_run(env={})

@@ -37,6 +37,11 @@ def is_plain(parameter: torch.Tensor) -> bool:
     return type(parameter) is nn.Parameter or hasattr(parameter, "fake_mode")
 
 
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a form alone, on the meta device or under a `FakeTensorMode`."""
+    return tensor.is_meta or hasattr(tensor, "fake_mode")
+
+
 def overloads_of(operation: Operation) -> Any:
     """The operation without its overload, as torch's table of formulas knows it."""
     return getattr(operation, "_overloadpacket", operation)

@@ -78,11 +78,13 @@ def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., An
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
-    for operation in operators_of_mixtures():
-        before = handlers.get(operation)
+    answers = answers_to_mixtures(is_answered, function)
+    taken = {operation: before for operation, before in handlers.items() if operation in answers}
+    handlers.update(answers)
+    for operation, before in taken.items():
         # Losses of divided logits take whole targets, while `loss_parallel` is on.
-        if getattr(before, "__module__", None) != "torch.distributed.tensor.parallel.loss":
-            answer(operation, _answer_or_pass(before, is_answered, function))
+        is_loss = getattr(before, "__module__", None) == "torch.distributed.tensor.parallel.loss"
+        handlers[operation] = before if is_loss else _answer_or_pass(before, is_answered, function)
 
 
 # Those of open `mixtures_refused`, the innermost last: torch's table is one for the process, too.
@@ -104,13 +106,15 @@ def mixtures_refused(refusal: Callable[[str], Exception]) -> Iterator[None]:
 
 
 @cache
-def operators_of_mixtures() -> tuple[Any, ...]:
-    """Returns torch's own operators that take several tensors, or write to one.
+def answers_to_mixtures(
+    is_answered: Callable[..., bool], function: Callable[..., Any]
+) -> dict[Any, Callable[..., Any]]:
+    """Returns torch's own operators that take several tensors, or write to one, each with what runs in its place.
 
     torch makes the object of an operator when it is first asked for: 0.2 s for all 2,300, which a process that forks others
     can spend for all of them.
     """
-    operators = []
+    answers = {}
     for schema in torch._C._jit_get_all_schemas():
         # As "aten::lerp_.Scalar(Tensor(a!) self, Tensor end, Scalar weight) -> Tensor(a!)": reading the text takes a fifth of
         # the time of reading the objects.
@@ -119,8 +123,9 @@ def operators_of_mixtures() -> tuple[Any, ...]:
         takes_several = arguments.count("Tensor") > 1 or "Tensor[]" in arguments or "Tensor?[]" in arguments
         if name.startswith("aten::") and (takes_several or "!" in arguments):
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
-            operators.append(getattr(packet, schema.overload_name or "default"))
-    return tuple(operators)
+            operation = getattr(packet, schema.overload_name or "default")
+            answers[operation] = _answer_or_pass(None, is_answered, function)
+    return answers
 
 
 def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | None:

@@ -25,8 +25,8 @@ from torch.autograd.graph import GradientEdge
 from torch.utils.weak import TensorWeakRef
 
 from paceline.torch_internals.dtensor import chunk
-from paceline.torch_internals.fake import replaced
-from paceline.torch_internals.tensors import hook_gradient
+from paceline.torch_internals.replaced import replaced
+from paceline.torch_internals.tensors import hook_gradient, hooks_before
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -245,6 +245,17 @@ class WholeParameter(nn.Parameter):
         self.requires_grad = requires_grad
         return self
 
+    # The gradient of this parameter is that of this rank's samples. Hooks of the script's wait for the mean, at the shard.
+    def register_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        return _PLAIN_REGISTER_HOOK(self._shard_or_self(), hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], Any]) -> Any:
+        return _PLAIN_REGISTER_LATER_HOOK(self._shard_or_self(), hook)
+
+    def _shard_or_self(self) -> nn.Parameter:
+        shard = self._shard()
+        return self if shard is None else shard
+
 
 def shard_behind(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """Returns the shard for which a whole parameter stands between the passes; any other parameter as it is."""
@@ -358,6 +369,8 @@ def _take_values(parameter: FSDPParam) -> bool:
 _PLAIN_DATA: Any = nn.Parameter.data
 _PLAIN_GRADIENT: Any = nn.Parameter.grad
 _PLAIN_REQUIRES_GRAD: Any = nn.Parameter.requires_grad
+_PLAIN_REGISTER_HOOK: Any = nn.Parameter.register_hook
+_PLAIN_REGISTER_LATER_HOOK: Any = nn.Parameter.register_post_accumulate_grad_hook
 
 
 def _own_gradient(whole: torch.Tensor) -> torch.Tensor | None:
@@ -478,7 +491,7 @@ def follow_shards() -> None:
 def _whole_of(tensor: torch.Tensor | GradientEdge) -> torch.Tensor | None:
     if isinstance(tensor, GradientEdge):
         return None  # a place in the graph, as schedules of pipelines give
-    for hook in (tensor._backward_hooks or {}).values():
+    for hook in hooks_before(tensor):
         parameter = getattr(hook, "group_parameter", lambda: None)()
         if parameter is not None:
             return whole_parameter(parameter)
@@ -525,25 +538,25 @@ def reset_unfinished(root: FSDPModule) -> None:
     context.post_backward_final_callback_queued = False
 
 
-def call_before_final_callback(units: Iterable[FSDPModule], callback: Callable[[], None]) -> None:
-    """Calls `callback` at the end of each backward pass, before FSDP2 ends it and waits for the last gradients."""
+def call_around_final_callback(
+    units: Iterable[FSDPModule], before: Callable[[], None] | None = None, after: Callable[[], None] | None = None
+) -> None:
+    """Calls functions at the end of each backward pass: before FSDP2 ends it and waits for the last gradients, and after."""
 
     def wrapped(final: Callable[[], None]) -> Callable[[], None]:
-        def call_both() -> None:
-            callback()
+        def call_all() -> None:
+            if before is not None:
+                before()
             final()
+            if after is not None:
+                after()
 
-        return call_both
+        return call_all
 
     # Whichever unit autograd reaches first queues its own method, so that all of them are wrapped.
     for unit in units:
         state: Any = unit._get_fsdp_state()
         state._root_post_backward_final_callback = wrapped(state._root_post_backward_final_callback)
-
-
-def reduces_gradients(group: FSDPParamGroup) -> bool:
-    """Returns whether backward passes reduce the gradients of this group (see `set_requires_gradient_sync`)."""
-    return bool(group.reduce_grads)
 
 
 def reduce_pending(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
@@ -562,27 +575,34 @@ def reduce_pending(root: FSDPModule, groups: Iterable[FSDPParamGroup]) -> None:
     state._root_post_backward_final_callback()
 
 
-def replace_communication(
-    group: FSDPParamGroup, gather: AllGather, scatter: ReduceScatter, before_reduction: Callable[[], None]
-) -> None:
+def replace_communication(group: FSDPParamGroup, gather: AllGather, scatter: ReduceScatter) -> None:
     """Makes a group communicate through objects of Paceline.
 
     Args:
         group: the group of parameters that these objects gather and reduce.
         gather, scatter: instances of classes that derive from those of `communication_classes`.
-        before_reduction: called after each backward pass of the group, before its gradients are reduced.
     """
-    plain = group.post_backward
-
-    def post_backward(*unused: object) -> None:
-        before_reduction()
-        plain(*unused)
-
     # `set_custom_all_gather` is public, but it sets one object for all groups of a unit. Each object of Paceline belongs to
     # one group.
     group._all_gather_comm = gather
     group._reduce_scatter_comm = scatter
+
+
+def call_before_reduction(group: FSDPParamGroup, callback: Callable[[list[FSDPParam]], None]) -> None:
+    """Calls `callback` with the parameters of a group before their gradients are reduced; not after passes that are held."""
+    plain = group.post_backward
+
+    def post_backward(*unused: object) -> None:
+        if group.reduce_grads:
+            callback(group_parameters(group))
+        plain(*unused)
+
     group.post_backward = post_backward
+
+
+def call_after_accumulation(whole: torch.Tensor, callback: Callable[[torch.Tensor], None]) -> None:
+    """Calls `callback` with a whole parameter after autograd has accumulated into its own gradient."""
+    _PLAIN_REGISTER_LATER_HOOK(whole, callback)
 
 
 def call_before_gathering(group: FSDPParamGroup, callback: Callable[[], None]) -> None:

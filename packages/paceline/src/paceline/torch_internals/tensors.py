@@ -21,8 +21,7 @@ def is_view(tensor: Tensor) -> bool:
 
 def has_gradient_hook(tensor: Tensor, name: str) -> bool:
     """Whether `register_hook` has got a function of this name in full (`__qualname__`) on the tensor."""
-    hooks = (tensor._backward_hooks or {}).values()
-    return any(getattr(hook, "__qualname__", None) == name for hook in hooks)
+    return any(getattr(hook, "__qualname__", None) == name for hook in hooks_before(tensor))
 
 
 def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> None:
@@ -33,20 +32,27 @@ def hook_gradient(tensor: Tensor, hook: Callable[[Tensor], Tensor | None]) -> No
 
 def gradient_hooks(tensor: Tensor) -> list[Callable[..., Any]]:
     """The functions of `register_hook` and `register_post_accumulate_grad_hook` that stand on the tensor."""
-    after: Any = tensor._post_accumulate_grad_hooks
-    if isinstance(after, _OneHook):
-        after = after.others
-    before: Any = tensor._backward_hooks
-    if isinstance(before, _OneHook):
-        before = before.others
-    tables = (before, after)
-    return [hook for table in tables for hook in (table or {}).values()]
+    return hooks_before(tensor) + _hooks_of(tensor._post_accumulate_grad_hooks)
 
 
-class _OneHook(dict[int, Callable[[Tensor], None]]):
+def hooks_before(tensor: Tensor) -> list[Callable[..., Any]]:
+    """The functions of `register_hook` that stand on the tensor, also those that were taken over."""
+    return _hooks_of(tensor._backward_hooks)
+
+
+def has_hooks_after(tensor: Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` has got a function on the tensor."""
+    return bool(tensor._post_accumulate_grad_hooks)
+
+
+def _hooks_of(table: Any) -> list[Callable[..., Any]]:
+    return list((table.others if isinstance(table, _OneHook) else table or {}).values())
+
+
+class _OneHook(dict[int, Callable[[Tensor], Any]]):
     """A table of a tensor's hooks: autograd sees one of them, the others are put by."""
 
-    def __init__(self, hook: Callable[[Tensor], None], others: dict[int, Callable[[Tensor], None]]) -> None:
+    def __init__(self, hook: Callable[[Tensor], Any], others: dict[int, Callable[[Tensor], None]]) -> None:
         super().__init__({-1: hook})
         self.others = others
 
@@ -87,19 +93,21 @@ def take_over_hooks(
 
 
 def has_users_gradient_hooks(tensor: Tensor) -> bool:
-    """Whether autograd calls a function of the script's with the tensor's gradient, before it accumulates.
-
-    Ours, of any run of this process, are told apart by the module that defines them.
-    """
+    """Whether autograd calls a function of the script's with the tensor's gradient, before it accumulates."""
     # A model has thousands of parameters, which are looked at in each step, and hardly one with a hook.
     hooks = tensor._backward_hooks
     if not hooks:
         return False
-    return any(not str(getattr(hook, "__module__", "")).startswith("paceline.") for hook in hooks.values())
+    return any(map(is_users_hook, hooks.values()))
+
+
+def is_users_hook(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is the script's; ours, of any run of this process, are told apart by the module that defines them."""
+    return not str(getattr(hook, "__module__", "")).startswith("paceline.")
 
 
 def take_over_gradient_hooks(
-    tensor: Tensor, hook: Callable[[Tensor], None]
+    tensor: Tensor, hook: Callable[[Tensor], Tensor]
 ) -> tuple[dict[int, Callable[..., Any]], Callable[[], None]]:
     """Makes `hook` the only function that autograd calls with the tensor's gradient, before it accumulates.
 

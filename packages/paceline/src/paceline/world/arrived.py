@@ -6,8 +6,10 @@ It is apart from the exchange, which only several processes need: one process ha
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,3 +110,9 @@ def as_bytes(leaf: Tensor) -> Tensor:
     # A contiguous tensor may still have any stride in a dim of size 1, which `view(dtype)` refuses; hence `as_strided`.
     flat = leaf.contiguous()
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)
+
+
+def unpickled(data: Tensor) -> Any:
+    """Returns the object of which the bytes are a pickle."""
+    # Unpickling runs code, but these bytes come from ranks of the same run, which run the same script.
+    return pickle.loads(data.numpy().tobytes())

@@ -138,7 +138,6 @@ class Events:
         loss: a backward pass begins; what its loss adds on this rank to the mean over the window and the ranks.
         anomaly: a step had an anomaly, and it is settled what becomes of it; on every rank.
         uneven_steps: ranks are about to take different numbers of steps (`join_uneven_inputs`). Ranks: all.
-        leaving: the run ends, and its process group is still there. Ranks: all.
     """
 
     def __init__(self) -> None:
@@ -160,7 +159,6 @@ class Events:
         self.clipped: Event[[Tensor]] = Event()
         self.saved: Event[[SavedCheckpoint]] = Event()
         self.uneven_steps: Event[[]] = Event()
-        self.leaving: Event[[]] = Event()
 
     def __reduce__(self) -> tuple[type[Events], tuple[()]]:
         """A copy (of a prepared loader, say) tells nobody: those who subscribed belong to this run."""

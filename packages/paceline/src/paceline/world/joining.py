@@ -6,24 +6,25 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from paceline.world import rendezvous, runtime
+from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
 
 if TYPE_CHECKING:
     from paceline.config import RunSettings
+    from paceline.world.runtime import Runtime
     from paceline.world.world import World
 
 
-def join(detected: World, settings: RunSettings) -> Collectives:
+def join(detected: World, settings: RunSettings, runtime: Runtime) -> Collectives:
     """Joins the process group, and returns this process's collectives; they know its world and its device. Ranks: all.
 
     Raises:
         WorldError: if a rank does not come.
     """
-    world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s)
+    world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s, detect=runtime.device)
     device = torch.device(world.device)
     # A rehearsal has its own.
-    collectives: Collectives | None = runtime.current().collectives(world, device)
+    collectives: Collectives | None = runtime.collectives(world, device)
     if collectives is not None:
         return collectives
     if world.size > 1 and settings.hang_report_s:

@@ -29,8 +29,6 @@ class Axis:
         divides_parameters: whether each rank along it has parameters, or parts of them, that the others have not.
         searched: the most ranks along it that a search for a plan tries: all, or those of one node; "" where a search
             leaves its size alone.
-        strategy: the strategy that serves this axis and nothing else, which is imported only where the axis has several ranks;
-            "" where a strategy of the axis may also be of use with one.
     """
 
     name: str
@@ -41,7 +39,6 @@ class Axis:
     averages_gradients: bool = False
     divides_parameters: bool = False
     searched: Literal["", "all", "node"] = ""
-    strategy: str = ""
 
 
 # In the order of the mesh, the outermost axis first. Ranks are numbered row by row: neighbours along the last axis, which
@@ -55,7 +52,6 @@ AXES: dict[str, Axis] = {
             divides="the layers",
             divides_parameters=True,
             searched="all",
-            strategy="pipeline",
         ),
         Axis(
             "replicate",
@@ -77,7 +73,6 @@ AXES: dict[str, Axis] = {
             "Number of ranks that divide each sequence (context parallel).",
             divides="each sequence",
             averages_gradients=True,
-            strategy="context",
         ),
         Axis(
             "ep",
@@ -86,7 +81,6 @@ AXES: dict[str, Axis] = {
             reads_samples=True,
             averages_gradients=True,
             divides_parameters=True,
-            strategy="experts",
         ),
         Axis(
             "tp",
@@ -94,7 +88,6 @@ AXES: dict[str, Axis] = {
             divides="the matrices of each layer",
             divides_parameters=True,
             searched="node",
-            strategy="tensor",
         ),
     )
 }

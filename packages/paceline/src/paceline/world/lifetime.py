@@ -1,11 +1,13 @@
-"""What ends as this process leaves its group, in one order.
+"""`Lifetime`: what is to be done at an end. All ends of a process, in their order:
 
-    run       saves in the background, locks, an evaluation that nobody gathered: they may still talk to the other ranks
-    group     threads that watch the group, connections between its ranks, words for the other ranks in the store
-    then      `rendezvous.leave` ends the group itself
+    run.lifetime                `end_training`, on all ranks: the run's last save, its handlers of signals, profiles, its record
+    of_process().work           saves in the background, an evaluation that nobody gathered; the other ranks still answer
+    of_process().companions     threads that watch the group, connections between its ranks, words for other ranks in the store
+    of_process().group          the group itself (`rendezvous.py`)
 
-Each is told once, and what was registered first ends first. All of it belongs to the process that registered it: a forked child
-inherits this table, but not the threads and connections that would be ended.
+The first belongs to a `Run`. The others belong to the process, because its runs share one group: `rendezvous.leave` ends them,
+which `end_training` calls, or Python as it ends. Where another library's group outlives a run, only Python does.
+Before Python ends anything, `checkpoint/background.py` waits for saves: one that fails has to be the exit code of the process.
 """
 
 from __future__ import annotations
@@ -13,91 +15,115 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
-from typing import Protocol, TypeVar, cast
+from dataclasses import dataclass
+from typing import Generic, ParamSpec, Protocol, TypeVar, cast
 
 import torch.distributed as dist
+
+P = ParamSpec("P")
+
+
+class Lifetime(Generic[P]):
+    """Calls that are due at an end: each once, in the order in which they were registered, also where one of them raises."""
+
+    def __init__(self) -> None:
+        self._calls: dict[object, Callable[P, object]] = {}
+
+    def at_end(self, call: Callable[P, object]) -> Callable[[], None]:
+        """Has `call` called at the end. Returns a function that takes this back, and that may be called more than once."""
+        key = object()
+        self._calls[key] = call
+
+        def forget() -> None:
+            self._calls.pop(key, None)
+
+        return forget
+
+    def end(self, *args: P.args, **kwargs: P.kwargs) -> None:
+        """Makes the calls, and those that are registered meanwhile.
+
+        Raises:
+            Exception: what one of them raised, once all were made; that of the last one, with the others as its context.
+        """
+        if self._calls:
+            call = self._calls.pop(next(iter(self._calls)))
+            try:
+                call(*args, **kwargs)
+            finally:
+                self.end(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Leaving:
+    """Why this process leaves its group.
+
+    Attributes:
+        failure: the exception that ends the script; None without one.
+        at_exit: whether Python ends.
+    """
+
+    failure: BaseException | None = None
+    at_exit: bool = False
+
+    @property
+    def why(self) -> str:
+        """The reason, to follow the name of a rank."""
+        if self.failure is None:
+            return "has ended, or left"
+        return f"has ended: {type(self.failure).__name__}: {self.failure}"
 
 
 class Companion(Protocol):
     """An object that lives as long as this process is in its group, such as a thread that watches the group."""
 
-    def close(self, why: str) -> None:
-        """Called when this process leaves the group, with the reason."""
+    def close(self, leaving: Leaving) -> None:
+        """Called when this process leaves the group."""
         ...
 
 
 C = TypeVar("C", bound=Companion)
-_Ends = dict[object, Callable[[str], object]]
 
 
-class _Table:
-    """What one process has registered."""
+class ProcessLifetime:
+    """What ends as one process leaves its group; the head of the file has the order."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.run_ends: _Ends = {}
-        self.group_ends: _Ends = {}
-        self.companions: dict[type[Companion], Companion] = {}
+        self.work: Lifetime[[Leaving]] = Lifetime()
+        self.companions: Lifetime[[Leaving]] = Lifetime()
+        self.group: Lifetime[[Leaving]] = Lifetime()
+        self._kept: dict[type[Companion], Companion] = {}
+
+    def keep(self, companion: Companion) -> None:
+        """Keeps an object until this process leaves its group, and closes it then. It replaces an earlier one of its class."""
+        self._kept[type(companion)] = companion
+        self.companions.at_end(companion.close)
+
+    def kept(self, kind: type[C]) -> C | None:
+        """Returns the object of this class that `keep` has got; None if there is none, as in a forked child."""
+        return cast("C | None", self._kept.get(kind))
+
+    def end(self, leaving: Leaving) -> None:
+        """Ends all of it."""
+        try:
+            self.work.end(leaving)
+        finally:
+            # Companions may keep groups, whose connections would stay open. So no reference to one stays here.
+            self._kept.clear()
+            try:
+                # They may write into the store. If rank 0 is gone, so is the store, and nobody is left to read it.
+                with contextlib.suppress(dist.DistNetworkError):
+                    self.companions.end(leaving)
+            finally:
+                self.group.end(leaving)
 
 
-_table = _Table()
+_of_process = ProcessLifetime()
 
 
-def _own() -> _Table:
-    """Returns the table of this process; a forked child gets an empty one."""
-    global _table
-    if _table.pid != os.getpid():
-        _table = _Table()
-    return _table
-
-
-def at_end_of_run(call: Callable[[str], object]) -> Callable[[], None]:
-    """Has `call` called with the reason for which this process leaves, while its group is there; also if there is none.
-
-    Returns:
-        A function that takes this back.
-    """
-    return _add(_own().run_ends, call)
-
-
-def at_end_of_group(call: Callable[[str], object]) -> Callable[[], None]:
-    """Has `call` called with the reason for which this process leaves, after the run has ended.
-
-    Returns:
-        A function that takes this back.
-    """
-    return _add(_own().group_ends, call)
-
-
-def _add(ends: _Ends, call: Callable[[str], object]) -> Callable[[], None]:
-    key = object()
-    ends[key] = call
-
-    def forget() -> None:
-        ends.pop(key, None)
-
-    return forget
-
-
-def keep(companion: Companion) -> None:
-    """Keeps an object until this process leaves its group, and closes it then. It replaces an earlier one of its class."""
-    _own().companions[type(companion)] = companion
-    at_end_of_group(companion.close)
-
-
-def kept(kind: type[C]) -> C | None:
-    """Returns the object of this class that `keep` has got; None if there is none, as in a forked child."""
-    return cast("C | None", _own().companions.get(kind))
-
-
-def end(why: str) -> None:
-    """Ends all of it. What is registered meanwhile ends too."""
-    table = _own()
-    while table.run_ends:
-        table.run_ends.pop(next(iter(table.run_ends)))(why)
-    # Companions may keep groups, whose connections would stay open. So no reference to one stays here.
-    table.companions.clear()
-    while table.group_ends:
-        # It may write into the store. If rank 0 is gone, so is the store, and nobody is left to read the reason.
-        with contextlib.suppress(dist.DistNetworkError):
-            table.group_ends.pop(next(iter(table.group_ends)))(why)
+def of_process() -> ProcessLifetime:
+    """Returns that of this process. A forked child has its own, since it has not the threads and connections of its parent."""
+    global _of_process
+    if _of_process.pid != os.getpid():
+        _of_process = ProcessLifetime()
+    return _of_process

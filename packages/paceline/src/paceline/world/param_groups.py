@@ -1,14 +1,20 @@
-"""The parameters of an optimizer, over all its groups."""
+"""The parameters of an optimizer, over all its groups, and those that it steps element by element."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
+from typing import Any
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+import torch
+from torch.nn import Parameter
+from torch.optim import Optimizer
 
-    from torch.nn import Parameter
-    from torch.optim import Optimizer
+# torch's optimizers have no attribute that says it. Any other class has `elementwise = True` in its own body, which is not
+# inherited: a subclass may step in another way.
+_ELEMENTWISE_OF_TORCH = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.Adadelta, torch.optim.Adamax,
+    torch.optim.RMSprop, torch.optim.NAdam, torch.optim.RAdam, torch.optim.ASGD, torch.optim.Rprop,
+)  # fmt: skip
 
 
 def parameters_of(optimizer: Optimizer) -> list[Parameter]:
@@ -24,8 +30,6 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
     They are attributes of it, or in a list or a dictionary that is one.
     """
-    from torch.optim import Optimizer
-
     optimizers = [optimizer]
     for holder in optimizers:  # which grows meanwhile
         for attribute in vars(holder).values():
@@ -48,3 +52,28 @@ def parameters_by_number(optimizer: Optimizer, state_dict: dict[str, Any]) -> di
     for group in state_dict["param_groups"]:
         numbers += group["params"]
     return dict(zip(numbers, parameters_of(optimizer), strict=False))
+
+
+def elementwise_parameters(optimizer: Optimizer) -> list[Parameter]:
+    """Returns the parameters whose elements the step of an optimizer treats independently of each other.
+
+    An optimizer that steps its groups in different ways writes `elementwise=True` into those for which it holds.
+    """
+    kind = type(optimizer)
+    if kind in _ELEMENTWISE_OF_TORCH or vars(kind).get("elementwise"):
+        return parameters_of(optimizer)
+    parameters: list[Parameter] = []
+    for group in optimizer.param_groups:
+        if group.get("elementwise"):
+            parameters += group["params"]
+    return parameters
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Returns whether the step of an optimizer treats each element of all its parameters independently."""
+    return len(elementwise_parameters(optimizer)) == len(parameters_of(optimizer))
+
+
+def steps_whole_parameters(optimizer: Optimizer) -> bool:
+    """Returns whether the step of an optimizer may look at a whole parameter, so that it needs some of them whole."""
+    return not is_elementwise(optimizer) and not inner_optimizers(optimizer)

@@ -12,7 +12,6 @@ import torch
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
 from paceline.config.keywords import checked_keywords
-from paceline.world import runtime
 from paceline.world.collectives import Collectives
 from paceline.world.tree import tensors
 from paceline.world.world import World
@@ -160,15 +159,11 @@ class Participant:
         """Concatenates tensors of all ranks along dim 0; a 0-dim tensor becomes [num_processes]. Ranks: all."""
         if self.world.size > 1 and torch.is_grad_enabled() and any(map(_may_be_trained, tensors(tensor))):
             warn_once("world", _DROPPED)
-        result = cast(T, self.collectives.gather(tensor))
-        runtime.current().gathered("gather", tensor, result)
-        return result
+        return cast(T, self.collectives.gather(tensor))
 
     def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
         """Returns the sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
-        result = cast(T, self.collectives.reduce(tensor, reduction, scale))
-        runtime.current().gathered("reduce", tensor, result)
-        return result
+        return cast(T, self.collectives.reduce(tensor, reduction, scale))
 
     def pad_across_processes(self, tensor: T, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> T:
         """Pads tensors along `dim` to the largest size on any rank. Ranks: all."""

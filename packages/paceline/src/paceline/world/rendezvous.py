@@ -14,9 +14,11 @@ import gc
 import os
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 
 from paceline.base import env as environment
@@ -24,10 +26,9 @@ from paceline.base.errors import WorldError
 from paceline.base.log import logger
 from paceline.torch_internals.groups import default_store
 from paceline.world import device as devices
-from paceline.world import lifetime, runtime
-from paceline.world.departures import announce
+from paceline.world import lifetime
+from paceline.world.lifetime import Leaving
 from paceline.world.mesh import forget_meshes
-from paceline.world.works import finish_threads
 from paceline.world.world import World
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ def join(
     cpu: bool = False,
     backend: str | None = None,
     timeout_s: float | None = None,
-    device_index: int | None = None,
     store: Store | None = None,
+    detect: Callable[..., torch.device] = devices.detect,
 ) -> World:
     """Finds the device of this process and forms the process group of all processes.
 
@@ -79,8 +80,8 @@ def join(
         cpu: compute on the CPU even where there is an accelerator.
         backend: torch.distributed's backend; by default the device's own, with gloo for CPU tensors beside it.
         timeout_s: seconds until joining fails, and later any collective of the group; PACELINE_TIMEOUT_S, or 600.
-        device_index: number of the accelerator; by default the local rank.
         store: a torch.distributed store that all ranks hold already, instead of one at the world's address.
+        detect: finds the device, as `device.detect` does.
 
     Returns:
         `world` with its device filled in.
@@ -93,7 +94,6 @@ def join(
             `rendezvous-address`, `rendezvous-port`, `rendezvous-unreachable`, `rendezvous-missing`, `rendezvous-group`,
             `world-child`.
     """
-    global _joined
     seconds = timeout(timeout_s)
     if dist.is_available() and dist.is_initialized():
         if _joined is not None and _joined.pid != os.getpid() and dist.get_world_size() > 1:
@@ -102,11 +102,11 @@ def join(
 
             raise children.of(_joined.rank, _joined.pid)
         world = _adopt(world)
-        device = runtime.current().device(world, cpu=cpu, index=device_index)
+        device = detect(world, cpu=cpu)
         devices.select(device)
         _current()
         return replace(world, device=str(device))
-    device = runtime.current().device(world, cpu=cpu, index=device_index)
+    device = detect(world, cpu=cpu)
     devices.select(device)
     world = replace(world, device=str(device))
     if world.size == 1 and world.source == "single" and store is None:
@@ -116,14 +116,20 @@ def join(
 
     own = meet(world, device, devices.default_backend(device, backend), seconds, store)
     own.add(_CONNECTED, 1)
-    _joined = _JoinedGroup(own, ours=True, pid=os.getpid(), rank=world.rank)
+    _keep(_JoinedGroup(own, ours=True, pid=os.getpid(), rank=world.rank))
     return world
+
+
+def _keep(joined: _JoinedGroup) -> None:
+    global _joined
+    _joined = joined
+    lifetime.of_process().group.at_end(lambda leaving: _leave_group(joined, leaving))
 
 
 def leave(at_exit: bool = False) -> None:
     """Ends the group if `join` made it; a group that the user made stays. It may be called at any time, and again.
 
-    What the run and the group keep ends first (`lifetime.py`). `leave` also runs when the interpreter ends.
+    `lifetime.py` lists what ends, and in which order. `leave` also runs when the interpreter ends.
 
     Args:
         at_exit: whether the interpreter ends. Then `leave` also waits for works in a group that the user made.
@@ -131,35 +137,40 @@ def leave(at_exit: bool = False) -> None:
     Ranks:
         Each rank calls it for itself. The other ranks must have finished their collectives with this one.
     """
-    global _joined
     # In an exit handler the exception that ends the script is no longer being handled; Python keeps it in `last_value`.
     failure = sys.exception() or getattr(sys, "last_value", None)
-    lifetime.end("has ended, or left" if failure is None else f"has ended: {type(failure).__name__}: {failure}")
-    joined = _joined
+    lifetime.of_process().end(Leaving(failure, at_exit))
+
+
+def _leave_group(joined: _JoinedGroup, leaving: Leaving) -> None:
+    """Ends the group itself, as the last of what `lifetime.py` lists.
+
+    A short script may end before all ranks have connected, and they would fail if its connections closed. So it waits for them,
+    tells the others that it leaves, finishes the works for which its script did not wait, and destroys the group.
+    """
+    global _joined
+    if joined is not _joined:
+        return  # the script has destroyed this group itself, and then formed another
     _joined = None
-    if joined is None or joined.pid != os.getpid():
-        return
-    if failure is None and joined.ours:
-        _wait_until_connected(joined)
     # A group that the user made may be used after `end_training`, so only at exit this rank has left it.
-    if joined.ours or at_exit:
-        _say_goodbye(joined, failure)
-        if dist.is_initialized():
-            _finish_works(failure is not None)
-    if joined.ours and dist.is_initialized():
-        _destroy(joined, failure)
-
-
-def _wait_until_connected(joined: _JoinedGroup) -> None:
-    """Waits until all ranks have connected: a short script may end before, and they would fail if its connections closed."""
-    if dist.is_initialized() and store_answers(joined.store):
+    if not joined.ours and not leaving.at_exit:
+        return
+    # The script may have destroyed the group itself.
+    is_ours = joined.ours and dist.is_initialized()
+    if is_ours and leaving.failure is None:
         _wait_for_all(joined.store, _CONNECTED, dist.get_world_size(), _CONNECT_S)
+    _say_goodbye(joined, leaving.failure)
+    _finish_works(joined.rank, leaving.failure is not None)
+    if is_ours:
+        _destroy(joined, leaving.failure)
 
 
 def _say_goodbye(joined: _JoinedGroup, failure: BaseException | None) -> None:
     """Writes down that this rank leaves, and why."""
     if not store_answers(joined.store):
         return
+    from paceline.world.departures import announce  # a process that is in no group leaves none
+
     # The store may end between the check and this write. Then rank 0 is gone, and nobody is left to read it.
     with contextlib.suppress(RuntimeError):
         announce(joined.store, joined.rank, failure)
@@ -181,8 +192,10 @@ def _destroy(joined: _JoinedGroup, failure: BaseException | None) -> None:
         _wait_for_all(joined.store, _LEFT, size, _READ_S)
 
 
-def _finish_works(failed: bool) -> None:
+def _finish_works(rank: int, failed: bool) -> None:
     """Waits for asynchronous works for which the script did not wait, and warns if some do not end in time."""
+    from paceline.world.works import finish_threads
+
     # After a failure the other ranks may be gone, and then a collective never ends.
     patience_s = _UNFINISHED_AFTER_FAILURE_S if failed else _UNFINISHED_S
     if finish_threads(patience_s) or failed:
@@ -190,12 +203,14 @@ def _finish_works(failed: bool) -> None:
     logger("world").warning(
         "rank %d ends while a collective that its script began with async_op=True is not finished (waited for %g s). "
         "Keep what the call returns, call wait() on it before the script ends, and let every rank make the call.",
-        dist.get_rank(), _UNFINISHED_S,
+        rank, _UNFINISHED_S,
     )  # fmt: skip
 
 
 def _wait_for_all(store: Store, key: str, size: int, seconds: float) -> bool:
     """Waits up to `seconds` until all `size` ranks have added themselves to the counter `key`. Returns whether they have."""
+    if not store_answers(store):
+        return True  # it has ended, so no rank that needs it is left
     until = time.monotonic() + seconds
     try:
         while store.add(key, 0) < size:
@@ -203,7 +218,7 @@ def _wait_for_all(store: Store, key: str, size: int, seconds: float) -> bool:
                 return False
             time.sleep(0.01)
     except dist.DistNetworkError:
-        pass  # the store has ended, so no rank that needs it is left
+        pass  # the same, a moment later
     return True
 
 
@@ -238,9 +253,9 @@ def timeout(timeout_s: float | None = None) -> float:
 
 def _current() -> _JoinedGroup:
     """Returns what is kept about the current group; for a group that the user made, this is created here."""
-    global _joined
     if _joined is None or _joined.pid != os.getpid():
-        _joined = _JoinedGroup(default_store(), ours=False, pid=os.getpid(), rank=dist.get_rank())
+        _keep(_JoinedGroup(default_store(), ours=False, pid=os.getpid(), rank=dist.get_rank()))
+    assert _joined is not None
     return _joined
 
 

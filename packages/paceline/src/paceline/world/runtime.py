@@ -1,13 +1,14 @@
 """`Runtime`: what a run takes from its surroundings. A rehearsal and a tuning trial replace it by another one.
 
     Runtime             a real run: devices, a process group that answers, files that are written
-    RehearsalRuntime    `planner.rehearsal`: ranks that do not exist, tensors without values, no files
-    ScriptNotes, Trial  `planner.trial`: the run is looked at, writes no files, and ends after the last measured step
-    Recorder            `verify.recorder`: the same, and what it computes is recorded
-    DrilledRank         `rehearse.job_in_drill`: a real run that is disturbed; only its trackers are silent
+    RehearsalRuntime    `paceline_lens.forecast`: ranks that do not exist, tensors without values, no files
+    ScriptNotes, Trial  `paceline_lens.tune`: the run is looked at, writes no files, and ends after the last measured step
+    Recorder            `paceline_lens.verify`: the same, and what it computes is recorded
+    DrilledRank         `paceline_lens.rehearse`: a real run that is disturbed; only its trackers are silent
 
-A script constructs its `Accelerator` itself, so a runtime cannot be passed to it as an argument. The code that builds a run
-calls `current` once. `use` sets another runtime, in a process that does nothing else afterwards.
+A script constructs its `Accelerator` itself, so a runtime cannot be passed to it as an argument: `use` sets that of the
+process, which does nothing else afterwards. Whatever a script calls before there is a run asks for `current`: `start_run`,
+and functions under other libraries' names. Everything else takes the runtime from the `Run`.
 """
 
 from __future__ import annotations
@@ -63,7 +64,6 @@ class Runtime:
         others_answer: whether the other ranks exist, and so take part in collectives.
         compares_widths: whether runs of several widths are compared, so that samples come in one order at each, also where
             another library's own order is another on one process.
-        backend: the backend that a group of ranks that do not exist stands for, such as "gloo"; "" for that of the group.
         has_own_memory: whether tensors of the CPU stand for those of an accelerator, whose memory is not the host's.
     """
 
@@ -71,7 +71,6 @@ class Runtime:
     tracks = True
     others_answer = True
     compares_widths = False
-    backend = ""
     has_own_memory = False
 
     def device(self, world: World, *, cpu: bool = False, index: int | None = None) -> torch.device:

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base import env as environment
-from paceline.world import runtime
 from paceline.world.mesh import backend_name
 from paceline.world.works import PendingMessages, WorkHandle
 
@@ -128,11 +127,13 @@ class Transport(ABC):
 
 def transport_of(group: dist.ProcessGroup, device: torch.device) -> Transport:
     """Returns the transport for tensors on `device` in `group`."""
-    backend = runtime.current().backend or backend_name(group, device.type)
-    if backend != "gloo":
+    wanted = environment.get("PACELINE_TRANSPORT")
+    if wanted == "pairwise":
+        return PairwiseTransport(group)
+    if backend_name(group, device.type) != "gloo":
         return NativeTransport(group)
     # gloo's collectives take tensors of an accelerator too, and copy them to the host; its sends do not.
-    if environment.get("PACELINE_TRANSPORT") == "native" or device.type != "cpu":
+    if wanted == "native" or device.type != "cpu":
         return _NativeOverGloo(group)
     return PairwiseTransport(group)
 

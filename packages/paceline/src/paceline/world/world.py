@@ -18,6 +18,7 @@ SIGNS: Mapping[str, tuple[str, ...]] = {
         "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "PMI_RANK", "PMI_SIZE",
     ),
     "slurm": ("SLURM_PROCID",),
+    "kubernetes": ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "RANK", "PET_NNODES", "JOB_COMPLETION_INDEX"),
 }  # fmt: skip
 
 

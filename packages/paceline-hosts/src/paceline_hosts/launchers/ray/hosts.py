@@ -19,9 +19,9 @@ from paceline.base.errors import LaunchError
 from paceline.base.exits import PREEMPTED
 from paceline.base.terminal import say
 from paceline.config.kinds import least_and_most
-from paceline.launch.hostfile import Slots
 from paceline.launch.processes.signals import Signals
 from paceline_hosts.assignment import Assignment
+from paceline_hosts.hostfile import Slots
 from paceline_hosts.launchers.ray.cluster import Bundle
 from paceline_hosts.launchers.ray.host import RayHost, reason
 from paceline_hosts.launchers.ray.node import NodeActor

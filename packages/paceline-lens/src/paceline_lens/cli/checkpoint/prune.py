@@ -32,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints each checkpoint that is removed, with its size; returns 1 if one could not be removed."""
     from paceline.checkpoint import retention
+    from paceline.checkpoint.format.checkpoint_format import NATIVE
     from paceline.checkpoint.keep import Keep
     from paceline_lens.checkpoint.listing import the_folder
 
@@ -48,11 +49,13 @@ def run(args: argparse.Namespace) -> int:
     for checkpoint in checkpoints:  # the oldest first
         if checkpoint.state == "complete" and retention.number(store, checkpoint.path) is not None:
             newest = checkpoint.path
+    # Folders of other libraries tell neither step nor metrics, by which a rule would keep them.
+    ours = {checkpoint.path for checkpoint in checkpoints if checkpoint.format == NATIVE}
+    going = retention.surplus(store, folder, keep, newest, own=ours)
     if args.dry_run:
-        for path in retention.surplus(store, folder, keep, newest):
+        for path in going:
             print(f"would remove {path} ({_text.size(sizes.get(path, 0))})")
         return 0
-    going = retention.surplus(store, folder, keep, newest)
     for path in going:
         retention.remove(store, path)
     failed = [path for path in going if store.exists(path)]  # the log has said why

@@ -3,8 +3,11 @@
     recognises      whether a folder is a checkpoint of this kind; all that follows is asked of the one that says so
     newest          the checkpoint that a folder of several says is its newest
     summary         what `paceline checkpoint ls` and `show` say of it
+    record          whose it is, and its files: a run prunes only its own, and a save replaces only files of a save
     read, open      everything but the tensors, in the words of our `state.json`: `load_state`, `resume`
     weights         the tensors of one model: `load_model`, `paceline checkpoint export`
+
+A format that is also written has a `FolderWriter`. `Checkpointer.save` claims a folder, and leaves the files in it to that one.
 
 The file of a format is imported to ask whether it recognises a folder, also by commands that need no torch: it imports
 torch, and whatever does so, within its methods.
@@ -12,8 +15,9 @@ torch, and whatever does so, within its methods.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import CheckpointError
@@ -116,6 +120,10 @@ class CheckpointFormat:
         """Returns facts about a checkpoint that are known without reading tensors."""
         return Summary()
 
+    def record(self, store: Store, folder: str) -> Manifest | None:
+        """Returns what a checkpoint says of its save: at least whose it is, and its files; None if it says nothing."""
+        return None
+
     def read(self, store: Store, folder: str, state: TrainState, names: RunNames) -> OpenCheckpoint:
         """Reads everything except the tensors, for this rank, and changes nothing. See `Translation`.
 
@@ -170,6 +178,34 @@ class CheckpointFormat:
         return {}
 
 
+@dataclass(frozen=True)
+class Claimed:
+    """A folder that a save has claimed, and what belongs into it.
+
+    Attributes:
+        store: where it is written.
+        home: the final folder of the checkpoint.
+        staged: the folder into which it is written first. Rank 0 has created it.
+        state: the state to save.
+        manifest: what a manifest says of the save, without the files.
+        extra_files_hook: writes further files into `staged`; called on each rank before the state is read.
+        background: whether the state may change as soon as it was read.
+    """
+
+    store: Store
+    home: str
+    staged: str
+    state: TrainState
+    manifest: Manifest
+    extra_files_hook: Callable[[str], None] | None
+    background: bool
+
+
+# Reads the state of a save, and returns what does the rest of it, later and with a group of its own: it writes the files, moves
+# the folder to its place when all are there, and returns the number of bytes on rank 0. Ranks: all call both.
+FolderWriter = Callable[[WriterPeers, Claimed], Callable[[WriterPeers], int]]
+
+
 def formats() -> Iterator[CheckpointFormat]:
     """Yields all formats. Ours comes first: a folder with our manifest is ours, whatever else it contains."""
     yield CHECKPOINT_FORMATS.get(NATIVE)
@@ -184,6 +220,27 @@ def format_of(store: Store, folder: str) -> CheckpointFormat | None:
         if candidate.recognises(store, folder):
             return candidate
     return None
+
+
+def record_of(store: Store, folder: str) -> Manifest | None:
+    """Returns what the checkpoint in a folder says of its save; None if it is none, or says nothing."""
+    checkpoint_format = format_of(store, folder)
+    return None if checkpoint_format is None else checkpoint_format.record(store, folder)
+
+
+def files_of(store: Store, folder: str) -> list[str] | None:
+    """Returns the files of the checkpoint in a folder, as it says itself; None if it is none, or says nothing."""
+    checkpoint_format = format_of(store, folder)
+    record = None if checkpoint_format is None else checkpoint_format.record(store, folder)
+    if checkpoint_format is None or record is None:
+        return None
+    return record.paths() if checkpoint_format.has_manifest else list(record.files) or None
+
+
+def recover_one(store: Store, home: str) -> None:
+    """Finishes a save into a folder that was cut off while its files took their place, for who is about to read it."""
+    folder, name = store.parent(home)
+    store.recover(folder, lambda other: other == name, partial(files_of, store), clean=False)
 
 
 def newest_in(store: Store, folder: str) -> str:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class NativeFormat(CheckpointFormat):
-    """What `Checkpointer` saves."""
+    """What `Checkpointer` saves, by `NativeWriter`."""
 
     name = "native"
     has_manifest = True
@@ -27,6 +27,9 @@ class NativeFormat(CheckpointFormat):
     def recognises(self, store: Store, folder: str) -> bool:
         """Returns whether there is a manifest, sound or not."""
         return store.exists(store.join(folder, NAME))
+
+    def record(self, store: Store, folder: str) -> Manifest | None:
+        return Manifest.find(store, folder)
 
     def open(
         self, store: Store, folder: str, state: TrainState, peers: WriterPeers, manifest: Manifest | None

@@ -3,9 +3,9 @@
 stage     .NAME.partial-XXXX beside NAME; for an automatic name .NAME.partial, a folder that must not exist yet
 publish   nothing at NAME        one rename
           something at NAME      the two folders change places at once, foreign files follow, the old one goes
-merge     for files that lie among others: one rename, or where NAME exists, one for each file
+merge     for files that lie among others: one rename, or where NAME exists, one to .NAME.merging and one for each file
 recover   a partial folder that nobody writes any more is deleted; of one that was exchanged, what is foreign goes
-          home first; a folder that was moved aside returns if nothing took its place
+          home first; a folder that was moved aside returns if nothing took its place; a merge is brought to its end
 
 A partial folder contains the claim of its save (`claim`), which goes once the folder has its name. So one without a claim
 was exchanged.
@@ -31,7 +31,8 @@ from paceline.checkpoint.store.direct import DurableFile, sync_folder
 
 _PARTIAL = "partial"
 _ASIDE = "aside"
-_LEFTOVER = re.compile(rf"\.(.+)\.({_PARTIAL}|{_ASIDE})(?:-[0-9a-f]+)?")
+_MERGING = "merging"
+_LEFTOVER = re.compile(rf"\.(.+)\.({_PARTIAL}|{_ASIDE}|{_MERGING})(?:-[0-9a-f]+)?")
 _CLAIM = ".paceline-claim"
 # A folder is younger than this while its claim is written, and while another run moves foreign files out of it.
 _GAP_S = 60.0
@@ -123,12 +124,6 @@ class LocalStore:
         _claim(staged)
         return staged
 
-    def join_stage(self, staged: str) -> None:
-        """Makes the folder that `stage` returned on another host, unless this host sees the same one."""
-        if not os.path.isdir(staged):
-            os.makedirs(staged)
-            _claim(staged)
-
     def publish(self, staged: str, path: str, *, last: str, owned: Callable[[str], Collection[str] | None]) -> None:
         """Moves a staged folder to its place; the docstring of this module explains the cases."""
         # The entries of the staged folders must be on the disk before the rename that makes them visible.
@@ -140,16 +135,21 @@ class LocalStore:
         claim.end(staged)
         sync_folder(os.path.dirname(path))
 
-    def merge(self, staged: str, path: str) -> None:
-        """Moves a staged folder to its place, if nothing is there; else its files, beside those that have other names."""
+    def merge(self, staged: str, path: str, *, owned: Callable[[str], Collection[str] | None]) -> None:
+        """Moves a staged folder to its place, if nothing is there; else its files, in place of the `owned` ones there."""
         _sync_tree(staged)
         try:
             os.rename(staged, path)
         except OSError:
             if not os.path.isdir(path):  # also a link to a folder
                 raise
-            _move_files(staged, path)
-            _remove_tree(staged)
+            folder, name = os.path.split(path)
+            merging = os.path.join(folder, f".{name}.{_MERGING}")
+            # One merge at a time. From here on whoever finds the folder, also a save at the same time, brings it to its end.
+            while not _renamed(staged, merging):
+                _finish_merge(merging, path, owned)
+            _finish_merge(merging, path, owned)
+            sync_folder(path)
         with contextlib.suppress(FileNotFoundError):  # the files were moved without it
             os.unlink(os.path.join(path, _CLAIM))
         claim.end(staged)
@@ -164,7 +164,13 @@ class LocalStore:
         clean: bool = True,
     ) -> None:
         """Cleans up after saves that did not end; see the docstring of this module."""
-        for entry in self.list(folder):
+        try:
+            entries = self.list(folder)
+        except PermissionError:
+            if clean:
+                raise
+            return  # who may not list a folder has saved nothing there
+        for entry in entries:
             match = _LEFTOVER.fullmatch(entry)
             if match is None or not mine(match[1]):
                 continue
@@ -186,6 +192,9 @@ class LocalStore:
                 ) as error:  # that run has gone on meanwhile: the old folder is gone, or a new one is there
                     if error.errno not in (*_TAKEN, errno.ENOENT):
                         raise
+                continue
+            if match[2] == _MERGING and os.path.isdir(home):
+                _finish_merge(leftover, home, owned)
                 continue
             if not clean:
                 continue
@@ -275,6 +284,48 @@ def _clear(old: str, home: str, files: Collection[str] | None) -> None:
     _remove_tree(old)
 
 
+def _finish_merge(merging: str, home: str, owned: Callable[[str], Collection[str] | None]) -> None:
+    """Moves the files of a complete save into a folder, and removes those of the save before. Several may do it at once."""
+    files = owned(merging)
+    if files is not None:  # else that file has moved already by which the owner is known, and what was older is gone
+        for name in set(owned(home) or ()) - set(files):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(home, name))
+    try:
+        _move_files(merging, home)
+    except OSError:
+        _remove_tree(merging)
+        raise
+    _remove_emptied(merging)
+
+
+def _renamed(source: str, target: str) -> bool:
+    """Renames a folder, unless there is one with files at the target."""
+    try:
+        os.rename(source, target)
+    except OSError as error:
+        if error.errno not in _TAKEN:
+            raise
+        return False
+    return True
+
+
+def _remove_emptied(folder: str) -> None:
+    """Removes what is left of a folder whose files were moved. By now another save may have files under its name."""
+    for entry in _entries(folder):
+        path = os.path.join(folder, entry)
+        if _is_real_folder(path):
+            _remove_emptied(path)
+        elif entry == _CLAIM:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+    try:
+        os.rmdir(folder)
+    except OSError as error:
+        if error.errno not in (*_TAKEN, errno.ENOENT):
+            raise
+
+
 def _move_files(source: str, target: str) -> None:
     """Moves all files but the claim from a folder to another one. A folder of the same name gets those of its own."""
     for entry in sorted(_entries(source)):
@@ -284,7 +335,11 @@ def _move_files(source: str, target: str) -> None:
             os.makedirs(place, exist_ok=True)
             _move_files(path, place)
         elif entry != _CLAIM:
-            os.replace(path, place)
+            try:
+                os.replace(path, place)
+            except FileNotFoundError:
+                if os.path.lexists(path):  # not moved by another process, but the target is gone
+                    raise
 
 
 def _remove_tree(folder: str) -> None:

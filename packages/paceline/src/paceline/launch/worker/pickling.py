@@ -6,7 +6,6 @@ the report of that rank.
 
 from __future__ import annotations
 
-import importlib
 import io
 import linecache
 import os
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from paceline.base.errors import LaunchError
+from paceline.config import libraries
 
 _VALUE_SUFFIX = ".value"
 
@@ -40,8 +40,7 @@ def call_packed(path: str, compat: str) -> Any:
         compat: libraries whose names are served to the function, joined by commas; "" for none.
     """
     if compat:
-        # `compat` is a layer above this one, so it is looked up by its name.
-        importlib.import_module("paceline.compat").install(compat.split(","))
+        libraries.install(compat.split(","))
     cells, search_path, packed_function = pickle.loads(Path(path).read_bytes())
     sys.path[:] = search_path
     linecache.cache.update(cells)

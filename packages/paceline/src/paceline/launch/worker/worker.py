@@ -16,7 +16,6 @@ import argparse
 import atexit
 import faulthandler
 import gc
-import importlib
 import importlib.util
 import io
 import multiprocessing
@@ -32,6 +31,7 @@ from typing import Any, NoReturn
 
 from paceline.base import env as environment
 from paceline.base.terminal import say
+from paceline.config import libraries
 from paceline.launch.job import Target
 from paceline.launch.worker import same_files, show_once
 from paceline.launch.worker.pickling import write_value
@@ -189,8 +189,7 @@ def become(target: Target, compat: str = "") -> None:
         is_script = target.kind == "script"
         sys.path[0] = os.path.dirname(os.path.realpath(target.name)) if is_script else os.getcwd()
     if compat:
-        # `compat` is a layer above this one, so it is looked up by its name.
-        importlib.import_module("paceline.compat").install(compat.split(","))
+        libraries.install(compat.split(","))
     code, main = _load(target)
     sys.modules["__main__"] = main
     exec(code, main.__dict__)

@@ -17,7 +17,7 @@ import json
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsFloat
 
 from paceline.base.errors import TrackerError
 from paceline.observe.trackers.library import LibraryTracker
@@ -67,7 +67,7 @@ class CsvTracker(LibraryTracker):
         self.native.close()
 
 
-def _plain(name: str, value: Any) -> str | int | float:
+def _plain(name: str, value: SupportsFloat | str) -> str | int | float:
     """Returns the value of a cell."""
     if isinstance(value, str | int | float):
         return value

@@ -2,7 +2,7 @@
 
 Trackers(["tensorboard"], folder)   every rank: looks up names and packages, and raises all problems at once
   .start("digits", config)          main process: constructs and starts each tracker
-  .log({"loss": 0.7}, step=10)      main process: reads tensors once, then each tracker gets the values, some by `Delivery`
+  .log({"loss": 0.7}, step=10)      main process: reads tensors once, then each tracker gets them, some by a thread
   .finish()                         main process. A run that ends without it is finished at exit, after an error as "failed"
 
 On other ranks these calls do nothing.
@@ -22,9 +22,16 @@ from paceline.base import env
 from paceline.base.errors import Problem, TrackerError
 from paceline.base.log import logger, warn_once
 from paceline.base.parts import extra_with, how_to_install
-from paceline.observe.trackers.delivery import Deliverable, Delivery, unsent_files
 from paceline.observe.trackers.run_ids import RunIds
-from paceline.observe.trackers.tracker import TRACKERS, BlankTracker, Status, Tracker
+from paceline.observe.trackers.tracker import (
+    DELIVERIES,
+    TRACKERS,
+    BlankTracker,
+    Deliverable,
+    DeliveryOfValues,
+    Status,
+    Tracker,
+)
 
 Wanted = str | type | Tracker
 _FLUSH_AFTER_AN_ERROR_S = 5.0
@@ -48,7 +55,7 @@ class Trackers:
         self.folder = str(folder)
         self.is_main = is_main
         self.started: dict[str, Tracker] = {}
-        self._deliveries: dict[str, Delivery] = {}
+        self._deliveries: dict[str, DeliveryOfValues] = {}
         self._wanted = _resolve(_as_list(wanted))
         # It runs when this object is collected, or at exit. It gets only the dicts: a reference to `self` would keep it alive.
         weakref.finalize(self, _finish_left_over, self.started, self._deliveries, os.getpid())
@@ -106,9 +113,9 @@ class Trackers:
         for name, tracker in self.started.items():
             deliverable = getattr(tracker, "deliverable", tracker)
             if isinstance(deliverable, Deliverable):
-                self._deliveries[name] = Delivery(deliverable, folder)
+                self._deliveries[name] = DELIVERIES.get("thread")(deliverable, folder)
         in_use = {delivery.path for delivery in self._deliveries.values()}
-        for path in unsent_files(folder):
+        for path in sorted(folder.glob("unsent-*.jsonl")):
             if path not in in_use:
                 logger("observe").warning("values of an earlier run were never sent: `paceline trackers %s`.", path)
 
@@ -264,7 +271,9 @@ def _number_of(value: object) -> object:
     return value
 
 
-def _finish(started: dict[str, Tracker], deliveries: dict[str, Delivery], status: Status, timeout_s: float) -> None:
+def _finish(
+    started: dict[str, Tracker], deliveries: dict[str, DeliveryOfValues], status: Status, timeout_s: float
+) -> None:
     errors: list[Exception] = []
     while started:
         name, tracker = started.popitem()
@@ -276,7 +285,7 @@ def _finish(started: dict[str, Tracker], deliveries: dict[str, Delivery], status
         raise errors[0]
 
 
-def _finish_one(tracker: Tracker, delivery: Delivery | None, status: Status, timeout_s: float) -> None:
+def _finish_one(tracker: Tracker, delivery: DeliveryOfValues | None, status: Status, timeout_s: float) -> None:
     if delivery is None:
         tracker.finish(status)
         return
@@ -290,7 +299,7 @@ def _finish_one(tracker: Tracker, delivery: Delivery | None, status: Status, tim
         raise TrackerError.of([problem])
 
 
-def _finish_left_over(started: dict[str, Tracker], deliveries: dict[str, Delivery], owner: int) -> None:
+def _finish_left_over(started: dict[str, Tracker], deliveries: dict[str, DeliveryOfValues], owner: int) -> None:
     """Finishes what a script left open. A forked process inherits the files but does not own them."""
     if os.getpid() != owner:
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, SupportsFloat
 
 from paceline.base.errors import TrackerError
 from paceline.observe.trackers.library import LibraryTracker
@@ -58,7 +58,7 @@ class TensorBoardTracker(LibraryTracker):
         self.native.close()
 
 
-def _number(name: str, value: Any) -> float:
+def _number(name: str, value: SupportsFloat | str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises either of the last two

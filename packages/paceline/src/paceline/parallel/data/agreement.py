@@ -271,11 +271,8 @@ def announce(parameters: FSDPParamGroup, agreement: Agreement, name: str) -> Non
             transport.reduce_scatter(output_tensor, input_tensor, average, tag=unit).wait()
             return None
 
-    def add_zeros() -> None:
+    def add_zeros(members: list[internals.FSDPParam]) -> None:
         """Adds zero gradients to parameters that only other ranks have used."""
-        if not internals.reduces_gradients(parameters):
-            return
-        members = internals.group_parameters(parameters)
         has_gradient = [internals.pending_gradient(parameter) is not None for parameter in members]
         used = agreement.state(REDUCE, unit, has_gradient).wait()
         for parameter, on_this_rank, on_any_rank in zip(members, has_gradient, used, strict=True):
@@ -284,4 +281,5 @@ def announce(parameters: FSDPParamGroup, agreement: Agreement, name: str) -> Non
         internals.equalise_pending(parameters)
 
     internals.call_before_gathering(parameters, agreement.note_mode)
-    internals.replace_communication(parameters, Gather(), Scatter(), before_reduction=add_zeros)
+    internals.replace_communication(parameters, Gather(), Scatter())
+    internals.call_before_reduction(parameters, add_zeros)

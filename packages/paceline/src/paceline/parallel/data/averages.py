@@ -26,7 +26,8 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
 
     Ranks: all of the group.
     """
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    # Also those that are frozen now: an earlier pass of the window may have computed their gradients.
+    trained = [parameter for parameter in parameters if parameter.is_floating_point()]
     if not trained:
         return
     device = trained[0].device

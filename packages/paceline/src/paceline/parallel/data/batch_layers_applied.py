@@ -16,7 +16,7 @@ from paceline.parallel.data.peers import PEERS, BatchPeers, ReplacedCalls
 from paceline.parallel.divided_parameters import group_parameters, part_of
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.torch_internals import fsdp as internals
-from paceline.torch_internals.fake import FakeTensor
+from paceline.torch_internals.dispatch import has_no_values
 from paceline.torch_internals.modules import InstanceNormBase
 from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded, local
@@ -144,7 +144,7 @@ def _embedding(
     sparse: bool = False,
 ) -> Tensor:
     """Computes `functional.embedding` as if the indices of all peers were looked up at once. Ranks: all peers, in training."""
-    if input.is_meta or isinstance(input, FakeTensor):
+    if has_no_values(input):
         return functional.embedding(input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if peers.alone:
         output = functional.embedding(input, weight, padding_idx, None, norm_type, scale_grad_by_freq, sparse)
@@ -179,7 +179,7 @@ def _embedding_bag(
     """
     # torch takes no frequencies in this mode, and says so.
     refused = scale_grad_by_freq and mode == "max"
-    if refused or input.is_meta or isinstance(input, FakeTensor):
+    if refused or has_no_values(input):
         return functional.embedding_bag(
             input,
             weight,

@@ -9,9 +9,8 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from paceline.parallel.divided_parameters import part_of
-from paceline.torch_internals.tensors import has_users_gradient_hooks, take_over_gradient_hooks, take_over_hooks
-from paceline.world.sharded import is_sharded, local, whole
+from paceline.parallel.gradient_hooks import GradientHooks
+from paceline.torch_internals.tensors import has_users_gradient_hooks, take_over_hooks
 
 
 class Slot:
@@ -25,18 +24,16 @@ class Slot:
         taken: whether this rank had a gradient when the bucket was sent.
         result: the mean, once the reduction has ended.
         later: the user's hooks on the accumulated gradient, which are called with the mean.
-        earlier: the mean of earlier passes, which is set aside while the user has hooks on the gradient of a pass.
+        hooks: the user's hooks on the gradient of a pass, which are called with its mean; None without any.
         watch: the handle of the form's hook on the parameter, if it has one.
     """
 
     __slots__ = (
         "__weakref__",
         "_give_back",
-        "_give_gradient_hooks_back",
-        "_gradient_hooks",
         "bucket",
-        "earlier",
         "fresh",
+        "hooks",
         "is_sparse",
         "later",
         "parameter",
@@ -63,68 +60,28 @@ class Slot:
                 method(own)
 
         self.later, self._give_back = take_over_hooks(parameter, hook)
-        self.earlier: Tensor | None = None
-        self._gradient_hooks: dict[int, Callable[..., Any]] = {}
-        self._give_gradient_hooks_back: Callable[[], None] | None = None
+        self.hooks: GradientHooks | None = None
 
     @property
     def has_hooks(self) -> bool:
         """Whether the user has hooks that are to be called with the mean."""
-        return bool(self.later) or self._give_gradient_hooks_back is not None
+        return bool(self.later) or self.hooks is not None
 
     def take_gradient_hooks(self) -> None:
-        """Takes over what `register_hook` has got: a function of a part of the samples' gradient is none of the mean."""
-        if self._give_gradient_hooks_back is not None or not has_users_gradient_hooks(self.parameter):
-            return
-        slot = weakref.ref(self)
-
-        def begin(gradient: Tensor) -> None:
-            own = slot()
-            if own is None:
-                return
-            own.set_aside()
-            if own.watch is not None:
-                own._gradient_hooks[own.watch.id](gradient)
-
-        self._gradient_hooks, self._give_gradient_hooks_back = take_over_gradient_hooks(self.parameter, begin)
+        """Takes over what `register_hook` has got."""
+        if self.hooks is None and has_users_gradient_hooks(self.parameter):
+            self.hooks = GradientHooks(self.parameter, self.set_aside)
 
     def set_aside(self) -> None:
-        """Takes the mean of earlier passes out of `.grad`, so that this pass has a gradient of its own."""
-        if self._give_gradient_hooks_back is None or self.fresh:
-            return
-        self.earlier = self.parameter.grad
-        self.parameter.grad = None
-
-    def call_gradient_hooks(self) -> None:
-        """Lets the user's hooks change the mean of this pass, which is in `.grad`. Ranks: all, which may gather it."""
-        if self._give_gradient_hooks_back is None:
-            return
-        mean = self.parameter.grad
-        # A hook on a whole parameter may compute with other whole tensors, such as a mask.
-        gradient = mean if is_sharded(self.parameter) else whole(mean)
-        own = None if self.watch is None else self.watch.id
-        for number, hook in list(self._gradient_hooks.items()):
-            changed = None if number == own else hook(gradient)
-            gradient = gradient if changed is None else changed
-        if gradient is not mean and is_sharded(mean) and not is_sharded(gradient):
-            assert gradient is not None
-            local(mean).copy_(part_of(gradient, mean))
-            gradient = mean
-        self.parameter.grad = gradient
-
-    def put_back(self) -> None:
-        """Adds the mean of earlier passes again."""
-        if self.earlier is None:
-            return
-        gradient = self.parameter.grad
-        self.parameter.grad = self.earlier if gradient is None else self.earlier + gradient
-        self.earlier = None
+        """Takes the mean of earlier passes out of `.grad` for the user's hooks, unless this pass has a gradient already."""
+        if self.hooks is not None and not self.fresh:
+            self.hooks.set_aside()
 
     def release(self) -> None:
         """Gives the user's hooks back to autograd."""
         self._give_back()
-        if self._give_gradient_hooks_back is not None:
-            self._give_gradient_hooks_back()
+        if self.hooks is not None:
+            self.hooks.release()
         if self.watch is not None:
             self.watch.remove()
 

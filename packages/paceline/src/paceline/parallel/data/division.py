@@ -27,11 +27,16 @@ from torch.optim import Optimizer
 from paceline.base.errors import TrainError
 from paceline.parallel.divided_parameters import part_of
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.parallel.stand_ins import elementwise_parameters, stand_in, stand_ins, steps_whole_parameters
+from paceline.parallel.stand_ins import stand_in, stand_ins
 from paceline.plan.plan import Decision
 from paceline.torch_internals.dtensor import mixtures_refused
 from paceline.torch_internals.tensors import dtensor as dtensor_of
-from paceline.world.param_groups import parameters_by_number, parameters_of
+from paceline.world.param_groups import (
+    elementwise_parameters,
+    parameters_by_number,
+    parameters_of,
+    steps_whole_parameters,
+)
 from paceline.world.sharded import divide, division_of, is_sharded, local, whole
 from paceline.world.transport import transport_of
 from paceline.world.works import WorkHandle, wait_all

@@ -25,12 +25,13 @@ from paceline.parallel.data.agreement import Agreement, announce
 from paceline.parallel.data.averages import GroupOf, average_gradients, broadcast_tensors, broadcast_values, by_group
 from paceline.parallel.data.batch_norm_applied import is_synchronised
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
+from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.mixtures import divide_gradient, divides_gradient
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
-from paceline.torch_internals.tensors import has_users_gradient_hooks, times_written
+from paceline.torch_internals.tensors import has_hooks_after, has_users_gradient_hooks, take_over_hooks, times_written
 from paceline.world.mesh import cpu_group
 from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
@@ -53,6 +54,7 @@ class Units(AppliedStrategy):
         keeps: whether parameters stay unsharded between the micro-batches of a window.
         broadcast_buffers: whether rank 0's buffers that `forward` changes are broadcast at the end of each window in training.
         group_of: returns the ranks of `group` that hold the same part of an ignored parameter; None if all of them do.
+        is_stage: see `Reducer`.
     """
 
     def __init__(
@@ -63,8 +65,10 @@ class Units(AppliedStrategy):
         keeps: bool = False,
         broadcast_buffers: bool = True,
         group_of: GroupOf | None = None,
+        is_stage: bool = False,
     ) -> None:
         super().__init__(model)
+        self._is_stage = is_stage
         self._group_of = group_of or (lambda _: group)
         self._root = cast("FSDPModule", model)
         self._group = group
@@ -82,15 +86,21 @@ class Units(AppliedStrategy):
         # Names of buffers that `forward` changes by this rank's samples; None until the first training pass has shown them.
         self._changed_buffers: list[str] | None = None if broadcast_buffers else []
         self._versions: dict[str, tuple[int, int]] = {}
-        model.register_forward_pre_hook(self._before_forward, prepend=True)
-        model.register_forward_hook(self._after_forward)
+        # A script may compile the prepared model. FSDP2 keeps its own hooks from the compiler in the same way.
+        model.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
+        model.register_forward_hook(torch.compiler.disable(self._after_forward))
         # Once gradients were held back: whole parameters whose gradients are noted as they are computed, and those whose
         # gradients the last backward pass has computed.
         self._notes = False
         self._noted: set[torch.Tensor] = set()
         self._computed: set[torch.Tensor] = set()
+        # The script's hooks on gradients of shards, which are called with the mean of a pass.
+        self._hooks: dict[torch.Tensor, GradientHooks] = {}
+        self._later_hooks: dict[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]] = {}
         for parameters in self._groups:
             internals.carry_values(parameters, _refuse_values)
+            internals.call_before_reduction(parameters, self._set_aside)
+        internals.call_around_final_callback(self._units, after=self._call_hooks)
         forget_with(model, lambda set_to_none: self.forget(set_to_none=set_to_none))
 
     def _before_forward(self, model: nn.Module, args: tuple[object, ...]) -> None:
@@ -98,6 +108,9 @@ class Units(AppliedStrategy):
         root = cast("FSDPModule", model)
         if internals.left_unfinished(root):
             internals.reset_unfinished(root)
+            for hooks in self._hooks.values():
+                hooks.put_back()
+        self._take_hooks(self._parameters)
         self._refuse_changes()
         # Here, because a parameter may have been unfrozen.
         for parameter in self._parameters:
@@ -179,7 +192,7 @@ class Units(AppliedStrategy):
 
     def call_before_waiting(self, callback: Callable[[], None]) -> None:
         """Registers the callback before FSDP2's own, which autograd calls at the end of the pass, and which waits."""
-        internals.call_before_final_callback(self._units, callback)
+        internals.call_around_final_callback(self._units, before=callback)
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Frees unsharded parameters after each step, if an unfinished pass has left some."""
@@ -225,10 +238,15 @@ class Units(AppliedStrategy):
 
     @contextmanager
     def hold_gradients(self) -> Iterator[None]:
-        """While it is open, backward passes accumulate whole gradients without communication."""
+        """While it is open, backward passes accumulate whole gradients without communication.
+
+        Unless hooks of the script's wait for the gradients of each pass.
+        """
+        self._take_hooks(self._parameters)
         self._holding += 1
         self._notes = True
-        self._communicate(False)
+        if self._is_stage or not self._has_hooks():
+            self._communicate(False)
         try:
             yield
         finally:
@@ -237,6 +255,9 @@ class Units(AppliedStrategy):
                 self._communicate(True)
                 if not self._keeps:
                     self.reshard()
+        # A schedule holds gradients inside of a window, too, and has ended.
+        if self._is_stage and self._holding and self._has_hooks():
+            self._reduce_pending()
 
     def _communicate(self, on: bool) -> None:
         self._root.set_requires_gradient_sync(on)
@@ -252,15 +273,7 @@ class Units(AppliedStrategy):
         self._computed.clear()
         if self._holding:
             return
-        self._refuse_hooks()
-        # If only some ranks have gradients that were held back, the others take part in their reduction with zeros.
-        outstanding: int = self._has_pending()
-        if self._agreement is not None:
-            (outstanding,) = self._agreement.end_pass([outstanding])
-        if outstanding:
-            self._root.set_is_last_backward(True)
-            self._communicate(True)
-            internals.reduce_pending(self._root, reversed(self._groups))
+        self._reduce_pending()
         # A forward pass whose output was detached leaves whole parameters in the root.
         self.reshard()
         self._find_new()
@@ -271,22 +284,46 @@ class Units(AppliedStrategy):
             changed = [buffers[name] for name in self._changed_buffers if name in buffers]
             broadcast_tensors(changed, self._group)
 
-    def _refuse_hooks(self) -> None:
-        hooked = [
-            parameter
-            for parameter in self._parameters
-            if has_users_gradient_hooks(internals.sharded_parameter(parameter))
-        ]
-        if not hooked:
-            return
-        names = {parameter: name for name, parameter in self.module.named_parameters()}
-        raise PlanError(
-            "shard-hooks",
-            f"a hook on the gradient of {names.get(internals.sharded_parameter(hooked[0]))} was never called.",
-            why="`register_hook` on a parameter that is divided over ranks: autograd computes with an unsharded copy of it",
-            fix="change `p.grad` after `accelerator.backward(loss)`, or use `register_post_accumulate_grad_hook` after "
-            "`prepare`",
-        )
+    def _reduce_pending(self) -> None:
+        """Reduces gradients that were held back, if any rank has some; the others take part with zeros. Ranks: all."""
+        outstanding: int = self._has_pending()
+        if self._agreement is not None:
+            (outstanding,) = self._agreement.end_pass([outstanding])
+        if outstanding:
+            self._root.set_is_last_backward(True)
+            self._communicate(True)
+            internals.reduce_pending(self._root, reversed(self._groups))
+
+    def _take_hooks(self, parameters: Iterable[internals.FSDPParam]) -> None:
+        for parameter in parameters:
+            shard = internals.sharded_parameter(parameter)
+            if has_users_gradient_hooks(shard):
+                self._hooks[shard] = GradientHooks(shard)
+                # FSDP2 would call these before the others have changed the gradient.
+                self._later_hooks[shard], _ = take_over_hooks(shard, lambda _: None)
+
+    def _has_hooks(self) -> bool:
+        """Returns whether the script has hooks on the gradients of shards."""
+        shards = map(internals.sharded_parameter, self._parameters)
+        return bool(self._hooks) or any(map(has_hooks_after, shards))
+
+    def _set_aside(self, parameters: Iterable[internals.FSDPParam]) -> None:
+        """Called before gradients of a group are reduced."""
+        self._take_hooks(parameters)
+        for parameter in parameters:
+            hooks = self._hooks.get(internals.sharded_parameter(parameter))
+            if hooks is not None:
+                hooks.set_aside()
+
+    def _call_hooks(self) -> None:
+        """Called after a backward pass that has reduced gradients. Ranks: all of the group."""
+        for shard, hooks in self._hooks.items():
+            if not hooks.is_open:
+                continue
+            hooks.call()
+            hooks.put_back()
+            for hook in list(self._later_hooks[shard].values()):
+                hook(shard)
 
     def _has_pending(self) -> bool:
         """Returns whether some gradient was not reduced yet."""
@@ -341,7 +378,7 @@ class Units(AppliedStrategy):
             whole = internals.whole_parameter(parameter)
             if whole is not None and whole.requires_grad and whole not in self._noted:
                 self._noted.add(whole)
-                whole.register_post_accumulate_grad_hook(self._computed.add)
+                internals.call_after_accumulation(whole, self._computed.add)
 
     def took_part(self, changed: set[torch.Tensor]) -> set[torch.Tensor]:
         """Leaves out parameters whose gradients the backward pass has only reduced, and forgets what that has computed."""

@@ -53,6 +53,8 @@ class Reducer:
         broadcast_buffers: whether rank 0's buffers are broadcast at the end of each window in training.
         fills_unused: whether a parameter that no rank has used gets zeros, too.
         siblings: returns the reducers of the models that were prepared before; a parameter that one of them has is left to it.
+        others_answer: whether other ranks exist; a rehearsal has none.
+        is_stage: whether a pipeline runs the model: it holds gradients in the middle of a batch, where no hook is to see them.
 
     Attributes:
         before_waiting: called in a backward pass just before it waits for other ranks.
@@ -73,6 +75,7 @@ class Reducer:
         fills_unused: bool = False,
         siblings: Callable[[], Iterable[Reducer]] = tuple,
         others_answer: bool = True,
+        is_stage: bool = False,
     ) -> None:
         self.form = form
         self.before_waiting: Callable[[], None] | None = None
@@ -86,6 +89,7 @@ class Reducer:
         self.hosts = cpu_group(form.group)
         self._tag = register_unit(f"votes on gradients of {type(model).__name__}")
         self._others_answer = others_answer
+        self._is_stage = is_stage
         self._holding = 0
         self._failed = False
         self._ended = False  # the last backward pass has ended with a reduction, so that `finish` has nothing to do
@@ -249,8 +253,6 @@ class Reducer:
         if module.training and torch.is_grad_enabled():
             self._recover()
             self._follow()
-            for slot in self._slots.values():
-                slot.take_gradient_hooks()
 
     def _after_forward(self, _: nn.Module, __: object, outputs: object) -> None:
         """Lets a backward pass from these outputs end with a reduction.
@@ -258,7 +260,7 @@ class Reducer:
         The outputs and not the parameters tell that the pass begins: recomputation runs a pass inside of the pass, which
         computes the gradients, and at whose end it would be too early.
         """
-        if self._holding or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return
         for output in tensors(outputs):
             if output.requires_grad:
@@ -269,12 +271,16 @@ class Reducer:
     @contextmanager
     def holding(self) -> Iterator[None]:
         """While it is open, nothing is reduced, unless hooks of the user's wait for the gradients."""
+        self._take_hooks()
         self._holding += 1
         self._ended = False
         try:
             yield
         finally:
             self._holding -= 1
+        # A schedule holds gradients inside of a window, too, and has ended.
+        if self._is_stage and self._holding and self._has_hooks():
+            self._reduce()
 
     @contextmanager
     def finishing_later(self) -> Iterator[None]:
@@ -301,7 +307,15 @@ class Reducer:
             return
         self._pass = number
         self._is_queued = True
+        self._take_hooks()  # some may have been registered since the forward pass
         after_backward_pass(self._pass_ended)
+
+    def _take_hooks(self) -> None:
+        for slot in self._slots.values():
+            slot.take_gradient_hooks()
+
+    def _has_hooks(self) -> bool:
+        return any(slot.has_hooks for slot in self._planned)
 
     def _gradient_came(self, slot: Slot) -> None:
         if self._failed:
@@ -333,7 +347,7 @@ class Reducer:
             return
         is_left_to_finish = self._is_left_to_finish
         if self._holding:
-            is_left_to_finish = not any(slot.has_hooks for slot in self._planned)
+            is_left_to_finish = self._is_stage or not self._has_hooks()
         if is_left_to_finish:
             return
         if self.before_waiting is not None:
@@ -433,7 +447,8 @@ class Reducer:
                 self.form.put(slot)
             if slot.has_hooks:
                 hooked.append(slot)
-                slot.call_gradient_hooks()
+                if slot.hooks is not None:
+                    slot.hooks.call()
         if len(used) < len(self._planned):
             used_slots = set(map(id, used))
             for slot in self._planned:
@@ -600,7 +615,8 @@ class Reducer:
         for slot in self._planned:
             slot.fresh = slot.taken = False
             slot.result = None
-            slot.put_back()
+            if slot.hooks is not None:
+                slot.hooks.put_back()
         self.form.reset()
 
     @property

@@ -65,6 +65,7 @@ class AveragedGradients(ReducedGradients):
             fills_unused=options.unused == "zeros",
             siblings=siblings,
             others_answer=context.runtime.others_answer,
+            is_stage=context.runner is not None,
         )
         super().__init__(model, reducer)
         self._divides_steps = context.plan.layout.shard > 1

@@ -307,8 +307,7 @@ def _hook_problems(facts: ModelFacts) -> list[Problem]:
             f"{facts.name} has hooks on gradients of parameters that will be divided over ranks.",
             why=f"`register_hook` or `register_post_accumulate_grad_hook` on {', '.join(facts.hooked[:3])}; other tensors take "
             "the place of these parameters, and the hooks would never be called",
-            fix="change `p.grad` after `accelerator.backward(loss)`, or use `register_post_accumulate_grad_hook` after "
-            "`prepare`",
+            fix="register them after `prepare`, on the parameters of the model that it returns",
         )
     ]
 

@@ -56,7 +56,9 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     plan = context.plan
     options = context.options
     chosen = STRATEGY.wrapping(plan, context.facts)
-    alone = _left_alone(model, chosen, {row.name for row in context.facts.quantised})
+    # Lists of experts bring each rank whole weights before their modules are called, when FSDP2 would gather them.
+    listed = [row.name for row in context.facts.experts if row.modules]
+    alone = _left_alone(model, chosen, {row.name for row in context.facts.quantised}, listed)
     # FSDP2 shards rows, and needs contiguous parameters; weights in the channels-last format are not.
     for parameter in model.parameters():
         if not parameter.is_contiguous():
@@ -149,7 +151,8 @@ class DividedUnits(Units):
     def __init__(self, model: nn.Module, context: Context, alone: list[nn.Parameter], keeps: bool) -> None:
         broadcasts = context.options.broadcast_buffers
         mesh = context.mesh
-        super().__init__(model, mesh.gradient_group, alone, keeps, broadcasts, mesh.same_part_group)
+        is_stage = context.runner is not None
+        super().__init__(model, mesh.gradient_group, alone, keeps, broadcasts, mesh.same_part_group, is_stage)
         self._context = context
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
@@ -170,10 +173,12 @@ class DividedUnits(Units):
 
 def _is_divided_over_ep(module: nn.Module, alone: Container[nn.Parameter]) -> bool:
     """Returns whether a module holds experts that ranks along `ep` divide, and that FSDP2 is to divide further."""
-    for parameter in module.parameters(recurse=False):
-        if is_sharded(parameter) and "ep" in (parameter.device_mesh.mesh_dim_names or ()):
-            return parameter not in alone
-    return False
+    return any(_over_ep(parameter) and parameter not in alone for parameter in module.parameters(recurse=False))
+
+
+def _over_ep(parameter: nn.Parameter) -> bool:
+    """Returns whether ranks along `ep` have divided a parameter."""
+    return is_sharded(parameter) and "ep" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _dim_of_experts(ranks: int, parameter: nn.Parameter) -> Shard | None:
@@ -189,14 +194,20 @@ def _dim_of_experts(ranks: int, parameter: nn.Parameter) -> Shard | None:
     return None
 
 
-def _left_alone(model: nn.Module, wrapping: Wrapping, quantised: Container[str]) -> list[nn.Parameter]:
-    """Returns the parameters that FSDP2 ignores: of ignored modules, quantised, without rows. All ranks have one order."""
+def _left_alone(
+    model: nn.Module, wrapping: Wrapping, quantised: Container[str], experts: list[str]
+) -> list[nn.Parameter]:
+    """Returns the parameters that FSDP2 ignores: of ignored modules, quantised, without rows, and of experts that `ep` divides.
+
+    All ranks have one order.
+    """
     # A tied parameter counts under each of its names. If one of them is ignored and another is in a unit, FSDP2 would
     # divide the parameter in the unit only, and refuse the model.
     alone: dict[nn.Parameter, None] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         has_rows = parameter.dim() > 0 and parameter.numel() > 0
-        if not has_rows or name in quantised or within_some(name, wrapping.alone):
+        of_experts = _over_ep(parameter) and within_some(name, experts)
+        if not has_rows or name in quantised or within_some(name, wrapping.alone) or of_experts:
             alone[parameter] = None
     return list(alone)
 

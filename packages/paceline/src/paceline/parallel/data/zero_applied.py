@@ -16,12 +16,11 @@ from paceline.parallel.data.reducer import Reducer
 from paceline.parallel.data.rows import Rows
 from paceline.parallel.data.zero import ZeroOptions
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused, step_held
-from paceline.parallel.stand_ins import elementwise_parameters, is_elementwise
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision
-from paceline.world.param_groups import inner_optimizers, parameters_of
+from paceline.world.param_groups import elementwise_parameters, inner_optimizers, is_elementwise, parameters_of
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import divide, division_of
 
@@ -95,6 +94,7 @@ class DividedGradients(ReducedGradients):
             broadcast_buffers=options.broadcast_buffers,
             siblings=ReducedGradients.reducers_of(context),
             others_answer=context.runtime.others_answer,
+            is_stage=context.runner is not None,
         )
         super().__init__(model, reducer)
         self._states = DividedStates(model, context)

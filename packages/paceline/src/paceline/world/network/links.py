@@ -27,6 +27,7 @@ import torch.distributed as dist
 from paceline.base.errors import WorldError
 from paceline.torch_internals.groups import timeout_of
 from paceline.world import lifetime, rendezvous
+from paceline.world.lifetime import Leaving
 from paceline.world.network import interface, tcp_store
 
 if TYPE_CHECKING:
@@ -306,7 +307,7 @@ class _LinksOfGroups:
     def __init__(self) -> None:
         self.links: dict[dist.ProcessGroup, Links] = {}
 
-    def close(self, why: str) -> None:
+    def close(self, leaving: Leaving) -> None:
         """Closes all links."""
         for links in self.links.values():
             links.close()
@@ -318,10 +319,10 @@ def links_of(group: dist.ProcessGroup) -> Links:
     Ranks:
         All ranks of the group, the first time.
     """
-    links_of_groups = lifetime.kept(_LinksOfGroups)
+    links_of_groups = lifetime.of_process().kept(_LinksOfGroups)
     if links_of_groups is None:
         links_of_groups = _LinksOfGroups()
-        lifetime.keep(links_of_groups)
+        lifetime.of_process().keep(links_of_groups)
     if group not in links_of_groups.links:
         links_of_groups.links[group] = Links(group)
     return links_of_groups.links[group]

@@ -21,15 +21,18 @@ from torch.utils.data import Sampler, SequentialSampler
 
 from paceline.base.errors import DataError
 from paceline.config.keywords import checked_keywords
+from paceline.data.divided_batches import DividedBatchSampler, DividedOrder, EntriesOfBatches
 from paceline.data.entries import Entries, Piece
 from paceline.data.order import Order
 from paceline.plan.data import DataPlan
+from paceline.plan.plan import Decision
+from paceline_large.documents.packing import packed_tokens
 
 Lengths = Sequence[int] | np.ndarray | torch.Tensor
 
 
 @checked_keywords
-class TokenBatchSampler(Sampler[list[int]]):
+class TokenBatchSampler(DividedBatchSampler):
     """Batches of whole documents with at most `tokens` tokens, for `DataLoader(dataset, batch_sampler=...)`.
 
     A prepared loader gives each rank such a batch. With `split_batches` a batch is that of all ranks together, and each
@@ -78,29 +81,47 @@ class TokenBatchSampler(Sampler[list[int]]):
         return sum(1 for _ in self)
 
     @property
-    def facts(self) -> tuple[int, int, int]:
-        """What must be the same on all ranks, in short: the budget, the number of documents, a checksum of their lengths."""
-        return self.tokens, len(self.lengths), zlib.crc32(self.lengths.tobytes())
+    def divides(self) -> bool:
+        """A subclass that overrides `__iter__` decides itself what is in a batch."""
+        return type(self).__iter__ is TokenBatchSampler.__iter__
+
+    @property
+    def asked(self) -> Mapping[str, Any]:
+        return {"tokens": self.tokens}
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        checksum = zlib.crc32(self.lengths.tobytes())
+        return {"tokens, documents, checksum of the lengths": (self.tokens, len(self.lengths), checksum)}
+
+    def order(self, samples: Order) -> TokenBatches:
+        return TokenBatches(samples, self)
+
+    def parts(self, samples: Sequence[int], width: int) -> tuple[int, ...]:
+        return even_parts(self.lengths[samples].tolist(), width)
+
+    def rows_in(self, batch: object) -> int | None:
+        """Packed documents are one row, of another length on each rank: a mean over them is one over tokens."""
+        return packed_tokens(batch)
+
+    def decision(self, dataset: str, group: int, width: int) -> Decision:
+        batches = "1 batch" if group == 1 else f"{group} batches"
+        reason = (
+            f"a global batch is {batches} of the sampler; its documents are cut into {width} consecutive parts, one for each "
+            "process, such that the largest has as few tokens as possible"
+        )
+        return Decision(f"data.tokens({dataset})", self.tokens, "derived", reason=reason)
 
 
-def token_sampler(loader: object) -> TokenBatchSampler | None:
-    """Returns the sampler of a loader whose batches are by tokens; None for any other loader."""
-    sampler = getattr(loader, "batch_sampler", None)
-    if sampler is None:  # without automatic batching
-        sampler = getattr(loader, "sampler", None)
-    # A subclass that overrides `__iter__` decides itself what is in a batch.
-    if isinstance(sampler, TokenBatchSampler) and type(sampler).__iter__ is TokenBatchSampler.__iter__:
-        return sampler
-    return None
-
-
-class TokenBatches:
+class TokenBatches(DividedOrder):
     """The order of the batches of a `TokenBatchSampler`.
 
     Args:
         documents: the order of the documents.
         sampler: says how long they are, and how many tokens fit into a batch.
     """
+
+    sampler: TokenBatchSampler
 
     def __init__(self, documents: Order, sampler: TokenBatchSampler) -> None:
         self.documents = documents
@@ -120,7 +141,7 @@ class TokenBatches:
         return BatchesOfDocuments(self.documents.open(plan, epoch, 0, note), self.sampler)
 
 
-class BatchesOfDocuments(Entries):
+class BatchesOfDocuments(EntriesOfBatches):
     """The batches of one epoch, each a list of indices.
 
     Args:
@@ -135,9 +156,8 @@ class BatchesOfDocuments(Entries):
         self._bounds = [0]  # documents before each batch
         self._start = 0
 
-    def start_at(self, document: int) -> None:
-        """Lets a batch begin with this document: a resume begins there, maybe with another number of tokens."""
-        self._start = document
+    def start_at(self, sample: int) -> None:
+        self._start = sample
 
     def begin(self) -> None:
         self._documents.begin()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from paceline.torch_internals.fake import replaced
+from paceline.torch_internals.replaced import replaced
 
 
 def join_imaginary_group(world_size: int) -> None:

@@ -1,6 +1,10 @@
-"""`python -m paceline.compat script.py args...` (or `-m module args...`): one process, names of accelerate served.
+"""Scripts written for another library run unchanged: its names are served by Paceline, and it need not be installed.
 
-`--compat deepspeed` (or `--compat accelerate,deepspeed`) before the script serves those of other libraries.
+    install(["accelerate"])                 before the script imports it; `paceline launch --compat accelerate` does so
+    python -m paceline.compat script.py     the same for one process (or `-m module`); names of accelerate are served
+    --compat deepspeed                      before the script: names of other libraries (or `--compat accelerate,deepspeed`)
+
+A name that is not carried can be imported all the same; using it raises `CompatError` and names the native way.
 """
 
 from __future__ import annotations
@@ -9,7 +13,9 @@ import os
 import runpy
 import sys
 
-from paceline.compat import install
+from paceline.config.libraries import install
+
+__all__ = ["install"]
 
 _USAGE = "usage: python -m paceline.compat [--compat accelerate,deepspeed] [-m] script-or-module [args...]"
 

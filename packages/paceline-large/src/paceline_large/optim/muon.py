@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 from torch.optim.adam import adam as adam_step
 
 from paceline.base.errors import PrepareError, Problem
-from paceline.plan.plan import Decision
 
 # Names of matrices that AdamW steps, beside those of `nn.Embedding`: their rows belong to words or classes.
 ADAM_NAMES = ("*embed*", "*lm_head*", "head.*", "output.*", "classifier.*", "score.*")
@@ -52,7 +51,7 @@ class Muon(Optimizer):
         PrepareError: `muon-names`, for a pattern that matches no parameter, or one of `muon` that matches a vector.
     """
 
-    iterates_in: ClassVar[str] = "bfloat16"
+    iterates_in: ClassVar[str] = "bfloat16"  # see `paceline.optim.rounding`
 
     def __init__(
         self,
@@ -174,25 +173,6 @@ def newton_schulz(matrix: Tensor) -> Tensor:
         polynomial = torch.addmm(gram, gram, gram, beta=b, alpha=c)
         wide = torch.addmm(wide, polynomial, wide, beta=a)
     return wide.mT if is_tall else wide
-
-
-def decisions_about(optimizer: Optimizer) -> list[Decision]:
-    """Says which parameters Muon steps, and what of its numbers depends on the number of processes."""
-    if not isinstance(optimizer, Muon | torch.optim.Muon):
-        return []
-    field = f"optimizer.{type(optimizer).__name__}"
-    iterates_in = optimizer.iterates_in if isinstance(optimizer, Muon) else "bfloat16"
-    reason = (
-        f"n processes add gradients in another order than one, and the Newton-Schulz iteration in {iterates_in} enlarges that "
-        "rounding; nothing else depends on their number"
-    )
-    decisions = [Decision(f"{field}.numbers", "equal up to rounding", "derived", reason=reason)]
-    if isinstance(optimizer, Muon):
-        num_matrices = sum(len(group["params"]) for group in optimizer.param_groups if not group["elementwise"])
-        num_others = sum(len(group["params"]) for group in optimizer.param_groups if group["elementwise"])
-        reason = f"Adam steps {num_others} others: embeddings, heads and what is no matrix"
-        decisions.append(Decision(f"{field}.matrices", num_matrices, "derived", reason=reason))
-    return decisions
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:

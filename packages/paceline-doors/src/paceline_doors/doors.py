@@ -19,10 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.base.errors import CompatError, Problem
-from paceline.compat import unknown_library
-from paceline.compat.door_files import Door
-from paceline.compat.environments import Environment, folder_of, parts_of
-from paceline.config.libraries import LIBRARIES
+from paceline.config.libraries import LIBRARIES, unknown_library
+from paceline_doors.door_files import Door
+from paceline_doors.environments import Environment, folder_of, parts_of
 
 _STATE = "paceline-doors"
 

@@ -8,8 +8,8 @@ import os
 from pathlib import Path
 
 from paceline.base.errors import TrackerError
-from paceline.observe.trackers.delivery import VERSION, DeliveryEntry, Sender
 from paceline.observe.trackers.tracker import TRACKERS
+from paceline_lens.trackers.delivery import VERSION, DeliveryEntry, Sender
 
 
 def send_file(path: Path) -> int:

@@ -17,8 +17,8 @@ from functools import cached_property
 from os.path import relpath
 from pathlib import Path
 
-from paceline.compat.names import folder_for_children
 from paceline.config.libraries import LIBRARIES
+from paceline_doors.names import folder_for_children
 
 # pip shows it beside the version, and `packaging` ranks "1.15.0+paceline" as 1.15.0 where a library asks for ">=1.1.0".
 MARK = "+paceline"

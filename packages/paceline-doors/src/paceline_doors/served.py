@@ -24,8 +24,8 @@ from typing import Any
 
 from paceline.base.lazy import is_imported_by_name
 from paceline.base.parts import ADDED, missing
-from paceline.compat.absent import absent
-from paceline.compat.names import Names, folder_for_children
+from paceline_doors.absent import absent
+from paceline_doors.names import Names, folder_for_children
 
 _ANY = importlib.metadata.DistributionFinder.Context()
 

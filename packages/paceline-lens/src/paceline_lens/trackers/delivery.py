@@ -18,10 +18,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from paceline.base.errors import Problem, TrackerError
 from paceline.base.log import logger, warn_once
+from paceline.observe.trackers.tracker import Deliverable
 
 VERSION = 1
 # What one request carries at most; MLflow takes 1000 values.
@@ -57,30 +58,6 @@ class DeliveryEntry:
     def of_line(cls, line: bytes) -> DeliveryEntry:
         """Returns the entry of a line."""
         return cls(*json.loads(line))
-
-
-@runtime_checkable
-class Deliverable(Protocol):
-    """A tracker whose values are sent by a `Delivery`, since its client would wait for the server."""
-
-    name: str
-
-    def address(self) -> dict[str, Any]:
-        """Returns what another process needs to send values to the same run: plain JSON without secrets; "id" is the run."""
-
-    def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the values that this tracker accepts."""
-
-    @staticmethod
-    def send(address: Mapping[str, Any], entries: Sequence[DeliveryEntry]) -> None:
-        """Sends entries, at most 1000 values. It may be called again with entries that have arrived already.
-
-        Raises:
-            RefusedError: the server will never take them. Any other error means: try again later.
-        """
-
-    def abandon(self) -> None:
-        """Closes the run on this side alone, since the server does not answer."""
 
 
 class Delivery:
@@ -380,8 +357,3 @@ def _open(path: Path, tracker: str, address: Mapping[str, Any]) -> tuple[int, in
         os.pwrite(file, content, 0)
         os.ftruncate(file, len(content))
     return file, len(header)
-
-
-def unsent_files(folder: Path) -> list[Path]:
-    """Returns the files with values that no server has received."""
-    return sorted(folder.glob("unsent-*.jsonl"))

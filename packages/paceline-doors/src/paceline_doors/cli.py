@@ -18,8 +18,8 @@ from paceline.base.parts import absent_names
 from paceline.config.libraries import LIBRARIES
 
 if TYPE_CHECKING:
-    from paceline.compat.doors import DoorStatus
-    from paceline.compat.environments import Environment
+    from paceline_doors.doors import DoorStatus
+    from paceline_doors.environments import Environment
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -39,8 +39,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     # Here and below: `--help` does not need them, and they load what reads metadata.
-    from paceline.compat import doors
-    from paceline.compat.environments import Environment
+    from paceline_doors import doors
+    from paceline_doors.environments import Environment
 
     environment = Environment.active()
     libraries = list(dict.fromkeys(args.libraries))
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _install(libraries: Sequence[str], environment: Environment, *, set_aside: bool, dry_run: bool) -> int:
-    from paceline.compat import doors
+    from paceline_doors import doors
 
     if not libraries:
         names = LIBRARIES.names() or absent_names(LIBRARIES.group)
@@ -76,7 +76,7 @@ def _install(libraries: Sequence[str], environment: Environment, *, set_aside: b
 
 
 def _remove(libraries: Sequence[str], environment: Environment) -> int:
-    from paceline.compat import doors
+    from paceline_doors import doors
 
     for library in libraries:
         set_aside = doors.status(library, environment).set_aside
@@ -89,7 +89,7 @@ def _remove(libraries: Sequence[str], environment: Environment) -> int:
 
 
 def _show(libraries: Sequence[str], environment: Environment, *, as_json: bool) -> int:
-    from paceline.compat import doors
+    from paceline_doors import doors
 
     rows = {library: doors.status(library, environment) for library in libraries}
     if as_json:

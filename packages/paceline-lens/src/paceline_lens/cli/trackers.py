@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         TrackerError: `tracker-file`, `tracker-unsent`, `tracker-refused`; after the other files have been sent.
     """
-    from paceline.observe.trackers.unsent import send_file
+    from paceline_lens.trackers.unsent import send_file
 
     problems: list[Problem] = []
     for path in _files(args.files):

@@ -1,4 +1,4 @@
-"""Optimizers that keep their states in 8 bits or fewer: those of torchao and bitsandbytes.
+"""`adamw8bit`: AdamW with states of 8 bits, by torchao.
 
 A state is stored as codes, with one scale for each block of consecutive values. A plan that divides states or parameters lets
 each parameter be stepped whole by one rank (`parallel.data.division`), so that blocks are the same at any number of processes.
@@ -8,14 +8,12 @@ Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization", ICLR 20
 
 from __future__ import annotations
 
-from math import inf
 from typing import Any
 
 from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError
 from paceline.base.parts import torchao_problem
-from paceline.plan.plan import Decision
 
 
 def adamw8bit(
@@ -44,24 +42,3 @@ def adamw8bit(
 
     optimizer: Optimizer = AdamW8bit(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     return optimizer
-
-
-def decisions_about(optimizer: Optimizer) -> list[Decision]:
-    """Says what of the numbers of an optimizer with low-bit states depends on the number of processes."""
-    if not _has_low_bit_states(optimizer):
-        return []
-    reason = (
-        "each block of states lies in one parameter, which is stepped whole; n processes add gradients in another order than "
-        "one, and a state that is rounded to another code enlarges that rounding (below 1 % of a step)"
-    )
-    return [Decision(f"optimizer.{type(optimizer).__name__}.numbers", "equal up to rounding", "derived", reason=reason)]
-
-
-def _has_low_bit_states(optimizer: Optimizer) -> bool:
-    # By the names of modules: both libraries are imported only by those who use them.
-    libraries = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
-    if "torchao" in libraries:
-        return float(getattr(optimizer, "block_size", inf)) < inf
-    if "bitsandbytes" in libraries:
-        return getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32
-    return False

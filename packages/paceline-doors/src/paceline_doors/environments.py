@@ -10,9 +10,9 @@ from importlib.metadata import Distribution
 from os.path import relpath
 from pathlib import Path
 
-from paceline.compat.door_files import INSTALLER, Door
-from paceline.compat.names import folder_for_children
 from paceline.config.libraries import LIBRARIES
+from paceline_doors.door_files import INSTALLER, Door
+from paceline_doors.names import folder_for_children
 
 
 @dataclass(frozen=True)

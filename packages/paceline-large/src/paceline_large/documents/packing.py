@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -81,10 +81,9 @@ def _not_packable(why: str) -> DataError:
     )
 
 
-def without_positions(models: Sequence[nn.Module], loaders: Sequence[object]) -> list[Problem]:
+def _without_positions(models: Sequence[nn.Module]) -> list[Problem]:
     """Returns the problem of packed batches that no model can take, because it does not know about documents."""
-    is_packed = any(getattr(loader, "collate_fn", None) is pack_documents for loader in loaders)
-    if not is_packed or not models or any(map(_takes_positions, models)):
+    if not models or any(map(_takes_positions, models)):
         return []
     names = ", ".join(type(model).__name__ for model in models)
     return [Problem(
@@ -100,6 +99,10 @@ def _takes_positions(model: nn.Module) -> bool:
     parameters = inspect.signature(type(model).forward).parameters
     takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     return takes_all or "position_ids" in parameters
+
+
+# `prepare` asks the function that collates a loader's samples.
+cast(Any, pack_documents).problems_with = _without_positions
 
 
 def packed_tokens(batch: object) -> int | None:

@@ -20,6 +20,8 @@ import weakref
 import torch
 from torch import nn
 
+from paceline.run.run import Run
+
 NAMES = ("data", "forward", "backward", "reduce", "pipeline", "clip", "step", "checkpoint", "rest")
 _MOST_READINGS = 100
 _BEGIN = ("data", "forward", "backward", "pipeline")  # with one of these a step begins, after an optimizer has stepped
@@ -164,6 +166,15 @@ class Phases:
 
         model.register_forward_pre_hook(before, prepend=True)
         model.register_forward_hook(after, always_call=True)
+
+
+def follow_phases(run: Run) -> Phases:
+    """Returns the phases of a run's steps; from the first call on they are recorded."""
+    if isinstance(run.phases, Phases):
+        return run.phases
+    phases = Phases()
+    run.follow_phases(phases, {name: phases.during(name) for name in NAMES})
+    return phases
 
 
 class _Phase:

@@ -13,6 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 from torch.utils._python_dispatch import _disable_current_modes
 
+from paceline.torch_internals.replaced import replaced
+
 
 def fake_like(tensor: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     """A fake tensor on the CPU, of the shape, strides and dtype of `tensor`, that `torch.utils.swap_tensors` can take.
@@ -110,18 +112,3 @@ def grouped_optimizer_kernels() -> Iterator[None]:
         replaced(optimizer, "_foreach_supported_types", types),
     ):
         yield
-
-
-@contextmanager
-def replaced(owner: Any, name: str, value: object) -> Iterator[None]:
-    """While it is open, something else stands under a name of torch's."""
-    missing = object()
-    own = vars(owner).get(name, missing)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is missing:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
