@@ -339,7 +339,7 @@ PROGRAMS = (
             "--tuner_type full --torch_dtype float32 --max_steps 4 --per_device_train_batch_size 2 "
             "--gradient_accumulation_steps 2 --learning_rate 1e-2 --logging_steps 1 --report_to none "
             "--split_dataset_ratio 0 --output_dir out --add_version false --save_steps 2 --dataset_num_proc 1 "
-            "--dataloader_num_workers 0 --gradient_checkpointing false --use_cpu true", "language_model", "chats", procs=(2,),
+            "--dataloader_num_workers 0 --gradient_checkpointing false --use_cpu true", "language_model", "chats",
             env={"PROGRAMS_BACKWARD": "1", "USE_HF": "1", "PYTORCH_JIT": "0"}),  # it compiles what the shim replaces
     *(
         hugging(name, "axolotl-ai-cloud/axolotl/src", "-m axolotl.cli.train axolotl.yaml", "language_model", "chats", "axolotl",
