@@ -176,20 +176,25 @@ class _WholeWeights(Function):
     def forward(ctx: Any, group: dist.ProcessGroup, shapes: list[torch.Size], *parts: Tensor) -> tuple[Tensor, ...]:
         """Shape: parts are [some rows, ...] by expert and weight; gives [rows, ...] of this rank's experts."""
         ranks = dist.get_world_size(group)
-        own = len(parts) // ranks  # weights of a rank's experts
-        # of the part of one expert, by the rank that has it and by weight
-        sizes = [[_part(shape, rank, ranks) for shape in shapes] for rank in range(ranks)]
-        sent = [own // len(shapes) * sum(size.numel() for size in sizes[dist.get_rank(group)])] * ranks
-        received = [own // len(shapes) * sum(size.numel() for size in of_rank) for of_rank in sizes]
-        ctx.route = Route(group, sent, received)
+        num_experts = len(parts) // len(shapes) // ranks  # of each rank
+        # What each rank has of the weights of one expert, and its number of elements for all experts of a rank.
+        sizes_by_rank: list[list[torch.Size]] = []
+        numbers: list[int] = []
+        for rank in range(ranks):
+            sizes = [_part(shape, rank, ranks) for shape in shapes]
+            sizes_by_rank.append(sizes)
+            numbers.append(num_experts * sum(size.numel() for size in sizes))
+        # Every rank gets as much of this one, and this one from each rank what that has.
+        sent = [numbers[dist.get_rank(group)]] * ranks
+        ctx.route = Route(group, sent, numbers)
         ctx.part_sizes = [part.shape for part in parts]
-        ctx.whole_sizes = sizes
-        arrived = ctx.route.carry(torch.cat([part.reshape(-1) for part in parts]))
-        by_rank = [
-            _pieces(piece, of_rank * (own // len(shapes)))
-            for piece, of_rank in zip(arrived.split(received), sizes, strict=True)
-        ]
-        return tuple(torch.cat(rows) for rows in zip(*by_rank, strict=True))
+        ctx.whole_sizes = sizes_by_rank
+        flat = torch.cat([part.reshape(-1) for part in parts])
+        arrived = ctx.route.carry(flat).split(numbers)
+        pieces_by_rank: list[list[Tensor]] = []
+        for of_rank, sizes in zip(arrived, sizes_by_rank, strict=True):
+            pieces_by_rank.append(_pieces(of_rank, sizes * num_experts))
+        return tuple(torch.cat(rows) for rows in zip(*pieces_by_rank, strict=True))
 
     @staticmethod
     @once_differentiable

@@ -111,14 +111,11 @@ def _listed(name: str, module: torch.nn.Module, model: torch.nn.Module) -> Exper
         problem = "they have buffers, which would change on one rank alone"
     caller = _caller(name, model)
     inner = name[len(caller) :].lstrip(".")
-    return Experts(
-        name,
-        len(children),
-        tuple(f"{child}.{key}" for child, own in zip(children, weights, strict=True) for key in own),
-        tuple(f"{inner}.{child}".lstrip(".") for child in children),
-        caller,
-        problem,
-    )
+    parameters: list[str] = []
+    for child, own in zip(children, weights, strict=True):
+        parameters += [f"{child}.{key}" for key in own]
+    modules = tuple(f"{inner}.{child}".lstrip(".") for child in children)
+    return Experts(name, len(children), tuple(parameters), modules, caller, problem)
 
 
 def _caller(name: str, model: torch.nn.Module) -> str:
