@@ -35,6 +35,14 @@ def test_tensors_are_replaced_under_their_names() -> None:
     assert module[0].weight.dtype == module[1].running_mean.dtype == torch.float64
 
 
+def test_forward_hooks_are_known_in_their_order() -> None:
+    module = nn.Linear(2, 2)
+    assert modules.forward_hooks(module) == []
+    module.register_forward_hook(first := lambda *_: None)
+    module.register_forward_hook(second := lambda *_: None)
+    assert modules.forward_hooks(module) == [first, second]
+
+
 def test_what_loads_a_state_dict_is_known() -> None:
     module = nn.Linear(2, 2)
     assert modules.loading_functions(module) == [module._load_from_state_dict]

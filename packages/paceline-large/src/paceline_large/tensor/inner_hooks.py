@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
 
 from paceline.base.log import warn_once
+from paceline.torch_internals.modules import forward_hooks
 from paceline_large.tensor.styles import Region
 
 
@@ -38,7 +39,7 @@ class InnerHooks:
         if torch.compiler.is_compiling() or not self._region.split:
             return
         for name, inner in self._inner.items():
-            if inner._forward_hooks and _has_users(inner._forward_hooks):
+            if _has_users(forward_hooks(inner)):
                 warn_once(
                     "parallel",
                     f"a forward hook of {name} sees this process's share of the features, because `tp` divides the layers "
@@ -47,9 +48,9 @@ class InnerHooks:
                 )
 
 
-def _has_users(hooks: Mapping[int, Callable[..., Any]]) -> bool:
+def _has_users(hooks: Iterable[Callable[..., Any]]) -> bool:
     """Returns whether a script has registered some of the hooks, and not torch or Paceline."""
-    for hook in hooks.values():
+    for hook in hooks:
         module = getattr(hook, "__module__", "")
         if module.partition(".")[0] not in ("torch", "paceline", "paceline_large", "paceline_lens"):
             return True

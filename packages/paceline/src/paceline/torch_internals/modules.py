@@ -55,6 +55,11 @@ def loading_functions(module: nn.Module) -> list[Callable[..., Any]]:
     return [module._load_from_state_dict, *hooks]
 
 
+def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
+    """Functions that run after each forward pass of a module itself, in order; torch offers no public list of them."""
+    return list(module._forward_hooks.values())
+
+
 def compiled_original(module: object) -> nn.Module | None:
     """Returns the module that `torch.compile` has wrapped; None of anything that is no such wrapper."""
     return module._modules.get(_ORIGINAL) if isinstance(module, nn.Module) else None
