@@ -53,7 +53,7 @@ class Loop:
 def test_nothing_is_joined_where_nothing_is_asked_for():
     loop = Loop(1.0)
     assert loop.accelerator.anomaly_counts == {} and loop.optimizer._admits is None
-    assert not loop.accelerator.run.events.loss
+    assert not loop.accelerator.run.events.backward
     assert loop.run() == []
 
 

@@ -26,18 +26,19 @@ class Recorded(runtime.Runtime):
     def collectives(self, world: Any, device: Any) -> None:
         self.events.append("collectives")
 
-    def preparing(self, run: Any, models: Any) -> None:
-        self.events.append(f"preparing {len(models)}")
-
-    def prepared(self, run: Any) -> None:
-        self.events.append(f"prepared {len(run.prepared.models)}")
+    def begin(self, run: Any) -> None:
+        self.run = run
+        run.events.preparing.subscribe(lambda models: self.events.append(f"preparing {len(models)}"))
+        run.events.prepared.subscribe(lambda models: self.events.append(f"prepared {len(models)}"))
+        run.events.stepped.subscribe(self.stepped)
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         for step in steps:
             self.events.append("batch")
             yield step
 
-    def stepped(self, optimizer: Any, window: Any) -> None:
+    def stepped(self, optimizer: Any) -> None:
+        window = self.run.gradients
         self.events.append(f"step {optimizer.steps} of {sum(window.batch.real)} samples, declared: {window.declared}")
 
 

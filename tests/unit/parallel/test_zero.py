@@ -27,6 +27,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import resolve
+from paceline.world.events import Events
 from paceline.world.layout import Layout
 from paceline.world.runtime import Runtime
 from paceline_large.offload.offload import STRATEGY as OFFLOAD
@@ -90,7 +91,9 @@ def test_offload_says_that_nothing_was_moved_on_the_host() -> None:
     )
     net = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(net.parameters())
-    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case), plan=case, runtime=Runtime())
+    context = SimpleNamespace(
+        device=torch.device("cpu"), options=OFFLOAD.options(case), plan=case, runtime=Runtime(), events=Events()
+    )
     (said,) = OFFLOAD.apply(net, context).bind(OptimizerAdapter(optimizer))
     assert said.value == "no" and "nothing was moved" in said.reason
     assert "step" not in vars(optimizer) and OFFLOAD.cost(case, None, Bytes(optimizer=8)).optimizer == 0
@@ -109,7 +112,9 @@ def nets() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
 def test_offloaded_steps_are_the_same_steps() -> None:
     (net, optimizer), (plain_net, plain) = nets()
     case = Plan(offload="optimizer", options={"offload": {"always": True}})
-    context = SimpleNamespace(device=torch.device("cpu"), options=OFFLOAD.options(case), plan=case, runtime=Runtime())
+    context = SimpleNamespace(
+        device=torch.device("cpu"), options=OFFLOAD.options(case), plan=case, runtime=Runtime(), events=Events()
+    )
     OFFLOAD.apply(net, context).bind(OptimizerAdapter(optimizer))
     parameters = list(net.parameters())
     for step in range(3):

@@ -455,7 +455,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
     def gather(self, tensor: object) -> Any:
         """Concatenates tensors of all processes along dim 0; with one process they stay as they are. Ranks: all."""
         result = gather(tensor)
-        self.run.runtime.gathered("gather", tensor, result)
+        self.run.events.gathered("gather", result)
         return result
 
     def gather_for_metrics(self, input_data: object, use_gather_object: bool = False) -> Any:
@@ -467,7 +467,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         Ranks: all.
         """
         result = gather_for_metrics(self.run, input_data, use_gather_object)
-        self.run.runtime.gathered("gather_for_metrics", input_data, result)
+        self.run.events.gathered("gather_for_metrics", result)
         return result
 
     def set_trigger(self) -> None:

@@ -15,8 +15,8 @@ from paceline.optim.accumulate import Accumulation
 from paceline.optim.optimizer import PreparedOptimizer, Scaler
 from paceline.world import tree as trees
 from paceline.world.collectives import Collectives
+from paceline.world.events import Event
 from paceline.world.param_groups import parameters_of
-from paceline.world.runtime import Runtime
 from paceline.world.world import World
 from paceline_accelerate.errors import CompatValueError
 from paceline_accelerate.gradient_state import GradientState
@@ -53,15 +53,15 @@ class AcceleratedOptimizer(PreparedOptimizer):
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
         finish_reduction: Callable[[], None] | None = None,
         admits: Callable[[PreparedOptimizer], bool] | None = None,
-        runtime: Runtime | None = None,
+        stepped: Event[[Optimizer]] | None = None,
     ) -> None:
         """Makes it an optimizer of a run, whose windows it follows from now on.
 
         Args:
-            accumulation, scaler, guard, admits, runtime: as for `PreparedOptimizer`.
+            accumulation, scaler, guard, admits, stepped: as for `PreparedOptimizer`.
             finish_reduction: averages gradients that no `accelerator.backward` has; None where this process is alone.
         """
-        PreparedOptimizer.__init__(self, self.optimizer, accumulation, scaler, guard, admits, runtime)
+        PreparedOptimizer.__init__(self, self.optimizer, accumulation, scaler, guard, admits, stepped)
         self._is_alone = False
         self._passes_done = accumulation.passes  # earlier backward passes were for other optimizers
         self._finish_reduction = finish_reduction
@@ -149,7 +149,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         # References to the run are not copied: a copy steps like an optimizer that the script has constructed itself.
         state = {**super().__getstate__(), "_finish_reduction": None, "_scaler": None}
-        del state["_accumulation"], state["_runtime"]
+        del state["_accumulation"]
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -157,7 +157,6 @@ class AcceleratedOptimizer(PreparedOptimizer):
         now = {
             "_accumulation": accumulation or _alone(),
             "_is_alone": accumulation is None,
-            "_runtime": Runtime(),
         }
         super().__setstate__({**state, **now})
 

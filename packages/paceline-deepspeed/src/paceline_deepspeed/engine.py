@@ -229,7 +229,7 @@ class DeepSpeedEngine(nn.Module):
         if not (self.training and torch.is_grad_enabled()):
             return self.prepared_model(*inputs, **keywords)
         self._compare_rows(inputs, keywords)
-        self.accelerator.run.runtime.micro_batch((inputs, keywords), self.batch.train)
+        self.accelerator.run.events.micro_batch((inputs, keywords), self.batch.train)
         self.attendance.begins(self.micro_steps + 1)
         inputs, keywords = self._script_backward.hook_inputs((inputs, keywords))
         with self._hold():

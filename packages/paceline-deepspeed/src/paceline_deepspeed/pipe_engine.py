@@ -204,7 +204,7 @@ class PipelineEngine(DeepSpeedEngine):
         if batches:
             first_inputs, _ = batches[0]
             self._compare_rows((first_inputs,), {})
-            self.accelerator.run.runtime.micro_batch(first_inputs, self.batch.train)
+            self.accelerator.run.events.micro_batch(first_inputs, self.batch.train)
         return batches
 
     def _agree(self, pulled_by_rank: list[list[int]], count: int, error: Exception | None) -> None:

@@ -421,22 +421,21 @@ class Accelerator(Participant):
         Raises:
             TrainError: `gather-scalar`.
         """
-        self.run.events.gathered()
-        if not with_gradient:
-            result = super().gather(tensor)
-            self.run.runtime.gathered("gather", tensor, result)
-            return result
-        from paceline.parallel.data.gather import gather_with_gradient
+        if with_gradient:
+            from paceline.parallel.data.gather import gather_with_gradient
 
-        loader = self.run.active_loaders.top
-        info = None if loader is None else loader.current
-        return cast(T, gather_with_gradient(tensor, self.run.mesh.statistics_group, info))
+            loader = self.run.active_loaders.top
+            info = None if loader is None else loader.current
+            result = cast(T, gather_with_gradient(tensor, self.run.mesh.statistics_group, info))
+        else:
+            result = super().gather(tensor)
+        self.run.events.gathered("gather", result)
+        return result
 
     def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
         """Returns the sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
-        self.run.events.gathered()
         result = super().reduce(tensor, reduction, scale)
-        self.run.runtime.gathered("reduce", tensor, result)
+        self.run.events.gathered("reduce", result)
         return result
 
     @overload
@@ -453,8 +452,7 @@ class Accelerator(Participant):
         Ranks: all; each gets the result. The whole structure takes one collective.
         """
         result = gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
-        self.run.runtime.gathered("gather_for_metrics", input_data, result)
-        self.run.events.gathered()
+        self.run.events.gathered("gather_for_metrics", result)
         return result
 
     # -- models and files --------------------------------------------------------------------------------------
@@ -613,7 +611,6 @@ class Accelerator(Participant):
 
     def _with_system_values(self, values: Mapping[str, Any], step: int | None) -> Mapping[str, Any]:
         """Passes logged values to those that look at the run, and returns what the trackers get."""
-        self.run.runtime.logged(values, step)
         system_values = self._observers.get("system_values")
         if system_values is not None:
             values = {**values, **system_values.read()}

@@ -30,7 +30,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     options: OffloadOptions = context.options
     if context.plan.offloads_activations and _moves(context, options):
         pinned = options.pin_memory and context.device.type != "cpu"
-        copies = ActivationCopies(context.device, pinned, context.runtime.kept_on_host)
+        copies = ActivationCopies(context.device, pinned, context.events.kept_on_host)
         modules = dict(model.named_modules())
         for name in context.facts.blocks or ("",):
             copies.attach(modules[name])
@@ -94,7 +94,7 @@ class OffloadedStates(AppliedStrategy):
                 f"; {rate / 1e6:.0f} MB/s were written there just now, so Adam's step takes {seconds:.2g} s longer"
             )
         part_bytes = int(self._options.part_mb * 2**20)
-        states = StatesOnDisk(folder if writes_files else None, part_bytes, self._context.runtime.kept_on_host)
+        states = StatesOnDisk(folder if writes_files else None, part_bytes, self._context.events.kept_on_host)
         adapter.step_in_parts(states.parts)
         adapter.after_step(states.refuse_lost_disk)
         return [Decision(f"optimizer.{kind.__name__}.on_disk", "yes", "derived", reason=reason)]
@@ -111,7 +111,7 @@ class OffloadedStates(AppliedStrategy):
             if group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable"):
                 group["fused"] = True
         pinned = self._options.pin_memory and self._device.type != "cpu"
-        host = _OnHost(self.module, pinned, self._context.runtime.kept_on_host)
+        host = _OnHost(self.module, pinned, self._context.events.kept_on_host)
         adapter.swap(host.stepping)
         # torch puts loaded states on the device of the parameters.
         optimizer.register_load_state_dict_post_hook(host.take_states)

@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -33,9 +34,10 @@ from paceline.base.temporary import temporary_folder
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.planner.estimate import Need, estimate
+from paceline.run.run import Run
 from paceline.torch_internals.forks import renew_threads
 from paceline.world import runtime
-from paceline.world.runtime import MicroBatches, PreparedRun, Runtime
+from paceline.world.runtime import Runtime
 from paceline.world.tree import tensors
 from paceline.world.world import World
 from paceline_lens.forecast.allocation_trace import AllocationTrace, Peak
@@ -248,7 +250,7 @@ class RehearsalRuntime(Runtime):
     Args:
         trace: records the operations.
         simulated: the simulated world.
-        observer: a second `Runtime` that gets configs, micro-batches and steps, too.
+        observer: a second `Runtime` that gets configs and follows the run, too.
 
     Attributes:
         plan: the plan of the models that were prepared last; None before.
@@ -288,7 +290,15 @@ class RehearsalRuntime(Runtime):
 
     # -- what happens in the run -----------------------------------------------------------------------------
 
-    def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
+    def begin(self, run: Run) -> None:
+        """Follows the models of the run, and lets the observer follow its steps."""
+        run.events.preparing.subscribe(partial(self._preparing, run))
+        run.events.prepared.subscribe(partial(self._prepared, run))
+        # What is on the host is not in the memory of the device.
+        run.events.kept_on_host.subscribe(self._allocations.leave_out)
+        self._observer.begin(run)
+
+    def _preparing(self, run: Run, models: Sequence[nn.Module]) -> None:
         """Makes the tensors of the models fake; from here on all large tensors are."""
         for model in models:
             self._trace.fake_module(model)
@@ -296,17 +306,13 @@ class RehearsalRuntime(Runtime):
             self._stack.enter_context(imaginary.without_stage_messages())
         self._trace.fakes_everywhere = True
 
-    def prepared(self, run: PreparedRun) -> None:
+    def _prepared(self, run: Run, models: Sequence[nn.Module]) -> None:
         """Records the plan, and which allocations hold parameters."""
         self.plan = run.plan
         for model in run.prepared.models:
             self._facts[id(model)] = model.facts
             self._modules.append(model.module)
             self._allocations.label([*model.module.parameters(), *model.module.buffers()], "parameters")
-
-    def kept_on_host(self, copy: torch.Tensor) -> None:
-        """Takes a copy on the host out of the memory of the device."""
-        self._allocations.leave_out(copy)
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         """Reads batches without recording what the loader does, and labels their memory."""
@@ -321,14 +327,6 @@ class RehearsalRuntime(Runtime):
     def foreign_config(self, library: str, config: Any) -> Any:
         """Returns the config as the observer changes it."""
         return self._observer.foreign_config(library, config)
-
-    def micro_batch(self, inputs: object, samples: int) -> None:
-        """Passes the micro-batch on to the observer."""
-        self._observer.micro_batch(inputs, samples)
-
-    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
-        """Passes the step on to the observer."""
-        self._observer.stepped(optimizer, window)
 
     def before_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Labels the gradients; whatever is allocated from here on is temporary memory of the optimizer."""

@@ -155,7 +155,7 @@ class Anomalies:
         self._stepped: set[int] = set()  # ids of the optimizers that have heard of it
         self._is_partial = False  # the window goes on from a checkpoint, or one was saved in it
         states.save_beside(NAME, self)
-        run.events.loss.subscribe(self._follow_loss)
+        run.events.backward.subscribe(self._follow_loss)
         run.events.clipped.subscribe(self._follow_norm)
         run.events.uneven_steps.subscribe(self._refuse_uneven_steps)
         run.admit_by(self.admits)
@@ -180,9 +180,11 @@ class Anomalies:
 
     # -- what is known of a step ---------------------------------------------------------------------------------
 
-    def _follow_loss(self, share: Tensor) -> None:
+    def _follow_loss(self, loss: Tensor, share: Tensor, num_items: object) -> None:
         """Records what a backward pass adds to the window's loss, without reading it from the device."""
-        self._losses.append((self._run.gradients.last_pass, share))
+        if share.numel() != 1:
+            return
+        self._losses.append((self._run.gradients.last_pass, share.detach()))
         if len(self._losses) > _MOST_LOSSES:
             del self._losses[: _MOST_LOSSES // 2]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,7 @@ def follow_models(run: Run, follow: Callable[[nn.Module, int], None]) -> None:
     """Calls a function with each model that is prepared from now on, and its number of parameters before any was divided."""
     followed: list[PreparedModel] = []
 
-    def prepared() -> None:
+    def prepared(models: Sequence[nn.Module]) -> None:
         for entry in run.prepared.models:
             if not any(entry is known for known in followed):
                 followed.append(entry)

@@ -11,12 +11,13 @@ import socket
 import sys
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from paceline.base import env
 from paceline.base.files import expanded, is_there
@@ -90,9 +91,9 @@ def _join(run: Run, telemetry: Telemetry) -> None:
     if run.world.is_main:
         this_run = weakref.ref(run)
 
-        def plan_made() -> None:
+        def plan_made(models: Sequence[nn.Module]) -> None:
             prepared_run = this_run()
-            if prepared_run is not None:
+            if models and prepared_run is not None:
                 telemetry.record(_plan(prepared_run))
 
         def saved(checkpoint: SavedCheckpoint) -> None:
@@ -113,7 +114,9 @@ def _check_shared(run: Run, folder: Path) -> None:
     Rank 0 has created its file before: the ranks have agreed on a plan since then.
     """
 
-    def prepared() -> None:
+    def prepared(models: Sequence[nn.Module]) -> None:
+        if not models:
+            return
         once()
         if not is_there(folder / rank_file(0)):
             logger("watch").warning(
@@ -137,7 +140,9 @@ def count_flops(run: Run, telemetry: Telemetry) -> None:
         if counted_run is not None and count:
             telemetry.record(replace(_plan(counted_run), flops=float(count)))
 
-    def prepared() -> None:
+    def prepared(models: Sequence[nn.Module]) -> None:
+        if not models:
+            return
         once()
         counted_run = this_run()
         if counted_run is None or counted_run.plan.compile:
@@ -156,7 +161,9 @@ def count_tokens_of_experts(run: Run, telemetry: Telemetry) -> None:
     this_run = weakref.ref(run)
     load = ExpertLoad(telemetry.log)
 
-    def prepared() -> None:
+    def prepared(models: Sequence[nn.Module]) -> None:
+        if not models:
+            return
         once()
         prepared_run = this_run()
         if prepared_run is None or prepared_run.plan.compile:

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import torch
-from torch import nn
 
 from paceline.base import env as environment
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become
+from paceline.run.run import Run
 from paceline.world import runtime
 from paceline.world.events import SavedCheckpoint
-from paceline.world.runtime import MicroBatches, PreparedRun, Runtime
+from paceline.world.runtime import Runtime
 from paceline_lens.faults import Fault
 from paceline_lens.observe.watching import progress_of
 from paceline_lens.rehearse.apart import keep_apart
@@ -43,7 +43,7 @@ class DrilledRank(Runtime):
     def __init__(self, orders: DrillOrders, rank: int) -> None:
         self._lines = LineWriter(Path(orders.folder), rank)
         self._rank = rank
-        self._run: Any = None
+        self._run: Run  # known once it begins
         self._step = -1  # the last one that was written down; -1 before the first batch
         self._losses: list[torch.Tensor] = []
         self._fault: Fault | None = None
@@ -60,21 +60,19 @@ class DrilledRank(Runtime):
 
     # -- what happens in the run -----------------------------------------------------------------------------
 
-    def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
-        self._lines.write("preparing")
-
-    def prepared(self, run: PreparedRun) -> None:
-        self._lines.write("prepared")
-        if run is self._run:
-            return
+    def begin(self, run: Run) -> None:
         self._run = run
-        self._run.events.saved.subscribe(self._saved)
+        run.events.preparing.subscribe(lambda _: self._lines.write("preparing"))
+        run.events.prepared.subscribe(lambda _: self._lines.write("prepared"))
+        run.events.backward.subscribe(self._backward)
+        run.events.stepped.subscribe(self._stepped)
+        run.events.saved.subscribe(self._saved)
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         self._note_loop()
         return steps
 
-    def backward(self, loss: torch.Tensor, scaled: torch.Tensor, num_items: object) -> None:
+    def _backward(self, loss: torch.Tensor, scaled: torch.Tensor, num_items: object) -> None:
         self._note_loop()
         # A copy, because the script may change its loss in place.
         self._losses.append(scaled.detach().sum().double())
@@ -82,7 +80,7 @@ class DrilledRank(Runtime):
             self._lines.write("strikes", step=self._step)
             self._fault.at(self._step, self._rank)
 
-    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
+    def _stepped(self, optimizer: torch.optim.Optimizer) -> None:
         progress = progress_of(self._run)
         # With several optimizers, the step is over for the one that is the furthest.
         if progress.step == self._step:
@@ -94,7 +92,7 @@ class DrilledRank(Runtime):
 
     def _note_loop(self) -> None:
         """Writes down once that the training begins, and from which step."""
-        if self._step < 0 and self._run is not None:
+        if self._step < 0:
             self._step = progress_of(self._run).step
             self._lines.write("loop", step=self._step)
 

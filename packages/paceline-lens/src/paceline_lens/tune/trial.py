@@ -25,8 +25,9 @@ from paceline.base.ours import is_our_module
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
 from paceline.optim.batch_size import is_out_of_memory
+from paceline.run.run import Run
 from paceline.world import runtime
-from paceline.world.runtime import MicroBatches, Runtime
+from paceline.world.runtime import Runtime
 from paceline.world.tree import first_rows
 from paceline.world.world import World
 from paceline_lens.observe.memory import of_process
@@ -51,6 +52,7 @@ class ScriptNotes(Runtime):
         self.seen: dict[str, Any] = {"windows": False, "rows": None, "batch": None}
         self._change = change
         self._has_engine = False
+        self._run: Run  # known once it begins
 
     def watch(self, target: Target, compat: str, path: Path) -> None:
         """Runs a script in this process, and writes what was seen to `path`, however the script ends."""
@@ -69,14 +71,21 @@ class ScriptNotes(Runtime):
         self.seen["config"] = content
         return self._change(content)
 
-    def micro_batch(self, inputs: object, samples: int) -> None:
+    def begin(self, run: Run) -> None:
+        """Follows the steps of the run."""
+        self._run = run
+        run.events.micro_batch.subscribe(self._micro_batch)
+        run.events.stepped.subscribe(self.stepped)
+
+    def _micro_batch(self, inputs: object, samples: int) -> None:
         """Notes the first micro-batch of an engine."""
         if self.seen["rows"] is None:
             self.seen["rows"] = first_rows(inputs)
             self.seen["batch"] = samples
 
-    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes the batch of a step, from the loader that is being iterated."""
+        window = self._run.gradients
         self.seen["windows"] = window.declared
         batch = window.batch
         if batch is None or self._has_engine:
@@ -135,9 +144,9 @@ class Trial(ScriptNotes):
         self._device = super().device(world, cpu=cpu, index=index)
         return self._device
 
-    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
+    def stepped(self, optimizer: torch.optim.Optimizer) -> None:
         """Records the time, and ends the process after the last step."""
-        super().stepped(optimizer, window)
+        super().stepped(optimizer)
         if self._optimizer is None:
             self._optimizer = optimizer
         # A script with several optimizers (a GAN, for example) counts a step when the first of them steps.

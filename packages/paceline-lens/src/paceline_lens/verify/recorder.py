@@ -5,8 +5,8 @@
     float64     on request: the same weights and batches, computed in double precision, so that rounding all but vanishes
     files       none are written, and no checkpoint is looked for
 
-`runtime.use` makes it the `Runtime` of its process, whose parts then call it: `preparing`, `prepared`, `batches`, `backward`,
-`logged`, `gathered`. Hooks on the models and on torch's optimizers record the rest. What is recorded is in `recording.py`.
+`runtime.use` makes it the `Runtime` of its process. It subscribes to the events of the run; hooks on the models and on torch's
+optimizers record the rest. What is recorded is in `recording.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ from paceline.data.unprepared import iterated_loaders
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
 from paceline.plan.facts import model_facts
+from paceline.run.run import Run
 from paceline.world import runtime
 from paceline.world.param_groups import parameters_of
-from paceline.world.runtime import MicroBatches, PreparedRun, Runtime
+from paceline.world.runtime import Runtime
 from paceline.world.tree import map_tensors, tensors
 from paceline_lens.verify.quiet import Quiet
 from paceline_lens.verify.recording import Event, Recording
@@ -69,7 +70,7 @@ class Recorder(Runtime):
         self._models: list[nn.Module] = []  # those that were prepared, as the user wrote them
         self._optimizers: list[torch.optim.Optimizer] = []
         self._step: Event = {}
-        self._run: PreparedRun | None = None
+        self._run: Run | None = None
         self._looked = False
         # Since the last backward pass: the generators at the first forward pass, and whether rows got draws of their own.
         self._random_before: dict[str, str] = {}
@@ -120,7 +121,16 @@ class Recorder(Runtime):
 
     # -- what happens in the run -----------------------------------------------------------------------------
 
-    def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
+    def begin(self, run: Run) -> None:
+        """Follows the run."""
+        run.events.preparing.subscribe(self._preparing)
+        run.events.prepared.subscribe(lambda models: self._prepared(run))
+        run.events.backward.subscribe(self._backward)
+        run.events.logged.subscribe(self._logged)
+        run.events.gathered.subscribe(self._gathered)
+        run.events.stepped.subscribe(lambda optimizer: self._stepped(run))
+
+    def _preparing(self, models: Sequence[nn.Module]) -> None:
         """Records the models as the script made them, before they are changed."""
         for model in models:
             is_recorded = any(model is earlier for earlier in self._models)
@@ -157,7 +167,7 @@ class Recorder(Runtime):
                     signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
                     parameter.mul_(1 + self._nudge * signs.to(parameter))
 
-    def prepared(self, run: PreparedRun) -> None:
+    def _prepared(self, run: Run) -> None:
         """Records the plan."""
         self._run = run
         recording = self.recording
@@ -192,7 +202,7 @@ class Recorder(Runtime):
                 batch = map_tensors(_double, batch)
             yield batch, mark
 
-    def backward(self, loss: Tensor, scaled: Tensor, num_items: object) -> None:
+    def _backward(self, loss: Tensor, scaled: Tensor, num_items: object) -> None:
         """Records the loss."""
         self._look_for_loaders()
         items = None if num_items is None else float(num_items)  # type: ignore[arg-type]
@@ -215,7 +225,7 @@ class Recorder(Runtime):
             draws += [name for name in ("numpy", "python") if state[name] != before[name]]
         return draws
 
-    def logged(self, values: Mapping[str, object], step: int | None) -> None:
+    def _logged(self, values: Mapping[str, object], step: int | None) -> None:
         """Records numbers that are logged."""
         numbers: dict[str, float] = {}
         for name, value in values.items():
@@ -225,16 +235,16 @@ class Recorder(Runtime):
                 numbers[str(name)] = float(value)
         self._add("logged", values=numbers, step=step)
 
-    def gathered(self, how: str, values: object, result: object) -> None:
+    def _gathered(self, how: str, result: object) -> None:
         """Records how many rows came out."""
         with_rows = [leaf for leaf in tensors(result) if leaf.dim() > 0]
         num_rows = len(with_rows[0]) if with_rows else 0
         self._add("gathered", how=how, num_rows=num_rows)
 
-    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
+    def _stepped(self, run: Run) -> None:
         """Notes whether the loop declares its micro-batches."""
         # An engine divides losses by the micro-batches of its config.
-        self.recording.declared = window.declared or self._engine_divides
+        self.recording.declared = run.gradients.declared or self._engine_divides
 
     # -- forward passes ----------------------------------------------------------------------------------------
 

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from paceline.data.augment import Augmented, draws_nothing, has_own_streams
 from paceline.data.divided_batches import DividedOrder
 from paceline.data.entries import Entries
-from paceline.data.loader_worker import FirstCall
 from paceline.data.order import Order, Shuffled, mix
 from paceline.data.schedule import BatchSchedule, Even, RankBatches, WholeBatches
 from paceline.plan.data import BatchInfo, DataPlan, Position
@@ -132,9 +131,12 @@ def rewired(loader: DataLoader[Any], **fields: Any) -> DataLoader[Any]:
     """
     if "in_order" in vars(loader):
         fields["in_order"] = True
-    # A loader that was rewired before has this function already.
-    if loader.num_workers and not isinstance(loader.worker_init_fn, FirstCall):
-        fields["worker_init_fn"] = FirstCall(loader.worker_init_fn)
+    if loader.num_workers:
+        from paceline.data.loader_worker import FirstCall
+
+        # A loader that was rewired before has this function already.
+        if not isinstance(loader.worker_init_fn, FirstCall):
+            fields["worker_init_fn"] = FirstCall(loader.worker_init_fn)
     return copy_with(loader, fields)
 
 

@@ -81,7 +81,7 @@ class UnreducedMetrics:
             unsubscribe()
         self._ended = None
 
-    def _count(self) -> None:
+    def _count(self, how: str, result: object) -> None:
         self._calls += 1
 
     def _gathered(self) -> tuple[int, int]:

@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -38,6 +38,7 @@ from torch import Tensor
 from paceline.base.errors import PlanError, TrainError
 from paceline.base.log import warn_once
 from paceline.optim.changes import Gradients
+from paceline.optim.loss_weights import LossWeights
 from paceline.optim.mean import ITEMS, MICRO_BATCHES, SAMPLES, Mean, checked_count, mixed, power_of_two
 from paceline.optim.window import Window, Windows
 from paceline.plan.data import BatchInfo
@@ -45,9 +46,6 @@ from paceline.plan.semantics import NATIVE, Semantics
 from paceline.torch_internals.tensors import multiply_in_place
 from paceline.world.collectives import Collectives
 from paceline.world.sharded import local
-
-if TYPE_CHECKING:
-    from paceline.optim.uncounted import LossWeights
 
 T = TypeVar("T")
 
@@ -136,7 +134,7 @@ class Accumulation:
         passes: the number of such backward passes.
         last_pass: the last of them.
         declared: whether the loop marks its micro-batches with `accumulate`.
-        loss_weights: what the first losses have shown; None while none was looked at.
+        loss_weights: looks at the first losses.
         items: the number of items in all finished windows of this process, over all ranks, if losses are sums over items.
         replicas_equal: False while ranks take separate steps (LocalSGD), until their parameters are averaged.
         optimizers_equal: False from the first separate step on: averages leave the states of optimizers as they are.
@@ -164,7 +162,7 @@ class Accumulation:
         self.replicas_equal = True
         self.optimizers_equal = True
         self.items = 0
-        self.loss_weights: LossWeights | None = None
+        self.loss_weights = LossWeights()
         self._active = active
         self._collectives = collectives
         self._held = held
@@ -380,13 +378,8 @@ class Accumulation:
             rows = batch.real[batch.index]
         else:
             return
-        if self.loss_weights is None:
-            from paceline.optim.uncounted import LossWeights  # one process seldom looks
-
-            self.loss_weights = LossWeights()
-        if self.loss_weights.wants(self.passes, rows):
-            place = list(self._windows).index(window)
-            self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, has_items)
+        place = list(self._windows).index(window)
+        self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, has_items)
 
     def _scaled_by_script(self, loss: Tensor, share: float) -> Tensor:
         """Returns the loss with the same weight for every micro-batch, times this rank's weight."""
@@ -535,8 +528,7 @@ class Accumulation:
             self._gradients_before = None
         window.passed(parameters, mean)
         self._mean = None
-        if self.loss_weights is not None:
-            self.loss_weights.passed(self.last_pass.factor)
+        self.loss_weights.passed(self.last_pass.factor)
         if mean is None:
             return
         for other in window.means:

@@ -13,8 +13,8 @@ from torch.optim import Optimizer
 from paceline.base.errors import TrainError
 from paceline.optim.accumulate import Accumulation
 from paceline.torch_internals.optimizers import mark_as_stepped
+from paceline.world.events import Event
 from paceline.world.param_groups import inner_optimizers, parameters_of
-from paceline.world.runtime import Runtime
 
 
 class Scaler(Protocol):
@@ -51,7 +51,7 @@ class PreparedOptimizer(Optimizer):
         scaler: the loss scaler, or None.
         guard: returns the context in which each step runs.
         admits: decides, on the final gradients of a window, whether they are stepped; None if they always are.
-        runtime: of the run, which is told of each step.
+        stepped: is told of each step.
 
     Attributes:
         optimizer: the wrapped optimizer.
@@ -67,7 +67,7 @@ class PreparedOptimizer(Optimizer):
         scaler: Scaler | None = None,
         guard: Callable[[], AbstractContextManager[object]] = nullcontext,
         admits: Callable[[PreparedOptimizer], bool] | None = None,
-        runtime: Runtime | None = None,
+        stepped: Event[[Optimizer]] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.step_was_skipped = False
@@ -77,7 +77,7 @@ class PreparedOptimizer(Optimizer):
         self._scaler = scaler
         self._guard = guard
         self._admits = admits
-        self._runtime = Runtime() if runtime is None else runtime
+        self._stepped: Event[[Optimizer]] = Event() if stepped is None else stepped
         # An optimizer of a script's own may have a `zero_grad` without arguments.
         self._takes_set_to_none = "set_to_none" in signature(optimizer.zero_grad).parameters
         self._is_stepping = False
@@ -124,7 +124,7 @@ class PreparedOptimizer(Optimizer):
         result = None
         if self._admits is not None and not self._admits(self):
             self.leave_out()
-            self._runtime.stepped(self, self._accumulation)
+            self._stepped(self)
             return None
         self._passes_done = self._accumulation.passes
         self._is_stepping = True
@@ -137,7 +137,7 @@ class PreparedOptimizer(Optimizer):
                     self.step_was_skipped = self._scaler.step(self.optimizer)
         finally:
             self._is_stepping = False
-        self._runtime.stepped(self, self._accumulation)
+        self._stepped(self)
         return result
 
     def _search(self, closure: Callable[[], float]) -> float:
@@ -170,7 +170,7 @@ class PreparedOptimizer(Optimizer):
             result = self.optimizer.step(evaluate)
         finally:
             self._is_stepping = False
-        self._runtime.stepped(self, self._accumulation)
+        self._stepped(self)
         return result
 
     def step_through(self, inner: Optimizer) -> None:
@@ -298,7 +298,8 @@ class PreparedOptimizer(Optimizer):
         return f"PreparedOptimizer({self.optimizer!r})"
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_guard": nullcontext, "_admits": None}  # a copy does not belong to the run
+        # A copy does not belong to the run.
+        return {**self.__dict__, "_guard": nullcontext, "_admits": None, "_stepped": Event()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

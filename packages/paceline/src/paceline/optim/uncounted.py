@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
 
@@ -24,13 +24,8 @@ import torch
 from torch import Tensor
 
 from paceline.base.log import warn_once
-from paceline.torch_internals.tensors import divisor_of, reduction_of
-from paceline.world.places import user_frame
+from paceline.torch_internals.tensors import Reduction, divisor_of, reduction_of
 
-_PASSES = 4  # at the start of a run that are looked at
-_OTHER_PASSES = 8  # of those after them whose number of samples is another one, as in the last batch of an epoch
-_EVERY = 64  # passes between two comparisons of the ranks, after the first ones
-_JUDGED = 32  # losses that are remembered
 _NODES = 32  # of the graph behind a loss; losses are a few sums and factors away from their mean
 _LINEAR = (
     "Add",
@@ -134,20 +129,25 @@ class SeenLoss:
     rows: int
     has_items: bool
     place: str
-    parts: tuple[SeenPart, ...]
+    parts: tuple[SeenPart, ...] = ()
+
+
+@dataclass(frozen=True)
+class _WayToNode:
+    """A way from a loss to a node of its graph: what the node's result is divided by, and how."""
+
+    node: Any
+    divisors: tuple[float | Tensor, ...] = ()
+    is_divided: bool = False
+    is_curved: bool = False
 
 
 @dataclass
 class _PartOfLoss:
-    """A place of a graph, before its gradient is known."""
+    """A place of a graph that adds up a tensor, before its gradient is known."""
 
-    node: Any
-    is_mean: bool
-    sizes: tuple[int, ...]
-    count: float | Tensor
-    divisors: tuple[float | Tensor, ...]
-    is_divided: bool
-    is_curved: bool
+    way: _WayToNode
+    reduction: Reduction
     is_penalty: bool
     gradient: Tensor | None = None
 
@@ -157,7 +157,7 @@ class _PartOfLoss:
             self.gradient = gradients[0].detach()
 
     def forget_graph(self) -> None:
-        self.node = None
+        self.way = replace(self.way, node=None)
 
     def seen(self, factor: float) -> SeenPart:
         """Returns what a rank tells of it, which waits for the device.
@@ -165,35 +165,34 @@ class _PartOfLoss:
         Args:
             factor: what the loss was multiplied by before its backward pass.
         """
-        count = float(self.count) if self.is_mean else 1.0
+        count = float(self.reduction.count) if self.reduction.is_mean else 1.0
         weight = None
         tolerance = 1e-6
         if self.gradient is not None and factor:
             weight = float(self.gradient) / factor / count if count else math.nan
             tolerance = max(tolerance, 8 * torch.finfo(self.gradient.dtype).eps)
-        divisors = tuple(map(float, self.divisors))
         return SeenPart(
-            self.is_mean,
-            self.sizes,
-            count,
-            weight,
-            divisors,
-            self.is_divided,
-            self.is_curved,
-            self.is_penalty,
-            tolerance,
+            is_mean=self.reduction.is_mean,
+            sizes=self.reduction.sizes,
+            count=count,
+            weight=weight,
+            divisors=tuple(map(float, self.way.divisors)),
+            is_divided=self.way.is_divided,
+            is_curved=self.way.is_curved,
+            is_penalty=self.is_penalty,
+            tolerance=tolerance,
         )
 
 
 @dataclass
-class _PassLookedAt:
-    """A backward pass that is looked at, or one micro-batch of it."""
+class PassLookedAt:
+    """A backward pass that is looked at, or one micro-batch of it.
 
-    number: int
-    window: tuple[int, ...]
-    rows: int
-    has_items: bool
-    place: str
+    Attributes:
+        loss: what is known of its loss before the pass.
+    """
+
+    loss: SeenLoss
     parts: list[_PartOfLoss]
     handles: list[Any]
     factor: float = 0.0
@@ -208,128 +207,15 @@ class _PassLookedAt:
         self.factor = factor
 
     def seen(self) -> SeenLoss:
-        rows = self.rows if self.factor else 0
-        parts = tuple(part.seen(self.factor) for part in self.parts)
-        return SeenLoss(self.number, self.window, rows, self.has_items, self.place, parts)
+        rows = self.loss.rows if self.factor else 0
+        return replace(self.loss, rows=rows, parts=tuple(part.seen(self.factor) for part in self.parts))
 
 
-@dataclass
-class LossWeights:
-    """Looks at the first losses of a run, and judges what all ranks have seen."""
-
-    _rows: int = 0  # of the last pass that was looked at
-    _others: int = 0  # passes that were looked at after the first ones
-    _open: list[_PassLookedAt] = field(default_factory=list)  # the pass, and its micro-batches
-    _noted: list[_PassLookedAt] = field(default_factory=list)
-    _judged: deque[Sequence[SeenLoss]] = field(default_factory=lambda: deque(maxlen=_JUDGED))  # each by rank
-
-    def look(self, loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool = False) -> None:
-        """Called before a backward pass.
-
-        Args:
-            loss: of which the backward pass has not run yet, and which was not scaled.
-            number: of the pass in the run, from 1.
-            window: identifies the window, and which of its losses this is.
-            rows: the samples that this rank has in the micro-batch.
-            has_items: whether the loss was passed with `num_items`.
-        """
-        self._rows = rows
-        frame = user_frame()
-        place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        self._open = [_look_at(loss, number, window, rows, has_items, place)]
-
-    def look_inside(self, loss: Tensor, rows: int | None) -> None:
-        """Called before the backward pass of each micro-batch of the pass, whose losses are parts of one.
-
-        Args:
-            loss: of the micro-batch.
-            rows: the samples in it; None if there is nothing that counts them.
-        """
-        if self._open and rows and loss.grad_fn is not None:
-            whole = self._open[0]
-            counted = 1 if whole.has_items else rows
-            self._open.append(_look_at(loss, whole.number, whole.window, counted, whole.has_items, whole.place))
-
-    def wants(self, number: int, rows: int) -> bool:
-        """Returns whether a pass is one of the first, or has another number of samples than the last that was looked at.
-
-        One after which the ranks compare themselves is wanted, too: factors may come from losses of earlier passes.
-        """
-        if number <= _PASSES or is_compared(number):
-            return True
-        if rows == self._rows or self._others == _OTHER_PASSES:
-            return False
-        self._others += 1
-        return True
-
-    def passed(self, factor: float) -> None:
-        """Called after the backward pass.
-
-        Args:
-            factor: what the loss was multiplied by before it; 0 if this rank has no sample.
-        """
-        micro_batches = self._open[1:]
-        if micro_batches and not micro_batches[0].has_items:
-            factor /= len(micro_batches)
-        for each in micro_batches or self._open:
-            each.close(factor)
-            # The loss of a pipeline is computed by its last stage.
-            if each.parts:
-                self._noted.append(each)
-        self._open = []
-
-    def take(self) -> list[SeenLoss]:
-        """Returns what was seen since the last call, which waits for the device."""
-        noted, self._noted = self._noted, []
-        return [each.seen() for each in noted]
-
-    def judge(self, by_rank: Sequence[Sequence[SeenLoss]], is_sure: bool) -> None:
-        """Warns, once of each kind, of losses whose numbers depend on how samples are divided.
-
-        Args:
-            by_rank: what `take` has returned on ranks that read different samples.
-            is_sure: whether other numbers of samples than so far are not to be expected.
-        """
-        numbers = sorted({seen.number for own in by_rank for seen in own})
-        if not numbers:
-            return
-        for number in numbers:
-            self._judged.append([seen for own in by_rank for seen in own if seen.number == number])
-        for seen in list(self._judged)[-len(numbers) :]:
-            self._say(seen, _across_ranks(seen))
-        for seen in _micro_batches(self._judged):
-            self._say(seen, _across_micro_batches(seen))
-        for own in self._judged:
-            for number in range(len(own[0].parts)):
-                self._say(own, _of_sum(own[0], number, self._judged, len(by_rank), is_sure))
-
-    @staticmethod
-    def _say(seen: Sequence[SeenLoss], text: str | None) -> None:
-        if text is not None:
-            warn_once("train", text + seen[0].place)
-
-
-def is_compared(number: int) -> bool:
-    """Returns whether the ranks compare themselves after a pass: after the 1st, 2nd, 4th, ... 64th, and then each 64th."""
-    return number % _EVERY == 0 or (number < _EVERY and number.bit_count() == 1)
-
-
-def _look_at(
-    loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool, place: str
-) -> _PassLookedAt:
+def look_at(loss: Tensor, known: SeenLoss) -> PassLookedAt:
+    """Looks at a backward pass that has not run yet, whose loss was not scaled."""
     parts = _parts_of(loss)
-    handles = [part.node.register_prehook(part.see) for part in parts]
-    return _PassLookedAt(number, window, rows, has_items, place, parts, handles)
-
-
-@dataclass(frozen=True)
-class _WayToNode:
-    """A way from a loss to a node of its graph: what the node's result is divided by, and how."""
-
-    node: Any
-    divisors: tuple[float | Tensor, ...] = ()
-    is_divided: bool = False
-    is_curved: bool = False
+    handles = [part.way.node.register_prehook(part.see) for part in parts]
+    return PassLookedAt(known, parts, handles)
 
 
 def _parts_of(loss: Tensor) -> list[_PartOfLoss]:
@@ -346,10 +232,7 @@ def _parts_of(loss: Tensor) -> list[_PartOfLoss]:
         met.add(way.node)
         reduction = reduction_of(way.node)
         if reduction is not None:
-            form = (reduction.is_mean, reduction.sizes, reduction.count)
-            parts.append(
-                _PartOfLoss(way.node, *form, way.divisors, way.is_divided, way.is_curved, _is_of_weights(way.node))
-            )
+            parts.append(_PartOfLoss(way, reduction, _is_of_weights(way.node)))
         if way.node.name().startswith(_LINEAR + _CURVED):
             waiting += _further(way)
     return parts
@@ -387,6 +270,33 @@ def _is_of_weights(node: Any) -> bool:
             return False
         waiting += further
     return False
+
+
+def judge(judged: deque[Sequence[SeenLoss]], by_rank: Sequence[Sequence[SeenLoss]], is_sure: bool) -> None:
+    """Warns, once of each kind, of losses whose numbers depend on how samples are divided.
+
+    Args:
+        judged: the losses so far, each by rank; those of this call are added.
+        by_rank: what `LossWeights.take` has returned on ranks that read different samples.
+        is_sure: whether other numbers of samples than so far are not to be expected.
+    """
+    numbers = sorted({seen.number for own in by_rank for seen in own})
+    if not numbers:
+        return
+    for number in numbers:
+        judged.append([seen for own in by_rank for seen in own if seen.number == number])
+    for seen in list(judged)[-len(numbers) :]:
+        _say(seen, _across_ranks(seen))
+    for seen in _micro_batches(judged):
+        _say(seen, _across_micro_batches(seen))
+    for own in judged:
+        for number in range(len(own[0].parts)):
+            _say(own, _of_sum(own[0], number, judged, len(by_rank), is_sure))
+
+
+def _say(seen: Sequence[SeenLoss], text: str | None) -> None:
+    if text is not None:
+        warn_once("train", text + seen[0].place)
 
 
 def _across_ranks(seen: Sequence[SeenLoss]) -> str | None:
@@ -465,7 +375,7 @@ def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], w
         number: of the sum in it.
         judged: all losses that were seen, each by rank.
         width: the number of ranks that were compared.
-        is_sure: see `LossWeights.judge`.
+        is_sure: see `judge`.
     """
     part = seen.parts[number]
     if part.is_mean or part.is_penalty or part.is_curved or seen.has_items or not seen.rows:

@@ -212,8 +212,7 @@ class Preparation:
             The names of all parameters, by the ids that these had before strategies replaced them.
         """
         run = self.run
-        surroundings = run.runtime
-        surroundings.preparing(run, [module for module, _ in models])
+        run.events.preparing([module for module, _ in models])
         new: list[_NewModel] = []
         for module, is_moved in models:
             if run.prepared.find(module) is None and not self._take_up_again(module):
@@ -234,7 +233,7 @@ class Preparation:
         if not new:
             if problems:
                 raise PlanError.of(problems)
-            surroundings.prepared(run)
+            run.events.prepared([])
             return names
 
         facts_of_new = [model.facts for model in new]
@@ -246,7 +245,7 @@ class Preparation:
         if plan.open:
             from paceline.planner.fit import fit  # a search, which few plans ask for
 
-            memory = run.collectives.broadcast_object(surroundings.memory(run.device, run.world.local_size))
+            memory = run.collectives.broadcast_object(run.runtime.memory(run.device, run.world.local_size))
             plan = fit(plan, facts_of_new, run.world, memory)
             if other is None:
                 run.lay_out(plan)
@@ -269,8 +268,7 @@ class Preparation:
                 line = division_of(plan, facts)
                 if line:
                     warn_once("plan", line)
-        surroundings.prepared(run)
-        run.events.prepared()
+        run.events.prepared([model.module for model in new])
         return names
 
     def _prepare_loose(self, given: Sequence[Tensor], names: Names) -> None:
@@ -514,7 +512,9 @@ class Preparation:
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wraps and records an optimizer that holds the prepared parameters."""
         run = self.run
-        entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits, run.runtime)
+        entry = PreparedOptimizer(
+            optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits, run.events.stepped
+        )
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(optimizer)
         return entry

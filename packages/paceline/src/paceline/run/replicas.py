@@ -26,13 +26,14 @@ import torch
 
 from paceline.base.errors import TrainError
 from paceline.base.log import warn_once
-from paceline.optim.uncounted import SeenLoss, is_compared
+from paceline.optim.loss_weights import is_compared
 from paceline.plan.plan import Plan
 from paceline.world.layout import AXES
 from paceline.world.sharded import local
 
 if TYPE_CHECKING:
     from paceline.optim.optimizer import PreparedOptimizer
+    from paceline.optim.uncounted import SeenLoss
     from paceline.run.run import Run
 
 _SURE = 64  # passes after which no other numbers of samples are expected
@@ -120,9 +121,7 @@ class Replicas:
         losses = list(by_data_index.values())
         # After an epoch, or so many passes, the ranks have seen all numbers of samples that batches have.
         is_sure = self._passes >= _SURE or states[0].position[:1] > (0,)
-        weights = self._run.gradients.loss_weights
-        if weights is not None:
-            weights.judge(losses, is_sure)
+        self._run.gradients.loss_weights.judge(losses, is_sure)
         why = difference(states)
         if not why:
             self._equal_after = self._passes
@@ -153,8 +152,7 @@ class Replicas:
             steps.append((optimizer.steps, self._histories.get(optimizer, 0)))
             settings.append(tuple(map(_numbers, optimizer.param_groups)))
         norms = [_norm(model.module) for model in run.prepared.models]
-        weights = run.gradients.loss_weights
-        losses = () if weights is None else tuple(weights.take())
+        losses = tuple(run.gradients.loss_weights.take())
         part = _part(run.plan, run.world.rank)
         return Whereabouts(part, position, tuple(steps), tuple(settings), tuple(norms), losses)
 

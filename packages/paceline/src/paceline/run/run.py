@@ -131,6 +131,7 @@ class Run:
         self.lay_out(plan)
         remember(self)
         _watch_optimizers()
+        runtime.begin(self)
 
     @property
     def logging_dir(self) -> str:

@@ -24,6 +24,25 @@ if TYPE_CHECKING:
     from paceline.run.replicas import Replicas
 
 
+class _NoReplicas:
+    """Takes the place of `Replicas` where no other rank answers."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+
+    def passed(self) -> None:
+        """Compares the micro-batches of a window with each other."""
+        # In a rehearsal of several ranks losses have no values.
+        if self._run.world.size == 1:
+            self._run.gradients.loss_weights.judge_own()
+
+    def compare(self) -> None:
+        """Does nothing: there is nobody to differ from."""
+
+    def uneven(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class Steps:
     """Runs the backward passes of prepared models, and clips their gradients.
 
@@ -35,7 +54,6 @@ class Steps:
         self._run = run
         self._prepared = run.prepared
         self._gradients = run.gradients
-        self._runtime = run.runtime
         self._unprepared: UnpreparedLoaders | None = None
         semantics = run.plan.semantics
         # Both look for what only several ranks can do wrong.
@@ -47,7 +65,7 @@ class Steps:
             from paceline.data.unreduced import UnreducedMetrics
 
             self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
-        self._replicas: Replicas | None = None
+        self._replicas: Replicas | _NoReplicas = _NoReplicas(run)
         if run.world.size > 1 and run.runtime.others_answer:
             from paceline.run.replicas import Replicas
 
@@ -56,13 +74,14 @@ class Steps:
 
     def backward(self, loss: torch.Tensor, num_items: float | torch.Tensor | None, **keywords: object) -> None:
         """See `Accelerator.backward`."""
-        if any(entry.chain.runner is not None for entry in self._prepared.models):
-            raise PlanError(
-                "backward-pipeline",
-                "a pipeline runs forward and backward of its stages together, so there is no loss to call backward on.",
-                why=f"pp={self._run.plan.layout.pp}",
-                fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
-            )
+        for entry in self._prepared.models:
+            if entry.chain.runner is not None:
+                raise PlanError(
+                    "backward-pipeline",
+                    "a pipeline runs forward and backward of its stages together, so there is no loss to call backward on.",
+                    why=f"pp={self._run.plan.layout.pp}",
+                    fix="use `accelerator.forward_backward(model, batch, loss_fn)`, which works under every plan",
+                )
         # The keywords, such as `retain_graph`, are those of `Tensor.backward`.
         checked_loss = self._gradients.checked(loss, keywords)
         with self._run.explaining_memory("backward"):
@@ -95,8 +114,7 @@ class Steps:
 
         def seen_loss(output: object, target: object) -> torch.Tensor:
             loss = loss_fn(output, target)
-            if self._gradients.loss_weights is not None:
-                self._gradients.loss_weights.look_inside(loss, first_rows((output, target)))
+            self._gradients.loss_weights.look_inside(loss, first_rows((output, target)))
             return loss
 
         if entry is None or runner is None:
@@ -116,7 +134,7 @@ class Steps:
         self._run.collectives.backward_passed()
         if self._run.scaler is not None:
             self._run.scaler.watch(loss)
-        self._report_loss(loss, loss * share, num_items)
+        self._run.events.backward(loss, loss * share, num_items)
         self.finish_reduction()
         return loss
 
@@ -140,7 +158,7 @@ class Steps:
             with context:
                 with self._run.explaining_memory("forward"):
                     loss = loss_fn(model(*part.inputs, **part.named), part.target)
-                self._report_loss(loss, loss * share / divisor, None)
+                self._run.events.backward(loss, loss * share / divisor, None)
                 with self._run.explaining_memory("backward"):
                     self._run_backward(self._gradients.checked(loss, {}) * (factor / divisor))
             total += loss.detach()
@@ -168,20 +186,8 @@ class Steps:
     def scaled(self, loss: torch.Tensor, num_items: float | torch.Tensor | None = None) -> torch.Tensor:
         """Returns the loss on which to call `backward`; the caller must call `finish_reduction` afterwards."""
         share = self._scaled_to_window(loss, num_items)
-        self._report_loss(loss, share, num_items)
+        self._run.events.backward(loss, share, num_items)
         return self._times_loss_scale(share)
-
-    def _report_loss(self, loss: torch.Tensor, share: torch.Tensor, num_items: object) -> None:
-        """Reports what this backward pass contributes to the window's loss.
-
-        Args:
-            loss: the script's loss.
-            share: its part of the window's mean over all ranks, without loss scaling.
-            num_items: see `Accelerator.backward`.
-        """
-        self._runtime.backward(loss, share, num_items)
-        if self._run.events.loss and share.numel() == 1:
-            self._run.events.loss(share.detach())
 
     def _scaled_to_window(self, loss: torch.Tensor, num_items: float | torch.Tensor | None) -> torch.Tensor:
         """Returns the loss as a part of the window's mean over all ranks."""
@@ -269,8 +275,7 @@ class Steps:
                 stack.enter_context(entry.chain.uneven_steps())
             if wrapped and self._run.world.size > 1:
                 stack.enter_context(Join(wrapped))
-            if self._replicas is not None:
-                stack.enter_context(self._replicas.uneven())
+            stack.enter_context(self._replicas.uneven())
             yield
 
     def compare_ranks(self) -> None:
@@ -279,8 +284,7 @@ class Steps:
         Raises:
             TrainError: `replicas-differ`, on every rank.
         """
-        if self._replicas is not None:
-            self._replicas.compare()
+        self._replicas.compare()
 
     def finish_reduction(self) -> None:
         """Ends a backward pass, and finishes the reduction of gradients if it was the last of its window. Ranks: all."""
@@ -288,8 +292,4 @@ class Steps:
         if self._gradients.sync:
             with self._run.explaining_memory("backward"), self._run.events.phase("reduce"):
                 self._prepared.finish_reduction()
-            if self._replicas is not None:
-                self._replicas.passed()
-            elif self._run.world.size == 1 and self._gradients.loss_weights is not None:
-                weights = self._gradients.loss_weights
-                weights.judge([weights.take()], is_sure=True)
+            self._replicas.passed()

@@ -9,12 +9,13 @@ An `Event` is a moment. A `Span` is a stretch of time with a name; its only subs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec
 
 from torch import Tensor
+from torch.nn import Module
 from torch.optim import Optimizer
 
 P = ParamSpec("P")
@@ -126,16 +127,21 @@ class Events:
         between_evaluation_batches: the next batch of a loader that does not train was asked for, once any trains.
         epoch_over: all batches of a loader that trains were given; its position is still that of the last one.
         phase: a part of the step by name: "data", "forward", "backward", "reduce", "clip", "step", "pipeline", "checkpoint".
-        prepared: models were prepared, and the plan is decided.
+        preparing: models were given to `prepare`, to which nothing was done yet.
+        prepared: a call of `prepare` has prepared the models that are given here, maybe none, as the plan says.
         logged: values were logged, with a step or None.
         clipped: the norm of the gradients before they were clipped is there.
         saved: a checkpoint is complete, or could not be written; on the main process, maybe on another thread.
         loop_began: a loop over a prepared loader began.
         loop_over: such a loop ended; and whether it was read to its end.
-        gathered: the script gathered or reduced values of all ranks. Ranks: all.
+        gathered: the script gathered or reduced values of all ranks, by the method of this name, with this result. Ranks: all.
         trains: a backward pass begins.
         loops_overlap: a loop over a prepared loader began while another one is running.
-        loss: a backward pass begins; what its loss adds on this rank to the mean over the window and the ranks.
+        backward: a backward pass begins; of a pipeline, it has ended. With the loss of the script, what it adds on this rank to
+            the mean over the window and the ranks (without loss scaling), and the script's `num_items`.
+        stepped: a prepared optimizer has stepped, or has skipped its step because of an overflow.
+        micro_batch: an engine of another library was called with inputs, of a step of so many samples over all ranks.
+        kept_on_host: a copy was made in the host's memory of what would else be in the device's.
         anomaly: a step had an anomaly, and it is settled what becomes of it; on every rank.
         uneven_steps: ranks are about to take different numbers of steps (`join_uneven_inputs`). Ranks: all.
     """
@@ -149,12 +155,16 @@ class Events:
         self.phase = Span()
         self.loop_began: Event[[Any]] = Event()
         self.loop_over: Event[[Any, bool]] = Event()
-        self.gathered: Event[[]] = Event()
+        self.gathered: Event[[str, object]] = Event()
         self.trains: Event[[]] = Event()
         self.loops_overlap: Event[[]] = Event()
-        self.loss: Event[[Tensor]] = Event()
+        self.backward: Event[[Tensor, Tensor, object]] = Event()
+        self.stepped: Event[[Optimizer]] = Event()
+        self.micro_batch: Event[[object, int]] = Event()
+        self.kept_on_host: Event[[Tensor]] = Event()
         self.anomaly: Event[[StepAnomaly]] = Event()
-        self.prepared: Event[[]] = Event()
+        self.preparing: Event[[Sequence[Module]]] = Event()
+        self.prepared: Event[[Sequence[Module]]] = Event()
         self.logged: Event[[Mapping[str, object], int | None]] = Event()
         self.clipped: Event[[Tensor]] = Event()
         self.saved: Event[[SavedCheckpoint]] = Event()

@@ -14,45 +14,16 @@ and functions under other libraries' names. Everything else takes the runtime fr
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
 from paceline.world import device as devices
 from paceline.world.world import World
 
 if TYPE_CHECKING:
     from paceline.config import RunSettings
-
-
-class PreparedRun(Protocol):
-    """The part of `paceline.run.run.Run` that a runtime reads: the plan, and what was prepared."""
-
-    @property
-    def plan(self) -> Any:
-        """The plan of the models prepared last."""
-
-    @property
-    def prepared(self) -> Any:
-        """What was prepared; its `models` are the prepared models."""
-
-
-class MicroBatches(Protocol):
-    """The part of `optim.accumulate.Accumulation` that a runtime reads: the micro-batches of a step."""
-
-    @property
-    def steps(self) -> int:
-        """Micro-batches in a step."""
-
-    @property
-    def batch(self) -> Any:
-        """What the loader knows about the current batch; None without a prepared loader."""
-
-    @property
-    def declared(self) -> bool:
-        """Whether the training loop marks its micro-batches itself."""
 
 
 class Runtime:
@@ -94,16 +65,8 @@ class Runtime:
         """Returns the settings that the run uses, given the merged ones; called before anything is built from them."""
         return settings
 
-    # -- what happens in the run -----------------------------------------------------------------------------
-
-    def preparing(self, run: PreparedRun, models: Sequence[nn.Module]) -> None:
-        """Called with the models that were given to `prepare`, before anything is done to them."""
-
-    def prepared(self, run: PreparedRun) -> None:
-        """Called after models were prepared."""
-
-    def kept_on_host(self, copy: torch.Tensor) -> None:
-        """Called with each copy in the host's memory of what would else be in the device's."""
+    def begin(self, run: Any) -> None:
+        """Called with each `Run` as it begins; what happens in it are its `events`."""
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         """Returns the batches that the training loop gets, given those that a loader yields."""
@@ -112,37 +75,6 @@ class Runtime:
     def foreign_config(self, library: str, config: Any) -> Any:
         """Returns the config of another library to use, given the one of the script; called before it is read."""
         return config
-
-    def micro_batch(self, inputs: object, samples: int) -> None:
-        """Called when a micro-batch is passed to an engine.
-
-        Args:
-            inputs: one micro-batch of this rank.
-            samples: of one optimizer step over all ranks.
-        """
-
-    def backward(self, loss: torch.Tensor, scaled: torch.Tensor, num_items: object) -> None:
-        """Called when a backward pass begins; for a pipeline, when it has ended.
-
-        Args:
-            loss: as the script gave it, 0-dim.
-            scaled: what the window's scale made of it, loss scaling not included; its mean over the ranks that read
-                different samples is what this micro-batch adds to the loss of the step.
-            num_items: the number of items over which `loss` is summed, as the script gave it; None if it gave none.
-        """
-
-    def logged(self, values: Mapping[str, object], step: int | None) -> None:
-        """Called on each rank with what the script logs."""
-
-    def gathered(self, how: str, values: object, result: object) -> None:
-        """Called after the script has gathered values of all ranks.
-
-        Args:
-            how: name of the method: "gather", "reduce" or "gather_for_metrics".
-        """
-
-    def stepped(self, optimizer: torch.optim.Optimizer, window: MicroBatches) -> None:
-        """Called after each step of a prepared optimizer, also after one that was skipped because of an overflow."""
 
 
 _current = Runtime()
