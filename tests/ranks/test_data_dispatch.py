@@ -69,7 +69,7 @@ def test_parts_are_those_that_each_rank_would_have_read():
         loader = prepared(Shuffles(22), 3, options, dispatch=dispatch)
         whole = [steps_of(loader), steps_of(loader)], len(loader)
         for _ in loader:
-            ahead, state = loader.window_rows(9), loader.state_dict()
+            ahead, state = loader.given.window_rows(9), loader.state_dict()
             break
         again = prepared(Shuffles(22), 3, options, dispatch=dispatch)
         again.load_state_dict(state)

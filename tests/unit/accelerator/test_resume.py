@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import weakref
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.base.exits import PREEMPTED
 from paceline.data.active import ActiveLoaders
+from paceline.data.feed import Mark
+from paceline.data.loader import GivenBatch
 from paceline.world.events import Events
 
 ROWS, BATCH, EPOCHS = 12, 3, 3
@@ -243,6 +246,9 @@ def test_between_two_batches():
         def train(self):
             self.trains = True
 
+        def give(self):
+            active.give(GivenBatch(weakref.ref(self), Mark(0, None, 0, 0, None, {}), None, None, False))
+
     events, asked = Events(), []
     active = ActiveLoaders(events)
     events.between_batches.subscribe(lambda: asked.append(1))
@@ -254,22 +260,22 @@ def test_between_two_batches():
         return bool(asked)
 
     active.push(outer)
-    active.give(outer)
+    outer.give()
     assert not asks(outer)  # it has not trained: an evaluation
     active.train()
     assert asks(outer)
     active.push(inner)  # a loop in the body of the first
-    active.give(inner)
+    inner.give()
     active.train()
     assert not asks(inner) and asks(outer)
-    active.give(outer)  # but the first advances as well: they go side by side
+    outer.give()  # but the first advances as well: they go side by side
     assert not asks(inner)
-    active.give(inner)
+    inner.give()
     active.train()
     assert asks(inner) and asks(outer)
     active.remove(outer)
     active.push(outer)
-    active.give(outer)
+    outer.give()
     assert not asks(inner) and not asks(outer)
 
 

@@ -86,7 +86,7 @@ def test_the_last_batch_of_a_validation_that_is_held_open_ends_no_window(pair):
     validated = iter(validation)
     for _ in range(2):
         for _ in train:
-            assert active.source_of(weight * 1.0) is train
+            assert active.source_of(weight * 1.0) is train.given
             next(validated, None)
             # As `accumulate` asks whose batch is taken inside of it.
             assert active.ends_window == train.current.last
@@ -96,7 +96,7 @@ def test_the_last_batch_of_a_validation_that_is_held_open_ends_no_window(pair):
 def test_a_loss_of_the_batch_before_loops_overlap_is_that_of_its_loader(pair, is_computed_before):
     active, outer, inner = pair
     model = nn.Linear(1, 1)
-    active._events.loops_overlap.subscribe(partial(active.origins.watch, model))
+    active._events.several_batches.subscribe(partial(active.origins.watch, model))
     others = None
     for (x,) in outer:
         loss = model(x[:, None]).sum()
@@ -106,8 +106,8 @@ def test_a_loss_of_the_batch_before_loops_overlap_is_that_of_its_loader(pair, is
             loss = model(x[:, None]).sum()
         inner_loss = model(z[:, None]).sum()
         if inner.current is not None:
-            assert active.source_of(inner_loss) is inner
-        assert active.source_of(loss) is outer
+            assert active.source_of(inner_loss) is inner.given
+        assert active.source_of(loss) is outer.given
 
 
 @pytest.mark.parametrize("kind", ["detached", "half", "unknown"])
@@ -119,13 +119,13 @@ def test_the_loader_of_a_loss_is_known_or_the_user_is_told(kind, caplog):
     options = {"width": 2, "index": 1, "device": "cpu", "active": active}
     first = prepare_loader(DataLoader(TensorDataset(torch.arange(8.0)), 2), **options)
     second = prepare_loader(DataLoader(TensorDataset(torch.arange(7.0)), 2), **options)
-    active._events.loops_overlap.subscribe(partial(active.origins.watch, model))
+    active._events.several_batches.subscribe(partial(active.origins.watch, model))
     for (x,), (y,) in zip(first, second, strict=True):
-        assert active.source_of(model(y[:, None]).sum()) is second
+        assert active.source_of(model(y[:, None]).sum()) is second.given
         inputs = {"detached": model(x[:, None]).detach(), "half": x[:, None], "unknown": x[:, None] + 1.0}[kind]
         source = active.source_of(model(inputs).sum())
         if kind != "unknown":
-            assert source is first
+            assert source is first.given
     assert ("num_items" in caplog.text) == (kind == "unknown")
 
 
@@ -137,7 +137,7 @@ def test_a_rank_is_idle_where_the_batch_of_the_model_has_no_sample_for_it():
     options = {"width": 2, "index": 1, "device": "cpu", "active": active}
     full = prepare_loader(DataLoader(TensorDataset(torch.arange(8.0)), 2), **options)
     short = prepare_loader(DataLoader(TensorDataset(torch.arange(5.0)), 2), **options)
-    active._events.loops_overlap.subscribe(partial(active.origins.watch, model))
+    active._events.several_batches.subscribe(partial(active.origins.watch, model))
     for (x,), (y,) in zip(full, short, strict=True):
         model(x[:, None])
         model(y[:, None])

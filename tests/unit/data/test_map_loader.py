@@ -231,11 +231,11 @@ def test_drop_last_drops_the_global_tail():
 
 def test_window_rows_count_ahead_to_the_end_of_the_epoch():
     (loader,) = at_width(1, 22, 5)
-    counts = [(loader.window_rows(1), loader.window_rows(2), loader.window_rows(100)) for _ in loader]
-    assert counts == [(5, 10, 22), (5, 10, 17), (5, 10, 12), (5, 7, 7), (2, 2, 2)]
-    assert loader.window_rows(1) is None
+    counts = [[loader.given.window_rows(count) for count in (1, 2, 100)] for _ in loader]
+    assert counts == [[5, 10, 22], [5, 10, 17], [5, 10, 12], [5, 7, 7], [2, 2, 2]]
+    assert loader.given is None
     first, _ = at_width(2, 5, 4, tail="pad")
-    assert [loader.window_rows(9) for loader in [first] for _ in loader] == [8, 4]
+    assert [loader.given.window_rows(9) for loader in [first] for _ in loader] == [8, 4]
 
 
 SAMPLERS = {
@@ -321,9 +321,9 @@ def test_batches_of_a_custom_batch_sampler_stay_whole():
     for width in (1, 2):
         several = [prepared(loader, width, index) for index in range(width)]
         for _parts in zip(*several, strict=True):
-            left = several[0].window_rows(99)
+            left = several[0].given.window_rows(99)
             state = several[0].state_dict()
-            assert several[0].window_rows(1) == sum(several[0].current.weights)
+            assert several[0].given.window_rows(1) == sum(several[0].current.weights)
             break
         assert left == 14 and state["samples"] == sum(len(part) for part in _parts)
 
@@ -348,7 +348,7 @@ def test_custom_batches_can_be_padded_dropped_and_split():
     padded = [prepared(loader, 2, index, tail="pad") for index in range(2)]
     assert [batch.tolist() for batch in padded[1]] == [[3], [0, 1, 2]]
     for _ in padded[1]:
-        info, ahead = padded[1].current, padded[1].window_rows(1)
+        info, ahead = padded[1].current, padded[1].given.window_rows(1)
     assert (info.real, info.weights, ahead) == ((2, 0), (2, 3), 5)
     assert len(prepared(loader, 2, 0, tail="drop")) == 1
     split = [prepared(loader, 2, index, split_batches=True) for index in range(2)]
@@ -465,10 +465,10 @@ def test_a_loader_sees_the_rows_that_its_collation_leaves() -> None:
     dropping = prepare_loader(DataLoader(_Holes(), batch_size=4, collate_fn=_present), width=1, index=0, device="cpu")
     odd = prepare_loader(DataLoader(_Holes(), batch_size=4, collate_fn=_two_lengths), width=1, index=0, device="cpu")
     assert [loader.may_drop for loader in (plain, dropping, odd)] == [False, True, True]
-    assert [dropping.seen_rows for _ in dropping] == [1, 4]
-    assert [odd.seen_rows for _ in odd] == [None, None]
-    assert dropping.seen_rows is None
+    assert [dropping.given.seen_rows for _ in dropping] == [1, 4]
+    assert [odd.given.seen_rows for _ in odd] == [None, None]
+    assert dropping.given is None
     seen = []
     for _ in dropping:
-        seen += [dropping.seen_rows, *[dropping.seen_rows for _ in dropping], dropping.seen_rows]
+        seen += [dropping.given.seen_rows, *[dropping.given.seen_rows for _ in dropping], dropping.given.seen_rows]
     assert seen == [1, 1, 4, 1, 4, 1, 4, 4]

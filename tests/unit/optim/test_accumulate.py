@@ -25,6 +25,7 @@ class Loader:
 
     def __init__(self, batches, index=0, known=True):
         self.batches, self.index, self.known, self.at = batches, index, known, 0
+        self.loader = object()
 
     def __iter__(self):
         for at, rows in enumerate(self.batches):
@@ -35,6 +36,10 @@ class Loader:
     def current(self):
         rows = self.batches[self.at]
         return BatchInfo(self.index, rows, rows, max(1, rows[self.index]), self.at == len(self.batches) - 1)
+
+    @property
+    def info(self):
+        return self.current
 
     def window_rows(self, count):
         return sum(sum(rows) for rows in self.batches[self.at : self.at + count]) if self.known else None
@@ -50,7 +55,7 @@ class Active:
     def ends_window(self):
         return self.loader is not None and self.loader.current.last
 
-    def source_of(self, loss):
+    def source_of(self, loss, is_whole_step=False):
         return self.loader
 
 

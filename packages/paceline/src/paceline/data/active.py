@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from paceline.base.log import warn_once
-from paceline.data.loader import CreatedIterator, PreparedLoader, T
+from paceline.data.loader import CreatedIterator, GivenBatch, PreparedLoader, T
+from paceline.plan.data import BatchInfo
 from paceline.world.events import Events
 from paceline.world.runtime import Runtime
 
@@ -30,11 +32,13 @@ class ActiveLoaders:
     Attributes:
         trained: whether any loader trains.
         unused: whether a loader that trains has yielded a batch that no backward pass has followed.
+        takes_ahead: whether a loss was computed from another batch than the last one: the script takes batches ahead.
     """
 
     def __init__(self, events: Events | None = None, runtime: Runtime | None = None) -> None:
         self.trained = False
         self.unused = False
+        self.takes_ahead = False
         self._events = Events() if events is None else events
         self._runtime = Runtime() if runtime is None else runtime
         self._stack: list[PreparedLoader] = []
@@ -48,18 +52,20 @@ class ActiveLoaders:
         # iterators before it takes the first batch, and a loop in the body of another one does not.
         self._created: weakref.WeakKeyDictionary[CreatedIterator, weakref.WeakSet[PreparedLoader]]
         self._created = weakref.WeakKeyDictionary()
-        # The loop that runs alone, and its current batch; None from when two loops have run at the same time.
-        self._alone: tuple[PreparedLoader, object] | None = None
-        self._overlapped = False
-        # The loader whose loop ran alone until another one began, as long as its batch is the same.
-        self._until_overlap: weakref.ref[PreparedLoader] | None = None
+        # The last batch that was given, while batches are not traced.
+        self._last: tuple[GivenBatch, object] | None = None
+        self._is_traced = False  # whether `origins` knows the batches that are given
+        # Whether a batch was given before the one before it was used: losses may come from other batches than the last.
+        self._holds_batches = False
+        self._ended_by_current = False  # whether `ends_window` took the last batch for that of the micro-batch
+        self._given_since_gather = 0  # in the loop that began last
         # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
 
     @cached_property
     def origins(self) -> Origins:
-        """Tells from which batch a loss was computed, where several loops run at the same time."""
-        from paceline.data.origins import Origins  # most runs have one loop at a time
+        """Tells from which batch a loss was computed, where a script has several batches at the same time."""
+        from paceline.data.origins import Origins  # most runs have one batch at a time
 
         return Origins()
 
@@ -70,10 +76,15 @@ class ActiveLoaders:
 
     @property
     def ends_window(self) -> bool:
-        """Whether an accumulation window ends with the current batch, as the last one of a loader that trains."""
+        """Whether an accumulation window ends with the batch of this micro-batch, as the last one of a loader that trains."""
+        if self.takes_ahead:
+            # A script that takes batches ahead uses them in their order.
+            waiting = [given for given in self.origins.waiting if given.loader() in self._sources]
+            return len(waiting) == 1 and waiting[0].info.last
         if len(self._stack) == 1:  # nearly always
             current = self._stack[0].current
-            return current is not None and current.last
+            self._ended_by_current = current is not None and current.last
+            return self._ended_by_current
         # If only others have advanced, such as the iterator of a validation that is held open, the batch of this micro-batch
         # was not taken yet.
         sources = [loader for loader in self._stack if loader in self._sources]
@@ -90,56 +101,53 @@ class ActiveLoaders:
         both = [loader for loader in given if loader in self._sources]
         return both or given or sources or loaders
 
-    def source_of(self, loss: Tensor) -> PreparedLoader | None:
-        """Returns the loader whose samples weigh a loss: the one from whose batch it was computed.
+    def source_of(self, loss: Tensor, *, is_whole_step: bool = False) -> GivenBatch | None:
+        """Returns the batch whose samples weigh a loss: the one from which it was computed.
 
-        Where several loops run at the same time, this is seen by the inputs of prepared models (`Origins`). If the loss comes
-        from batches of several loaders, or nobody saw from which, it is one of those that have advanced since the last
-        backward pass.
+        Args:
+            loss: the loss.
+            is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
+
+        Where a script has several batches at the same time, this is seen by the inputs of prepared models (`Origins`). If the
+        loss comes from batches of several loaders, or nobody saw from which, it is one of a loader that has advanced since the
+        last backward pass.
         """
-        loader = self._source_of(loss)
-        self._given.clear()
-        if loader is not None:
-            self._sources.add(loader)
-        return loader
+        if len(self._stack) < 2 and not self._holds_batches:  # nearly always
+            newest = None if self.top is None else self.top.given
+            batches = [] if newest is None else [newest]
+        else:
+            advanced = self._advanced([loader for loader in self._stack if loader.given is not None])
+            batches = self.origins.sources_of(loss, self._stack, advanced, is_whole_step)
+        for given in batches:
+            self._use(given)
+        # The one whose loop began last, of those without idle ranks.
+        return max(reversed(batches), key=lambda given: sum(map(bool, given.info.weights)), default=None)
 
-    def _source_of(self, loss: Tensor) -> PreparedLoader | None:
-        if len(self._stack) < 2:
-            return self.top
-        batches = {loader: loader.current for loader in self._stack if loader.current is not None}
-        loaders = list(batches)
-        seen = self.origins.of_loss(loss)
-        alone = None if self._until_overlap is None else self._until_overlap()
-        if seen is None and alone in batches:
-            return alone
-        traced = [loader for loader in loaders if loader in (seen or ())]
-        # Where all loaders are divided over the ranks in the same way, it does not matter which one it is.
-        if seen is not None and None in seen and len({batches[loader].weights for loader in loaders}) > 1:
+    def _use(self, given: GivenBatch) -> None:
+        """Notes that a loss was computed from a batch."""
+        loader = given.loader()
+        if loader is None:
+            return
+        self._sources.add(loader)
+        if not self._is_traced:
+            return
+        self.origins.waiting.discard(given)
+        if given is loader.given or self.takes_ahead:
+            return
+        self.takes_ahead = True
+        if self._ended_by_current:
             warn_once(
                 "data",
-                "a loss was computed while loops over two loaders run, whose batches have different numbers of samples on the "
-                "ranks, and nobody saw from whose batch: the model was called with tensors that were computed from one. It "
-                "may be weighted by the samples of the other, so that gradients of this step are not exactly those of one "
-                "process. `accelerator.backward(loss_sum, num_items=len(x))` is exact; so is drop_last=True in both loaders.",
+                "one window of micro-batches has ended too early: the script takes batches ahead, which the first loss has "
+                "shown. From here on a window ends with the last batch that is used.",
             )
-        loaders = traced or list(self._advanced(loaders))
-        if len(loaders) < 2:
-            return loaders[0] if loaders else None
-        if len({batches[loader].weights for loader in loaders}) > 1:
-            warn_once(
-                "data",
-                "a loss was computed from batches of two loaders, which are divided over the ranks in different ways. It is "
-                "weighted by the samples of one of them, so gradients of this step are not exactly those of one process. "
-                "`backward` once for each loader's loss, or drop_last=True in both loaders, is exact.",
-            )
-        for loader in loaders:
-            self._sources.add(loader)
 
-        def ranks_with_samples(loader: PreparedLoader) -> int:
-            return sum(map(bool, batches[loader].weights))
-
-        # The one that began last, of those without idle ranks.
-        return max(reversed(loaders), key=ranks_with_samples)
+    def first_unused(self, loader: PreparedLoader) -> GivenBatch | None:
+        """Returns the oldest batch of a loader that a script which takes batches ahead has not used yet."""
+        if not self.takes_ahead or loader not in self._sources:
+            return None
+        waiting = [given for given in self.origins.waiting if given.loader() is loader]
+        return min(waiting, key=lambda given: (given.mark.epoch, given.mark.consumed), default=None)
 
     @property
     def top(self) -> PreparedLoader | None:
@@ -189,13 +197,26 @@ class ActiveLoaders:
     def idle(self) -> bool:
         """Whether the current batch has no sample for this rank but only filler rows of weight 0.
 
-        Where several loops run at the same time, it is the batch that the model was called with last, if that is known.
+        Where a script has several batches, it is the one that the model was called with last, if that is known.
         """
-        loaders: list[PreparedLoader | None] = [*self.origins.inputs] if self._overlapped else []
-        if not loaders:
-            loaders = [self.leading]
-        batches = [loader.current for loader in loaders if loader is not None]
-        return bool(batches) and all(batch is not None and batch.weights[batch.index] == 0 for batch in batches)
+        batches = [given.info for given in self.origins.inputs] if self._is_traced else []
+        if not batches and self.leading is not None and self.leading.current is not None:
+            batches = [self.leading.current]
+        return bool(batches) and all(batch.weights[batch.index] == 0 for batch in batches)
+
+    def gathered(self) -> BatchInfo | None:
+        """Returns the batch to which values belong that are gathered now: the current one of the top loader.
+
+        Of a script that has several batches of one loader, it is the one that a model was called with last.
+        """
+        # A loop that trains shows by its backward passes whether it holds batches.
+        if self._given_since_gather > 1 and not self._holds_batches and self.top is not None and not self.top.trains:
+            self._hold()
+        self._given_since_gather = 0
+        if self._holds_batches and len(self.origins.inputs) == 1:
+            (given,) = self.origins.inputs
+            return given.info
+        return None if self.top is None else self.top.current
 
     def created(self) -> CreatedIterator:
         """Called when an iterator of a loader is created, which passes the result to `push` as it starts."""
@@ -210,20 +231,16 @@ class ActiveLoaders:
             advanced = self._created.pop(iterator, weakref.WeakSet())
             self._interleaved |= {(id(other), id(loader)) for other in self._stack if other in advanced}
         self._stack.append(loader)
+        self._given_since_gather = 0
         self._events.loop_began(loader)
-        if len(self._stack) > 1 and not self._overlapped:
-            self._overlapped = True
-            if self._alone is not None:
-                self.origins.remember(*self._alone)
-                self._until_overlap = weakref.ref(self._alone[0])
-            self._alone = None
-            self._events.loops_overlap()
+        if len(self._stack) > 1 and not self._is_traced:
+            self._trace()
         self._finished = None
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
         """Removes the last entry of `loader`, which need not be the top: a script may interleave loops."""
         self._events.loop_over(loader, finished)
-        self._alone = None
+        self._last = None
         if finished:
             self._finished = weakref.ref(loader)
         elif not self.ended_beside(loader):  # `zip` ends its loops one after the other
@@ -236,30 +253,53 @@ class ActiveLoaders:
     def train(self) -> None:
         """Called by each backward pass: the loaders that are being iterated are marked as loaders that train."""
         self.unused = False
+        self._given.clear()
         self.trained |= bool(self._stack)
         for loader in self._stack:
             loader.train()
         self._events.trains()
 
-    def loaded(self, loader: PreparedLoader) -> None:
-        """Called when a loader has loaded a state: it may have trained in the run that saved."""
+    def loaded(self, loader: PreparedLoader, takes_ahead: bool) -> None:
+        """Called when a loader has loaded a state: it may have trained in the run that saved, which may have taken ahead."""
         self.trained |= loader.trains
+        if takes_ahead:
+            self._sources.add(loader)
+            self.takes_ahead = True
+            self._hold()
 
-    def give(self, loader: PreparedLoader, batch: object = None) -> None:
+    def give(self, given: GivenBatch, batch: object = None) -> None:
         """Called by a loader's iterator when it yields a batch."""
+        loader = given.loader()
+        assert loader is not None
         self.unused |= loader.trains
+        # Without gradients it is an evaluation, which uses batches without a backward pass.
+        if loader in self._given and not self._holds_batches and torch.is_grad_enabled():
+            self._hold()
         self._given.add(loader)
-        if not self._overlapped:
-            self._alone = (loader, batch)
-        elif batch is not None:
-            self.origins.remember(loader, batch)
-            if self._until_overlap == weakref.ref(loader):
-                self._until_overlap = None
+        self._given_since_gather += 1
+        if not self._is_traced:
+            self._last = (given, batch)
+        else:
+            self.origins.remember(given, batch)
         for later in self._stack[self._stack.index(loader) + 1 :]:
             self._interleaved.add((id(loader), id(later)))
         if self._created:  # which it hardly ever is, and to iterate it costs a microsecond
             for advanced in self._created.values():
                 advanced.add(loader)
+
+    def _trace(self) -> None:
+        """Follows batches to the losses that are computed from them, from the current one on."""
+        self._is_traced = True
+        if self._last is not None:
+            self.origins.begin(*self._last)
+        self._last = None
+        self._events.several_batches()
+
+    def _hold(self) -> None:
+        """Notes that the script may use a batch after it has taken the next one."""
+        self._holds_batches = True
+        if not self._is_traced:
+            self._trace()
 
     def ask(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator when it is asked for another batch: the run may be between two batches.

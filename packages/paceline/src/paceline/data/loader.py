@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -32,7 +32,10 @@ class LoopObserver(Protocol):
     @property
     def trained(self) -> bool: ...
 
-    def loaded(self, loader: PreparedLoader) -> None: ...
+    @property
+    def takes_ahead(self) -> bool: ...
+
+    def loaded(self, loader: PreparedLoader, takes_ahead: bool) -> None: ...
 
     def created(self) -> CreatedIterator: ...
 
@@ -40,7 +43,9 @@ class LoopObserver(Protocol):
 
     def observed(self, batches: Iterator[T]) -> Iterator[T]: ...
 
-    def give(self, loader: PreparedLoader, batch: object) -> None: ...
+    def give(self, given: GivenBatch, batch: object) -> None: ...
+
+    def first_unused(self, loader: PreparedLoader) -> GivenBatch | None: ...
 
     def ask(self, loader: PreparedLoader) -> None: ...
 
@@ -49,6 +54,43 @@ class LoopObserver(Protocol):
     def ended_beside(self, loader: PreparedLoader) -> bool: ...
 
     def remove(self, loader: PreparedLoader, finished: bool) -> None: ...
+
+
+@dataclass(frozen=True, eq=False)
+class GivenBatch:
+    """A batch that a loader has yielded. A script may compute its loss after it has taken later ones.
+
+    Attributes:
+        loader: the loader.
+        mark: the place of the batch in its epoch.
+        before: that of the batch before it, in the same loop; None for the first one.
+        seen_rows: the number of rows that lie in this rank's batch, filler included. Where `collate_fn` is the script's own, it
+            is the length along dim 0 that all tensors of the batch share; of packed documents, the number of tokens. None
+            where that cannot be seen: the lengths differ, or the batch has no tensor.
+        may_drop: whether it may have other rows than its indices say, because `collate_fn` is the script's own.
+    """
+
+    loader: weakref.ref[PreparedLoader]
+    mark: Mark
+    before: Mark | None
+    seen_rows: int | None
+    may_drop: bool
+
+    @property
+    def info(self) -> BatchInfo:
+        """The counts of the batch."""
+        return self.mark.info
+
+    def window_rows(self, count: int) -> int | None:
+        """Returns the number of samples in this batch and the `count` - 1 after it, over all ranks, in its epoch.
+
+        None for an iterable dataset, of which the batches after it are not known.
+        """
+        if self.mark.schedule is not None:
+            return self.mark.schedule.weight(self.mark.step, count)
+        if count == 1 or self.info.last:
+            return sum(self.info.weights)
+        return None
 
 
 class EpochRows(NamedTuple):
@@ -93,13 +135,12 @@ class PreparedLoader:
         self.epoch_rows: EpochRows | None = None
         self.trains = False
         self.may_drop = original.collate_fn not in (default_collate, default_convert)
-        self._seen_rows: int | None = None  # of the current batch, where `may_drop`
+        self._given: GivenBatch | None = None
         self._divided_by = divided_sampler(original)
         self._feed = feed
         self._active = active
         self._non_blocking = non_blocking
         self._cursor = Cursor()
-        self._previous: Mark | None = None  # of the batch before the last one, in the same iteration
         self._began = self._cursor.next_iteration()  # where the last iteration began
         self._open = 0  # the number of running iterations
         self.arguments = arguments
@@ -133,7 +174,7 @@ class PreparedLoader:
     ) -> Iterator[Any]:
         self._move(rest=None)
         mark_before = self._cursor.mark
-        seen_before = self._seen_rows
+        given_before = self._given
         previous: Mark | None = None
         loaded = 0
         real = 0
@@ -148,14 +189,13 @@ class PreparedLoader:
         try:
             for batch, mark in steps:
                 # The mark is set before the script sees the batch, so that `state_dict` in the loop counts it as used.
-                self._previous = previous
                 self._move(mark=mark)
-                previous = mark
                 loaded += mark.info.loaded
                 real += mark.info.real[mark.info.index]
-                if self.may_drop:
-                    self._seen_rows = self._rows_in(batch)
-                self._active.give(self, batch)
+                seen_rows = self._rows_in(batch) if self.may_drop else mark.info.loaded
+                self._given = GivenBatch(weakref.ref(self), mark, previous, seen_rows, self.may_drop)
+                previous = mark
+                self._active.give(self._given, batch)
                 yield batch
                 self._active.ask(self)
             self._active.end(self)
@@ -170,7 +210,7 @@ class PreparedLoader:
             if self._open:
                 # This loop was inside of another one over the same loader, which continues.
                 self._move(mark=mark_before)
-                self._seen_rows = seen_before
+                self._given = given_before
             self._active.remove(self, finished)
             steps.close()  # type: ignore[attr-defined]
 
@@ -213,31 +253,9 @@ class PreparedLoader:
         return self._cursor.mark.info
 
     @property
-    def seen_rows(self) -> int | None:
-        """The number of rows that lie in this rank's current batch, filler included.
-
-        Where `collate_fn` is the script's own, it is the length along dim 0 that all tensors of the batch share; of packed
-        documents, the number of tokens. None outside of a loop, and where that cannot be seen: the lengths differ, or the
-        batch has no tensor.
-        """
-        current = self.current
-        if current is None:
-            return None
-        return self._seen_rows if self.may_drop else current.loaded
-
-    def window_rows(self, count: int) -> int | None:
-        """Returns the number of samples in the current batch and the `count` - 1 after it, over all ranks, in this epoch.
-
-        None outside of a loop, and for an iterable dataset, of which only the current batch is known.
-        """
-        mark = self._cursor.mark
-        if not self._open or mark is None:
-            return None
-        if mark.schedule is not None:
-            return mark.schedule.weight(mark.step, count)
-        if count == 1 or mark.info.last:
-            return sum(mark.info.weights)
-        return None
+    def given(self) -> GivenBatch | None:
+        """The current batch; None outside of a loop."""
+        return self._given if self.current is not None else None
 
     # -- the position ----------------------------------------------------------------------------------------
 
@@ -256,10 +274,20 @@ class PreparedLoader:
     def state_dict(self) -> dict[str, Any]:
         """Returns position, seed, and the sizes of batches and dataset. The same on all ranks, for any number of them.
 
+        Batches count that the script has taken; if it takes batches ahead, those from which it has computed a loss.
         If an iterable dataset has a state of its own, it includes that of rank 0's copy of the stream. A loader that only
         evaluates, beside one that trains, does not continue an interrupted epoch: its loop is not entered again.
         """
         cursor = self._cursor
+        unused = self._active.first_unused(self)
+        if unused is not None and cursor.mark is not None and unused.mark.epoch == cursor.mark.epoch:
+            cursor = self._cursor_before(unused)
+        elif unused is not None:
+            warn_once(
+                "data",
+                "this state does not include batches that the script has taken from the loader and has not used: the "
+                "loader has come to its end, so a resumed run begins with the next epoch. Save before, or after they are used.",
+            )
         note = cursor.note
         position = cursor.position
         if cursor.rest is not None and cursor.rest() is None:  # it was thrown away: its epoch is over
@@ -271,6 +299,8 @@ class PreparedLoader:
             if only_evaluates and not self._open:
                 position = Position(cursor.mark.epoch + 1)
                 note = NOTHING
+        if self._active.takes_ahead:
+            note = {**note, "takes_ahead": True}
         return {
             **note,
             **position.state_dict(),
@@ -304,7 +334,7 @@ class PreparedLoader:
         # What remains in `note` after this is for the feed.
         length = note.pop("length", None)
         self.trains = note.pop("trains", False)
-        self._active.loaded(self)
+        self._active.loaded(self, note.pop("takes_ahead", False))
         self._resize({name: note.pop(name, None) for name in (*self.asked, "global_batch", "group")})
         # A checkpoint of an older version, or of a run with a `data_seed`, goes on in the order of that seed.
         self._feed.reseed(seed, drawn=bool(note.pop("drawn", 0)))
@@ -369,19 +399,26 @@ class PreparedLoader:
 
     def take_back_batch(self) -> None:
         """Makes `state_dict` count the current batch as not yielded yet."""
-        if self._previous is None:
-            self.take_back_epoch()
-        else:
-            self._move(mark=self._previous)
+        if self._given is not None:
+            self._cursor = self._cursor_before(self._given)
 
     def take_back_epoch(self) -> None:
         """Makes `state_dict` count no batch of the running loop as yielded."""
+        self._cursor = self._cursor_at_begin(self._cursor.mark)
+
+    def _cursor_before(self, given: GivenBatch) -> Cursor:
+        """Returns where the loader was before it yielded a batch of the running loop."""
+        if given.before is not None:
+            return replace(self._cursor, mark=given.before)
+        return self._cursor_at_begin(given.mark)
+
+    def _cursor_at_begin(self, mark: Mark | None) -> Cursor:
+        """Returns where the running loop began, which has yielded the batch of this mark, if any."""
         start, note = self._began
-        if self._cursor.mark is not None:
-            noted = self._noted(self._cursor.mark)
-            # The order was drawn already, and is not drawn again.
-            note = {**note, **{name: noted[name] for name in ("order",) if name in noted}}
-        self._cursor = Cursor(start, note)
+        noted = NOTHING if mark is None else self._noted(mark)
+        # The order was drawn already, and is not drawn again.
+        order = {name: value for name, value in noted.items() if name == "order"}
+        return Cursor(start, {**note, **order})
 
     # -- attributes ------------------------------------------------------------------------------------------------
 

@@ -37,9 +37,8 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     Raises:
         DataError: `data-interleaved`.
     """
-    loader = active.top
-    if loader is not None and loader.current is not None:
-        info = loader.current
+    info = active.gathered()
+    if info is not None:
         beside = [other.current for other in active.beside_top]
         if beside:
             info = _batch_of(collectives, tree, [info, *filter(None, beside)])

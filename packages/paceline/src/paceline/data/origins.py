@@ -1,57 +1,72 @@
-"""`Origins`: from which loader's batch a loss was computed, where loops over several loaders run at the same time.
+"""`Origins`: from which batch a loss was computed, where a script has several batches at the same time.
 
-    remember     a loader yields a batch                   the storages of its tensors get the loader
-    begin        a prepared model is called with them      `inputs` are the loaders
-    mark         it has returned                           the nodes and the storages of its outputs get the loaders
+    remember     a loader yields a batch                   the storages of its tensors get the batch
+    begin        a prepared model is called with them      `inputs` are the batches
+    mark         it has returned                           the nodes and the storages of its outputs get the batches
     of_loss      a backward pass begins                    the graph is walked from the loss to the first marked nodes
 
-Nothing of this happens before two loops run at the same time. A batch that is copied before the model sees it is not
-recognised: the outputs that were computed from it are marked with no loader. What is not marked at all was computed before.
-A detached output is recognised, since it shares the storage.
+Nothing of this happens before two loops run at the same time, or a script takes a batch before it has used the one before. A
+batch that is copied before the model sees it is not recognised: the outputs that were computed from it are marked with no
+batch. What is not marked at all was computed before. A detached output is recognised, since it shares the storage.
 """
 
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from paceline.base.log import warn_once
 from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
-    from collections.abc import MutableMapping
+    from collections.abc import Iterable, MutableMapping, Sequence
 
-    from paceline.data.loader import PreparedLoader
+    from paceline.data.loader import GivenBatch, PreparedLoader
+    from paceline.plan.data import BatchInfo
 
-    Loaders = frozenset[weakref.ref[PreparedLoader]]
+    Batches = frozenset[GivenBatch]
 
-_MARK = "paceline.loaders"  # in the metadata of a node
+_MARK = "paceline.batches"  # in the metadata of a node
 _MOST_NODES = 20_000  # between a loss and the outputs of models there are few
 
 
 class Origins:
-    """The batches of loops that run at the same time, and the outputs that were computed from them.
+    """The batches that a script has at the same time, and the outputs that were computed from them.
 
     Attributes:
-        inputs: the loaders from whose batches the inputs come of the prepared model that was called last, as far as is known.
+        inputs: the batches from which the inputs come of the prepared model that was called last, as far as is known.
+        waiting: the batches from which no loss was computed, as long as any of their tensors is there.
     """
 
     def __init__(self) -> None:
-        # The loaders of each storage: of a batch, and of outputs that were computed from it.
-        self._by_storage: MutableMapping[torch.UntypedStorage, Loaders] = WeakIdKeyDictionary()
+        # The batches of each storage: the one it belongs to, or those from which it was computed.
+        self._by_storage: MutableMapping[torch.UntypedStorage, Batches] = WeakIdKeyDictionary()
         # What `_of` has returned for the inputs of a model that is being called.
-        self._called: MutableMapping[nn.Module, tuple[Loaders, bool]] = weakref.WeakKeyDictionary()
-        self.inputs: weakref.WeakSet[PreparedLoader] = weakref.WeakSet()
+        self._called: MutableMapping[nn.Module, tuple[Batches, bool]] = weakref.WeakKeyDictionary()
+        self.inputs: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
+        self.waiting: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
+        self._before: weakref.ref[GivenBatch] | None = None  # the batch that was given last before models were watched
+        self._last_infos: deque[BatchInfo] = deque(maxlen=2)  # of the batches that were given last
 
-    def remember(self, loader: PreparedLoader, batch: object) -> None:
+    def begin(self, given: GivenBatch, batch: object) -> None:
+        """Records the current batch, from which losses may have been computed that no model has marked."""
+        self._before = weakref.ref(given)
+        self.remember(given, batch)
+
+    def remember(self, given: GivenBatch, batch: object) -> None:
         """Records the storages of the tensors of the batch that a loader yields."""
+        self.waiting.add(given)
+        self._last_infos.append(given.info)
         for tensor in tensors(batch):
             storage = tensor.untyped_storage()
             # Views of one tensor may be batches of several loaders.
-            self._by_storage[storage] = self._by_storage.get(storage, frozenset()) | {weakref.ref(loader)}
+            others = [other for other in self._by_storage.get(storage, ()) if other.loader != given.loader]
+            self._by_storage[storage] = frozenset([*others, given])
 
     def watch(self, model: nn.Module) -> None:
         """Registers the hooks that see the inputs of a prepared model and mark its outputs."""
@@ -62,51 +77,93 @@ class Origins:
             tracker = origins()
             if tracker is None or torch.compiler.is_compiling():
                 return
-            references, is_older = tracker._of((args, kwargs))
-            tracker._called[module] = (references, is_older)
-            loaders = [reference() for reference in references]
-            tracker.inputs = weakref.WeakSet(loader for loader in loaders if loader is not None)
+            batches, is_older = tracker._of((args, kwargs))
+            tracker._called[module] = (batches, is_older)
+            tracker.inputs = weakref.WeakSet(batches)
 
         def mark(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             tracker = origins()
             if tracker is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
                 return
-            references, is_older = tracker._called.pop(module, (frozenset(), True))
-            tracker._mark(references, is_older, output)
+            batches, is_older = tracker._called.pop(module, (frozenset(), True))
+            tracker._mark(batches, is_older, output)
 
         # Before the hooks of strategies, which may copy the inputs: FSDP2 converts them to half precision.
         model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         model.register_forward_hook(mark)
 
-    def _of(self, inputs: object) -> tuple[Loaders, bool]:
-        """Returns the loaders of some inputs, and whether one was computed before outputs were marked."""
-        loaders: Loaders = frozenset()
+    def _of(self, inputs: object) -> tuple[Batches, bool]:
+        """Returns the batches of some inputs, and whether one was computed before outputs were marked."""
+        batches: Batches = frozenset()
         is_older = False
         for tensor in tensors(inputs):
             # The output of another model, such as the generator of a GAN, comes from that model's inputs.
             of_node = _metadata(tensor).get(_MARK)
             of_storage = self._by_storage.get(tensor.untyped_storage())
-            loaders |= of_node or frozenset()
-            loaders |= of_storage or frozenset()
+            batches |= of_node or frozenset()
+            batches |= of_storage or frozenset()
             if tensor.requires_grad and of_node is None and of_storage is None:
                 is_older = True
-        return loaders, is_older
+        return batches, is_older
 
-    def _mark(self, loaders: Loaders, is_older: bool, output: object) -> None:
-        """Marks the nodes and the storages of the outputs with the loaders of the inputs; see `_of`."""
-        if is_older and not loaders:
+    def _mark(self, batches: Batches, is_older: bool, output: object) -> None:
+        """Marks the nodes and the storages of the outputs with the batches of the inputs; see `_of`."""
+        if is_older and not batches:
             return
         for tensor in tensors(output):
-            _metadata(tensor)[_MARK] = loaders
-            self._by_storage[tensor.untyped_storage()] = loaders
+            _metadata(tensor)[_MARK] = batches
+            self._by_storage[tensor.untyped_storage()] = batches
 
-    def of_loss(self, loss: Tensor) -> set[PreparedLoader | None] | None:
-        """Returns the loaders from whose batches a loss was computed, as far as models saw their tensors.
+    def sources_of(
+        self,
+        loss: Tensor,
+        running: Sequence[PreparedLoader],
+        advanced: Sequence[PreparedLoader],
+        is_whole_step: bool,
+    ) -> list[GivenBatch]:
+        """Returns the batches from which a loss was computed: one of each loader, in the order in which their loops began.
 
-        None among them stands for outputs that were computed from tensors of an unknown loader, or of none. None in place of
-        the set: no output was marked, since the loss was computed before two loops ran at the same time.
+        Args:
+            loss: the loss.
+            running: the loaders that are being iterated.
+            advanced: those of them whose current batches count where nobody saw from which one the loss was computed.
+            is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
         """
-        loaders: set[PreparedLoader | None] = set()
+        seen = self.of_loss(loss)
+        current = [loader.given for loader in running if loader.given is not None]
+        before = None if self._before is None else self._before()
+        if seen is None and before is not None and before in {*current, *self.waiting}:
+            return [before]
+        infos = [given.info for given in (*current, *self.waiting)]
+        if not current:  # the loss of a batch that was taken before its loop has ended
+            infos += self._last_infos
+        if seen is not None and None in seen and _weigh_differently(infos, is_whole_step):
+            warn_once(
+                "data",
+                "a loss was computed while the script has several batches, which have different numbers of samples on the "
+                "ranks, and nobody saw from which: the model was called with tensors that were computed from one. It may be "
+                "weighted by the samples of another, so that gradients of this step are not exactly those of one process. "
+                "`accelerator.backward(loss_sum, num_items=len(x))` is exact; so is drop_last=True in all loaders.",
+            )
+        batches = _newest_of_each([given for given in seen or () if given is not None], running)
+        if not batches:
+            batches = [loader.given for loader in advanced if loader.given is not None]
+        if len(batches) > 1 and _weigh_differently([given.info for given in batches], is_whole_step):
+            warn_once(
+                "data",
+                "a loss was computed from batches of two loaders, which are divided over the ranks in different ways. It is "
+                "weighted by the samples of one of them, so gradients of this step are not exactly those of one process. "
+                "`backward` once for each loader's loss, or drop_last=True in both loaders, is exact.",
+            )
+        return batches
+
+    def of_loss(self, loss: Tensor) -> set[GivenBatch | None] | None:
+        """Returns the batches from which a loss was computed, as far as models saw their tensors.
+
+        None among them stands for outputs that were computed from tensors of an unknown batch, or of none. None in place of
+        the set: no output was marked, since the loss was computed before a script had several batches.
+        """
+        batches: set[GivenBatch | None] = set()
         is_marked = False
         visited: set[Any] = set()
         to_visit: list[Any] = []
@@ -117,18 +174,39 @@ class Origins:
             if node in visited:
                 continue
             visited.add(node)
-            references = node.metadata.get(_MARK)
-            if references is None:
+            of_node = node.metadata.get(_MARK)
+            if of_node is None:
                 to_visit += [earlier for earlier, _ in node.next_functions if earlier is not None]
                 continue
             is_marked = True
-            loaders.update(reference() for reference in references)
-            if not references:
-                loaders.add(None)
-        return loaders if is_marked else None
+            batches.update(of_node)
+            if not of_node:
+                batches.add(None)
+        return batches if is_marked else None
 
 
 def _metadata(tensor: Tensor) -> dict[str, Any]:
     """Returns the dictionary that autograd keeps for the node that computed a tensor; an empty one for a leaf."""
     node: Any = tensor.grad_fn  # torch's types take its `metadata` for a method
     return {} if node is None else node.metadata
+
+
+def _newest_of_each(traced: Iterable[GivenBatch], running: Sequence[PreparedLoader]) -> list[GivenBatch]:
+    """Returns the newest of some batches for each loader, in the order in which the loops began.
+
+    What a script keeps of earlier batches, such as the state of a recurrent network, does not weigh a loss.
+    """
+    newest: dict[PreparedLoader | None, GivenBatch] = {}
+    for given in sorted(traced, key=lambda given: (given.mark.epoch, given.mark.consumed)):
+        newest[given.loader()] = given
+    # Batches of loops that have ended weigh a loss if there are no others.
+    of_running = [newest[loader] for loader in running if loader in newest]
+    return of_running or list(newest.values())
+
+
+def _weigh_differently(infos: Iterable[BatchInfo], is_whole_step: bool) -> bool:
+    """Returns whether it matters from which of some batches a loss was computed."""
+    weights = {info.weights for info in infos}
+    if is_whole_step:
+        return len({tuple(rows / sum(of_ranks) for rows in of_ranks) for of_ranks in weights}) > 1
+    return len(weights) > 1

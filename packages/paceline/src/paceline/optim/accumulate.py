@@ -25,7 +25,6 @@ The estimate for items is a power of two: to divide by it does not round, so the
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -54,6 +53,14 @@ class _Loader(Protocol):
     @property
     def current(self) -> BatchInfo | None: ...
 
+
+class _GivenBatch(Protocol):
+    @property
+    def loader(self) -> object: ...
+
+    @property
+    def info(self) -> BatchInfo: ...
+
     @property
     def seen_rows(self) -> int | None: ...
 
@@ -73,7 +80,7 @@ class _ActiveLoaders(Protocol):
     @property
     def ends_window(self) -> bool: ...
 
-    def source_of(self, loss: Tensor) -> _Loader | None: ...
+    def source_of(self, loss: Tensor, *, is_whole_step: bool = False) -> _GivenBatch | None: ...
 
 
 class _Held(Protocol):
@@ -339,16 +346,16 @@ class Accumulation:
             window.enter_alone()
         if window.micro_batch > 1 or not window.sync:
             self._look_before(window)
-        loader = self._active.source_of(loss)
-        batch = None if loader is None else loader.current
+        source = self._active.source_of(loss, is_whole_step=window.steps == 1)
+        batch = None if source is None else source.info
         # A rank without a sample in the global batch has a filler row. The loss becomes zero, but the backward pass still runs:
         # the collectives of the other ranks need this rank.
         is_idle = batch is not None and batch.weights[batch.index] == 0
         self._look(loss, window, batch, num_items is not None)
         if num_items is not None:
             mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
-        elif loader is not None and batch is not None:
-            mean, part = self._samples(window, loader, batch)
+        elif source is not None:
+            mean, part = self._samples(window, source)
         else:
             mean, part = self._micro_batches(window)
         if not mean.is_exact and not mean.parameters:
@@ -399,26 +406,25 @@ class Accumulation:
         num_with_samples = sum(map(bool, batch.weights))
         return len(batch.weights) / num_with_samples
 
-    def _samples(self, window: Window, loader: _Loader, batch: BatchInfo) -> tuple[Mean, float]:
+    def _samples(self, window: Window, given: _GivenBatch) -> tuple[Mean, float]:
         """Returns the mean over the samples of a loader, and what this rank has of it in this micro-batch."""
+        batch = given.info
         rows_of_all = sum(batch.weights)
         own: float = batch.weights[batch.index]
         # A `collate_fn` of the script's own may drop samples, so that ranks know their own rows only.
-        is_local = loader.may_drop and self.width > 1
-        if loader.may_drop and loader.seen_rows is not None and own:
-            own = loader.seen_rows
-        if loader.may_drop and not is_local:
+        is_local = given.may_drop and self.width > 1
+        if given.may_drop and given.seen_rows is not None and own:
+            own = given.seen_rows
+        if given.may_drop and not is_local:
             rows_of_all = int(own)
-        # The loader itself would live until the next window.
-        source = weakref.ref(loader)
-        mean = window.mean(SAMPLES, source)
+        mean = window.mean(SAMPLES, given.loader)
         if mean is None:
             num_ahead = window.steps - window.micro_batch + 1
-            planned = loader.window_rows(num_ahead)
-            is_exact = planned is not None and not loader.may_drop
+            planned = given.window_rows(num_ahead)
+            is_exact = planned is not None and not given.may_drop
             if planned is None:
                 planned = rows_of_all if window.sync else rows_of_all * num_ahead
-            mean = window.begin_mean(SAMPLES, source, is_local=is_local)
+            mean = window.begin_mean(SAMPLES, given.loader, is_local=is_local)
             mean.expect(max(1, planned), self.width, is_exact=is_exact)
         # A micro-batch may have several losses, each with its own backward pass; its rows count once.
         if mean.count(own if is_local else rows_of_all, window.micro_batch, once=True) and window.sync:

@@ -93,7 +93,7 @@ class Preparation:
         self.run = run
         self._seed: int | None = None
         self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
-        run.events.loops_overlap.subscribe(self._trace_origins)
+        run.events.several_batches.subscribe(self._trace_origins)
         self._traces_origins = False
         self._semantics = run.plan.semantics
         if self._semantics.unprepared_optimizers == "refused":
@@ -406,7 +406,7 @@ class Preparation:
                 applied.call_before_waiting(run.phases.reduce)
 
     def _trace_origins(self) -> None:
-        """From now on, models show from which loader's batch a loss was computed: more than one loop runs."""
+        """From now on, models show from which batch a loss was computed: the script may have several."""
         if self._traces_origins:
             return
         self._traces_origins = True

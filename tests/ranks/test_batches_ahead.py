@@ -1,0 +1,155 @@
+"""Loops that take batches before they use them: each loss counts as the samples of its own batch, as on one process."""
+
+import itertools
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from paceline import Accelerator
+from paceline.testing import run_ranks
+
+Batches = Iterable[Any]
+GLOBAL_BATCH = 6
+STEPS = 2
+
+
+def one_ahead(loader: Batches) -> Iterator[Any]:
+    batches = iter(loader)
+    batch = next(batches, None)
+    while batch is not None:
+        following = next(batches, None)
+        yield batch
+        batch = following
+
+
+def in_chunks(loader: Batches) -> Iterator[Any]:
+    batches = iter(loader)
+    while chunk := list(itertools.islice(batches, 3)):
+        yield from chunk
+
+
+def by_thread(loader: Batches) -> Iterator[Any]:
+    read: queue.Queue[Any] = queue.Queue(2)
+
+    def fill() -> None:
+        for batch in loader:
+            read.put(batch)
+        read.put(None)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    yield from iter(read.get, None)
+    thread.join()
+
+
+def copied_ahead(loader: Batches) -> Iterator[Any]:
+    return one_ahead(tuple(tensor.clone() for tensor in batch) for batch in loader)
+
+
+WAYS: dict[str, Callable[[Batches], Iterable[Any]]] = {
+    "one ahead": one_ahead,
+    "in chunks": in_chunks,
+    "by a thread": by_thread,
+    "list": list,
+}
+
+
+def parts(samples: int) -> tuple[nn.Module, torch.optim.Optimizer, TensorDataset]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1)).double()
+    data = TensorDataset(torch.randn(samples, 3, dtype=torch.float64), torch.randn(samples, 1, dtype=torch.float64))
+    return model, torch.optim.SGD(model.parameters(), 0.1), data
+
+
+def expected(samples: int, steps: int, epochs: int = 2) -> torch.Tensor:
+    """Plain PyTorch: the mean over the samples of each window."""
+    model, optimizer, data = parts(samples)
+    for _ in range(epochs):
+        for x, y in DataLoader(data, GLOBAL_BATCH * steps):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+    return flat(model)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([value.detach().flatten() for value in model.parameters()])
+
+
+def trained(
+    way: Callable[[Batches], Iterable[Any]], samples: int, steps: int, folder: Path | None = None, stop: int = 0
+) -> torch.Tensor | None:
+    model, optimizer, data = parts(samples)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps, project_dir=folder)
+    loader = DataLoader(data, GLOBAL_BATCH // accelerator.num_processes)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    done = 0
+    progress = accelerator.resume() if folder else None
+    for _ in range(progress.epoch if progress else 0, 2):
+        for x, y in way(loader):
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            done += accelerator.sync_gradients
+            if stop and done == stop:
+                accelerator.save_state()
+                return None
+    return flat(model)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_loss_counts_as_the_samples_of_its_own_batch(world: int) -> None:
+    """The last global batch has one sample: ranks that used another one's counts would be idle, or weigh filler."""
+
+    def all_ways() -> dict[tuple[str, int], torch.Tensor | None]:
+        cases = itertools.product(WAYS, (1, STEPS))
+        return {(name, steps): trained(WAYS[name], 19, steps) for name, steps in cases}
+
+    for of_rank in run_ranks(all_ways, world):
+        for (name, steps), weights in of_rank.items():
+            torch.testing.assert_close(weights, expected(19, steps), rtol=0, atol=1e-12, msg=f"{name}, {steps}")
+
+
+def test_a_copied_batch_is_told() -> None:
+    def warnings() -> list[str]:
+        messages: list[str] = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("paceline").addHandler(handler)
+        trained(copied_ahead, 19, 1)
+        return messages
+
+    (message,) = run_ranks(warnings, 2)[0]
+    assert "nobody saw from which" in message
+
+
+def test_a_resumed_run_gets_the_batches_that_were_taken_but_not_used(tmp_path: Path) -> None:
+    """Four batches of an epoch are one ahead; the save comes when the last one has been taken, and waits."""
+    for stop in (2, 4):
+        folder = tmp_path / str(stop)
+        run_ranks(trained, 2, args=(one_ahead, 34, STEPS, folder, stop))
+        for world in (1, 2):
+            weights = run_ranks(trained, world, args=(one_ahead, 34, STEPS, folder))[0]
+            torch.testing.assert_close(weights, expected(34, STEPS), rtol=0, atol=1e-12)
+
+
+def test_metrics_count_the_samples_of_the_batch_that_the_model_has_seen() -> None:
+    def evaluated() -> list[float]:
+        model, _, data = parts(20)
+        accelerator = Accelerator(cpu=True)
+        model, loader = accelerator.prepare(model.eval(), DataLoader(data, 3, drop_last=False))
+        with torch.no_grad():
+            seen = [accelerator.gather_for_metrics((model(x), y))[1] for x, y in one_ahead(loader)]
+        return torch.cat(seen).flatten().tolist()
+
+    for values in run_ranks(evaluated, 3):
+        assert values == parts(20)[2].tensors[1].flatten().tolist()
