@@ -109,11 +109,11 @@ def test_workers_take_turns_without_duplicates():
 
 def test_one_process_knows_the_last_batch_and_its_rows():
     loader = prepared(Stream(10))
-    seen = [
-        (loader.current.real, loader.current.last, loader.given.window_rows(1), loader.given.window_rows(2))
-        for _ in loader
-    ]
-    assert seen == [((4,), False), ((4,), False), ((2,), True)]
+    seen = []
+    for _ in loader:
+        ahead = [loader.given.window_rows(count) for count in (1, 2)]
+        seen.append((loader.current.real, loader.current.last, ahead))
+    assert seen == [((4,), False, [4, None]), ((4,), False, [4, None]), ((2,), True, [2, 2])]
     assert len(list(prepared(Stream(10), drop_last=True))) == 2
     assert list(prepared(Stream(0))) == []
 
