@@ -29,13 +29,7 @@ from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import own_division, prepare_loader, random_samples
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
-from paceline.optim.schedule import (
-    PreparedScheduler,
-    Scheduler,
-    compare_lengths,
-    is_scheduler,
-    warn_of_other_optimizer,
-)
+from paceline.optim.schedule import PreparedScheduler, Scheduler, compare_lengths, is_scheduler, warn_of_other_optimizer
 from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
