@@ -25,9 +25,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from paceline.launch.rounds import Member, Report, Round
+from paceline_hosts.membership.leadership import Leadership
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Message, decode, encode
 from paceline_hosts.membership.rules import Rules
+from paceline_hosts.membership.state import LauncherState
 from paceline_hosts.membership.witness import RecordSigner, StoreRequest, Witness
 
 Kind = Literal[
@@ -207,10 +209,11 @@ class Host:
             life = f"{me.id} founds "
             witness = Witness(network.signer, name, lambda: life + str(network.draw.random()), "store", network.now)
             rules = replace(rules, store="a store")
-            self.membership = Membership(me, rules, False, (), network.now, wall, witness)
+            state = LauncherState(me, rules, False, (), network.now, wall, witness)
         else:
             founds = contacts[0] == name if node < 0 else node == 0
-            self.membership = Membership(me, rules, founds, [(contact, 1) for contact in contacts], network.now, wall)
+            state = LauncherState(me, rules, founds, [(contact, 1) for contact in contacts], network.now, wall)
+        self.membership = Membership(state, network.now)
         self.sockets: dict[int, Socket] = {}
         self.next_key = 2  # of incoming connections: even numbers
         self.gone = False
@@ -622,14 +625,16 @@ class Simulation:
     def undecided(self) -> list[Host]:
         """Launchers that neither go on nor wait at one that does."""
         leaders = {
-            host.id: host for host in self.hosts.values() if host.membership.leadership is not None and not host.frozen
+            host.id: (host, host.membership.role)
+            for host in self.hosts.values()
+            if isinstance(host.membership.role, Leadership) and not host.frozen
         }
         found = []
         for host in self.hosts.values():
-            leader = leaders.get(host.membership.leader_id)
-            waits = (
-                leader is not None and host.id in leader.membership.leadership.waiting and self.is_whole(leader.running)
-            )  # type: ignore[union-attr]
+            waits = False
+            if host.membership.leader_id in leaders:
+                leader, leadership = leaders[host.membership.leader_id]
+                waits = host.id in leadership.waiting and self.is_whole(leader.running)
             if not (host.frozen or waits or self.is_whole(host.running)):
                 found.append(host)
         return found

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from paceline import ConfigError
-from paceline.base.errors import Problem, short_repr
+from paceline.base.errors import MAX_PROBLEMS, Problem, short_repr
 from paceline.config import files, limits, options
 from paceline.config.given import Given
 from paceline_deepspeed.config import read as read_deepspeed
@@ -110,6 +110,17 @@ def test_a_deepspeed_file_that_is_too_large(tmp_path, text):
     assert caught.value.code in ("config-size", "config-syntax", "config-value", "config-key")
     assert len(str(caught.value)) < LONGEST_MESSAGE
     assert os.fspath(path) in str(caught.value)
+
+
+def test_names_are_suggested_only_for_the_keys_that_are_shown(tmp_path, monkeypatch):
+    path = tmp_path / "run.yaml"
+    path.write_text("mixd_precision: bf16\n" + many_keys(1000))
+    compared = []
+    nearest = files.nearest
+    monkeypatch.setattr(files, "nearest", lambda name, words: compared.append(name) or nearest(name, words))
+    problems = files.read(str(path)).problems
+    assert len(problems) == 1001 and problems[0].fix == "write 'mixed_precision'"
+    assert len(set(compared)) == MAX_PROBLEMS
 
 
 def test_texts_of_a_problem_are_cut():

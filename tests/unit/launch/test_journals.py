@@ -12,9 +12,11 @@ from paceline.launch.rounds import Member
 from paceline_hosts import journals
 from paceline_hosts.forwarding import PART_BYTES
 from paceline_hosts.journals import JournalExchange
+from paceline_hosts.membership.following import Following
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import JournalAnswer, JournalParts, Message, decode, encode
 from paceline_hosts.membership.rules import Rules
+from paceline_hosts.membership.state import LauncherState
 from paceline_lens.watch.journal import JournalWriter, RunHeader, rank_file, write_header
 from paceline_lens.watch.records import Tick
 
@@ -24,7 +26,7 @@ class Launcher:
 
     def __init__(self, name: str, folder: Path | None) -> None:
         self.sent: list[Message] = []
-        self.membership = Membership(Member(name, name, 1), Rules(most=2), True, (), 0.0)
+        self.membership = Membership(LauncherState(Member(name, name, 1), Rules(most=2), True, (), 0.0), 0.0)
         self.exchange = JournalExchange(self.membership)
         self.folder = folder
         if folder is not None:
@@ -32,7 +34,9 @@ class Launcher:
             self.exchange.open(folder)
 
     def follow(self, leader_id: str) -> None:
-        self.membership.following = SimpleNamespace(leader_id=leader_id, send=lambda message: self.sent.append(message))  # type: ignore[assignment]
+        following = Following(self.membership.state, leader_id, 1, True)
+        following.send = lambda message: self.sent.append(message)  # type: ignore[method-assign]
+        self.membership.role = following
 
     def write(self, step: int) -> None:
         assert self.folder is not None
@@ -93,7 +97,7 @@ def test_another_leader_gets_everything(tmp_path: Path, clock: SimpleNamespace) 
     member.follow("a")
     member.write(1)
     assert len(member.poll()) == 1
-    member.membership.following = None
+    member.membership.role = member.membership.search
     clock.now += 1
     assert member.poll() == []
     member.follow("c")

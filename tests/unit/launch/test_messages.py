@@ -18,6 +18,7 @@ from paceline_hosts.membership import messages
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Join, Message, Proposal, RunEnded, StopProcesses, decode, encode
 from paceline_hosts.membership.rules import Rules
+from paceline_hosts.membership.state import LauncherState
 
 A, B = Member("a", "host a", 1, "10.0.0.1", 1), Member("b", "host b", 2, "10.0.0.2", 2)
 
@@ -97,7 +98,7 @@ def some(kind: Any, draw: random.Random) -> Any:
 def some_membership(draw: random.Random) -> tuple[Membership, list[int]]:
     """A launcher in some state, and the numbers of its connections."""
     rules = Rules(1, 3, max_restarts=3)
-    membership = Membership(A, rules, draw.random() < 0.5, [B.place], 0.0, 1.0)
+    membership = Membership(LauncherState(A, rules, draw.random() < 0.5, [B.place], 0.0, 1.0), 0.0)
     if draw.random() < 0.7:
         membership.processes_ended(Report("new"), 0.0)
     keys = [1, 2, 4]
@@ -145,7 +146,7 @@ def test_a_stop_has_one_of_two_modes() -> None:
 
 def test_a_launcher_that_joins_another_leader_keeps_what_it_knows() -> None:
     """That leader may itself have been left behind, and not know it yet."""
-    membership = Membership(A, Rules(1, 3, max_restarts=3), False, [B.place], 0.0, 1.0)
+    membership = Membership(LauncherState(A, Rules(1, 3, max_restarts=3), False, [B.place], 0.0, 1.0), 0.0)
     membership.processes_ended(Report("new"), 0.0)
     for message in (messages.Joined(B, 0, is_member=False), Proposal(Round(7, 0, (B, A)), ()), messages.Commit(7, "")):
         membership.on_message(1, message, 0.2)

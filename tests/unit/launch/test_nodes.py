@@ -15,6 +15,7 @@ from paceline.launch.rounds import Member, Report
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Heartbeat, Message
 from paceline_hosts.membership.rules import Rules
+from paceline_hosts.membership.state import LauncherState
 from paceline_hosts.network import nodes
 from paceline_hosts.network.addresses import main_places
 from paceline_hosts.network.connection import Connection
@@ -36,7 +37,7 @@ def meeting(membership: Membership, listener: socket.socket | None = None) -> No
 
 
 def test_a_connection_that_was_ended_by_what_came_before_it_is_not_served() -> None:
-    own = meeting(Closing(Member("a", "here", 1), Rules(1, 2), True, [], 0.0))
+    own = meeting(Closing(LauncherState(Member("a", "here", 1), Rules(1, 2), True, [], 0.0), 0.0))
     mine, theirs = socket.socketpair()
     other, far = socket.socketpair()
     own._add(Connection(2, mine, SECRET, False))
@@ -68,7 +69,9 @@ def test_who_waits_for_the_others_says_for_whom(
         listener = host.listen_at("127.0.0.1", 0)
         me = Member("a", "here", 1, *listener.getsockname())
         rules = Rules(2, 2, join_timeout_s=300.0)
-        own = meeting(Membership(me, rules, founds, contacts, time.monotonic()), listener)
+        own = meeting(
+            Membership(LauncherState(me, rules, founds, contacts, time.monotonic()), time.monotonic()), listener
+        )
         own.processes_ended(Report("new"))
         assert own.next(iter([False, False, False, True]).__next__) is None
         assert capsys.readouterr().err == f"paceline: {expected}\n"
@@ -79,7 +82,7 @@ def test_who_waits_for_the_others_says_for_whom(
 def leader() -> Iterator[NodesByMembership]:
     listener = host.listen_at("127.0.0.1", 0)
     me = Member("a", "here", 1, *listener.getsockname())
-    own = meeting(Membership(me, Rules(1, 2), True, [], time.monotonic()), listener)
+    own = meeting(Membership(LauncherState(me, Rules(1, 2), True, [], time.monotonic()), time.monotonic()), listener)
     yield own
     own.leave_in_child()
     own._connections.clear()

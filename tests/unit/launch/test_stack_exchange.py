@@ -8,13 +8,16 @@ from types import SimpleNamespace
 import pytest
 
 from paceline.launch.nodes import GatheredPlaces
-from paceline.launch.rounds import Member
+from paceline.launch.rounds import Member, Report
 from paceline.world.stacks.parse import FramePosition
 from paceline.world.stacks.report import RankPlace
 from paceline_hosts import stack_exchange
+from paceline_hosts.membership.following import Following
+from paceline_hosts.membership.leadership import Leadership
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Message, StacksAsked, StacksCollected, StacksWanted, decode, encode
 from paceline_hosts.membership.rules import Rules
+from paceline_hosts.membership.state import LauncherState
 from paceline_hosts.stack_exchange import StackExchange
 
 
@@ -23,7 +26,7 @@ class Launcher:
 
     def __init__(self, name: str) -> None:
         self.sent: list[Message] = []
-        self.membership = Membership(Member(name, f"host {name}", 1), Rules(most=3), True, (), 0.0)
+        self.membership = Membership(LauncherState(Member(name, f"host {name}", 1), Rules(most=3), True, (), 0.0), 0.0)
         self.exchange = StackExchange(self.membership, self.pause)
         self.while_it_waits = lambda: None
 
@@ -36,14 +39,16 @@ class Launcher:
         self.membership.stack_messages.append((sender, heard))
 
     def follow(self) -> None:
-        send = lambda message: self.sent.append(message)  # noqa: E731
         self.membership.state.known_members["a"] = Member("a", "host a", 1)
-        self.membership.following = SimpleNamespace(leader_id="a", send=send)  # type: ignore[assignment]
+        following = Following(self.membership.state, "a", 1, True)
+        following.send = lambda message: self.sent.append(message)  # type: ignore[method-assign]
+        self.membership.role = following
 
     def lead(self, *connected: str, ended: str = "") -> None:
-        reports = {ended: None} if ended else {}
-        members = ["a", "b", "c"]
-        self.membership.leadership = SimpleNamespace(members=members, reports=reports)  # type: ignore[assignment]
+        leadership = Leadership(self.membership.state, ["a", "b", "c"], ("lost", ""), 0.0, 0.0)
+        if ended:
+            leadership.reports[ended] = Report("done")
+        self.membership.role = leadership
         for key, member_id in enumerate(connected):
             self.membership.peers.connection_of[member_id] = key
             self.membership.state.known_members[member_id] = Member(member_id, f"host {member_id}", 1)

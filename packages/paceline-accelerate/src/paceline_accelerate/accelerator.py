@@ -398,8 +398,8 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         yield
         for run in live_runs():
             entry = run.prepared.find(model)
-            if entry is not None:
-                entry.chain.finish_reduction()
+            for applied in entry.chain if entry is not None else ():
+                applied.finish_reduction()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:
         """Computes the gradients of a mean loss, divided by the number of steps in a window. Ranks: all.

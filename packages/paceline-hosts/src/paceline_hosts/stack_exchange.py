@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 
 from paceline.launch.nodes import GatheredPlaces
 from paceline.world.stacks.report import RankPlace
+from paceline_hosts.membership.following import Following
+from paceline_hosts.membership.leadership import Leadership
 from paceline_hosts.membership.messages import StacksAsked, StacksCollected, StacksWanted
 
 if TYPE_CHECKING:
@@ -75,7 +77,7 @@ class StackExchange:
             own: collects the places of the ranks of this host.
         """
         notes = []
-        if self._membership.following is not None:
+        if isinstance(self._membership.role, Following):
             leader = self._membership.state.name_of(self._membership.leader_id)
             if self._is_reported_by_leader(headline):
                 places = own()
@@ -107,7 +109,7 @@ class StackExchange:
         """Asks the leader for a report of all ranks; returns whether it wants the stacks of this host for that."""
         self._membership.send_to_leader(StacksAsked(headline))
         deadline = time.monotonic() + _ANSWER_S
-        while not self.wanted() and self._membership.following is not None and time.monotonic() < deadline:
+        while not self.wanted() and isinstance(self._membership.role, Following) and time.monotonic() < deadline:
             self._pause(_POLL_S)
         return self._wanted is not None
 
@@ -117,8 +119,8 @@ class StackExchange:
         self._number += 1
         self._answers.clear()
         asked = set[str]()
-        leadership = self._membership.leadership
-        if leadership is None:
+        leadership = self._membership.role
+        if not isinstance(leadership, Leadership):
             return asked
         for member_id in leadership.members:
             # A member that has reported the end of its processes has no stacks, and does not look for requests any more.
@@ -129,8 +131,8 @@ class StackExchange:
 
     def _awaited(self, asked: set[str]) -> set[str]:
         """Returns the members that will still answer: those not lost, and whose processes have not ended meanwhile."""
-        leadership = self._membership.leadership
-        ended = set() if leadership is None else leadership.reports.keys()
+        role = self._membership.role
+        ended = role.reports.keys() if isinstance(role, Leadership) else set()
         return (asked & self._membership.peers.connection_of.keys()) - self._answers.keys() - ended
 
     def _take(self) -> None:

@@ -307,27 +307,37 @@ class Leadership:
         if not may_go_on:
             note = "too few nodes are left to go on; this node looks for the others"
             return self._step_down(note, self.cause.why)
-        # `waiting` is in the order of joining, so whoever came first gets the room that is left.
+        self._admit_waiting()
+        if self.state.me.id not in self.reports:
+            return None
+        if len(self.members) < self.rules.least:
+            self._wait_for_least(now)
+        elif self._need_not_wait_for_more(now):
+            self._propose()
+        return None
+
+    def _admit_waiting(self) -> None:
+        """Makes members of those that wait: they are in the order of joining, so whoever came first gets the room there is."""
         for member_id in list(self.waiting):
             if member_id in self.reports and len(self.members) < self.rules.most:
                 del self.waiting[member_id]
                 self.members.append(member_id)
-        if self.state.me.id not in self.reports:
-            return None
-        if len(self.members) < self.rules.least:
-            self.enough_since = None
-            if now - self.gathering_since > self.rules.join_timeout_s:
-                members = [self._member(member_id) for member_id in self.members]
-                problem = errors.too_few(self.rules, members, self.state.me.port, self.cause.why)
-                self.finish(End(1, self.cause.why, error=problem))
-            return None
+
+    def _wait_for_least(self, now: float) -> None:
+        """Ends the run if the nodes that it needs at least have not come in time."""
+        self.enough_since = None
+        if now - self.gathering_since > self.rules.join_timeout_s:
+            members = [self._member(member_id) for member_id in self.members]
+            problem = errors.too_few(self.rules, members, self.state.me.port, self.cause.why)
+            self.finish(End(1, self.cause.why, error=problem))
+
+    def _need_not_wait_for_more(self, now: float) -> bool:
+        """Returns whether a round begins with the members that are here, which are enough."""
         if self.enough_since is None:
             self.enough_since = now
         # Only the first round waits for more nodes than it needs. Later rounds begin at once; other nodes can join afterwards.
         waited = self.state.round is not None or now - self.enough_since >= self.rules.last_call_timeout_s
-        if waited or len(self.members) == self.rules.most:
-            self._propose()
-        return None
+        return waited or len(self.members) == self.rules.most
 
     def _propose(self) -> None:
         """Sends the list of members to all of them."""

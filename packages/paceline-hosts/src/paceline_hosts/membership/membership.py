@@ -18,10 +18,9 @@ docs/adr/0021-membership-guarantees.md states the guarantees, and tests/simulate
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
-from paceline.launch.rounds import Member, Place, Report, StopMode
+from paceline.launch.rounds import Place, Report, StopMode
 from paceline_hosts.membership import errors
 from paceline_hosts.membership.following import Following
 from paceline_hosts.membership.leadership import Leadership
@@ -45,11 +44,9 @@ from paceline_hosts.membership.messages import (
     Status,
 )
 from paceline_hosts.membership.peers import NEVER, Request
-from paceline_hosts.membership.rules import Rules
 from paceline_hosts.membership.search import Search
 from paceline_hosts.membership.state import LauncherState, LeaderLost
 from paceline_hosts.membership.store import StoreOfRun
-from paceline_hosts.membership.witness import Witness
 
 _ASK_AGAIN_S = 0.5
 
@@ -58,34 +55,24 @@ class Membership:
     """The state machine of one launcher.
 
     Args:
-        me, rules, is_founder, contacts, now, wall, witness: as for `LauncherState`.
+        state: what this launcher knows and wants, whoever leads.
+        now: the time in seconds.
 
     Attributes:
-        state: what this launcher knows and wants, whoever leads.
-        search: the search for a leader, while there is none.
-        following: the state under another leader; None while there is none.
-        leadership: the state while this launcher leads; None while it does not.
+        state: the same.
+        search: the search for a leader.
+        role: what this launcher does at present: the search, while there is no leader.
         store: the use of the store; None without one.
         journal_messages, stack_messages: what members, or the leader, have said that decides nothing, each with the sender;
             `journals.py` and `stack_exchange.py` take it out.
     """
 
-    def __init__(
-        self,
-        me: Member,
-        rules: Rules,
-        is_founder: bool,
-        contacts: Sequence[Place],
-        now: float,
-        wall: float = 0.0,
-        witness: Witness | None = None,
-    ) -> None:
-        self.state = LauncherState(me, rules, is_founder, contacts, now, wall, witness)
-        self.peers = self.state.peers
-        self.search = Search(self.state, now)
-        self.following: Following | None = None
-        self.leadership: Leadership | None = None
-        self.store = StoreOfRun(self.state, witness) if witness is not None else None
+    def __init__(self, state: LauncherState, now: float) -> None:
+        self.state = state
+        self.peers = state.peers
+        self.search = Search(state, now)
+        self.role: Search | Following | Leadership = self.search
+        self.store = StoreOfRun(state, state.witness) if state.witness is not None else None
         self.journal_messages: list[tuple[str, JournalMessage]] = []
         self.stack_messages: list[tuple[str, StackMessage]] = []
         # Until this time a refused connection at the place of the lost leader proves that it is dead
@@ -110,10 +97,10 @@ class Membership:
             elif isinstance(message, StackMessage):
                 self.stack_messages.append((member_id, message))
                 return
-            elif self.leadership is not None:
-                self.leadership.on_message(member_id, message, now)
-            elif self.following is not None and member_id == self.following.leader_id:
-                self._leader_lost(self.following.on_message(message), now)
+            elif isinstance(self.role, Leadership):
+                self.role.on_message(member_id, message, now)
+            elif isinstance(self.role, Following) and member_id == self.role.leader_id:
+                self._leader_lost(self.role.on_message(message), now)
         elif isinstance(message, Join):
             self._on_join(key, message, now)
         elif isinstance(message, Probe):
@@ -136,9 +123,9 @@ class Membership:
         member_id = self.peers.member_of.pop(key, None)
         if member_id is not None and self.peers.connection_of.get(member_id) == key:
             del self.peers.connection_of[member_id]
-            if self.leadership is not None:
-                self.leadership.on_closed(member_id, now)
-        elif member_id is not None and self.following is not None and key == self.following.connection:
+            if isinstance(self.role, Leadership):
+                self.role.on_closed(member_id, now)
+        elif member_id is not None and isinstance(self.role, Following) and key == self.role.connection:
             why = f"{self.state.name_of(member_id)} was lost (its connection ended)"
             self._leader_lost(LeaderLost("lost", why, connection_ended=True), now)
         self._step(now)
@@ -160,8 +147,8 @@ class Membership:
         """This launcher was asked to end, and has asked its processes to end."""
         me = self.state.me.id
         self.state.asked_to_end(f"{self.state.name_of(me)} {why}")
-        if self.leadership is not None:
-            self.leadership.member_drains(me, how, self.state.leaving, now)
+        if isinstance(self.role, Leadership):
+            self.role.member_drains(me, how, self.state.leaving, now)
         else:
             self.send_to_leader(Draining(how, self.state.leaving))
 
@@ -173,8 +160,8 @@ class Membership:
 
     def send_to_leader(self, message: Message) -> None:
         """Sends a message to the launcher that leads, if that is another one."""
-        if self.following is not None:
-            self.following.send(message)
+        if isinstance(self.role, Following):
+            self.role.send(message)
 
     def leave(self) -> None:
         """This launcher ends as planned: the others need no quorum to go on without it."""
@@ -184,20 +171,20 @@ class Membership:
     @property
     def leader_id(self) -> str:
         """The id of the other launcher that leads; "" for none."""
-        return self.following.leader_id if self.following is not None else ""
+        return self.role.leader_id if isinstance(self.role, Following) else ""
 
     def waiting_for(self) -> str:
         """What a launcher waits for that has begun no round yet, in words; no error so far."""
         state = self.state
         rules = state.rules
-        if self.leadership is not None:
-            present = [state.known_members[member_id].host for member_id in self.leadership.members]
+        if isinstance(self.role, Leadership):
+            present = [state.known_members[member_id].host for member_id in self.role.members]
             verb = "is" if len(present) == 1 else "are"
             return (
                 f"{len(present)} of {rules.least} nodes {verb} here ({', '.join(present)}). "
                 f"The start waits for the others, {rules.join_timeout_s:g} s at most."
             )
-        if self.following is not None:
+        if isinstance(self.role, Following):
             return "this node has found node 0, and waits with it for the other nodes."
         asked = ", ".join(f"{address}:{port}" for address, port in state.contacts) or "the store"
         return f"no launcher answers at {asked} yet. This one asks for {rules.join_timeout_s:g} s at most."
@@ -208,16 +195,16 @@ class Membership:
         for key, member_id in list(self.peers.member_of.items()):
             silent_s = now - self.peers.last_heard_at[member_id]
             if silent_s > rules.silence_limit_s:
-                if self.leadership is not None:
-                    self.leadership.on_silence(member_id, now)
-                elif self.following is not None and key == self.following.connection:
+                if isinstance(self.role, Leadership):
+                    self.role.on_silence(member_id, now)
+                elif isinstance(self.role, Following) and key == self.role.connection:
                     why = f"{self.state.name_of(member_id)} was lost (silent for {silent_s:.0f} s)"
                     self._leader_lost(LeaderLost("lost", why), now)
             elif silent_s > 2 * rules.heartbeat_s and now - self.peers.last_asked_at(member_id) >= _ASK_AGAIN_S:
                 self.peers.ask(self.state.place_of(member_id), member_id, Probe(), now)
 
     def _status(self) -> Status:
-        return Status(self.state.me.id, self.state.begun, self.leadership is not None, self.state.founded_at)
+        return Status(self.state.me.id, self.state.begun, isinstance(self.role, Leadership), self.state.founded_at)
 
     # Questions of other launchers
 
@@ -227,22 +214,22 @@ class Membership:
         member = message.member
         if member.id == state.me.id:
             return
-        if self.following is not None:
+        if isinstance(self.role, Following):
             self.peers.send_over(key, Redirect(state.place_of(self.leader_id), state.me.id))
             return
-        members = self.leadership.members if self.leadership is not None else [state.me.id]
+        members = self.role.members if isinstance(self.role, Leadership) else [state.me.id]
         present = [state.known_members[member_id] for member_id in members if member_id != member.id]
         problem = errors.disagreement(state.me, state.rules, present, member, message.rules)
         if problem is not None:
             self.peers.send_over(key, Refused(problem))
-            if self.leadership is not None:
-                self.leadership.refused(problem, message)
+            if isinstance(self.role, Leadership):
+                self.role.refused(problem, message)
             return
         state.known_members[member.id] = member
         self.peers.accept(key, member.id, now)
         state.hear_of_round(message.round)
-        if self.leadership is not None:
-            self.leadership.admit(member.id, now)
+        if isinstance(self.role, Leadership):
+            self.role.admit(member.id, now)
         else:
             self.peers.send_over(key, NoLeader(state.latest_number, state.me.id))
 
@@ -250,12 +237,12 @@ class Membership:
         """The leader of a run asks who is at this place: its run began here, and went on elsewhere."""
         state = self.state
         self.peers.send_over(key, self._status())
-        if self.following is not None or message.run != state.rules.run:
+        if isinstance(self.role, Following) or message.run != state.rules.run:
             return
-        if self.leadership is not None and message.founded_at < state.founded_at and message.id != state.me.id:
+        if isinstance(self.role, Leadership) and message.founded_at < state.founded_at and message.id != state.me.id:
             state.notes.append("another run of this name is older; this run ends, and its nodes join the other one")
-            self._leader_lost(self.leadership.send_all_to(message.place), now)
-        elif self.leadership is None and message.place not in state.contacts:
+            self._leader_lost(self.role.send_all_to(message.place), now)
+        elif self.role is self.search and message.place not in state.contacts:
             state.contacts.append(message.place)
             state.found(False)
 
@@ -269,8 +256,8 @@ class Membership:
         if lost.other_run is not None:
             state.become_new(lost.other_run, now)
         self._leader_death_proof_until = NEVER
-        following = self.following
-        if following is not None:
+        following = self.role
+        if isinstance(following, Following):
             # If this launcher only waited to join, the leader may have begun a round with others, who go on without it.
             # Then the end of the connection proves nothing.
             if following.is_member and lost.connection_ended:
@@ -280,8 +267,7 @@ class Membership:
             self.peers.close(following.connection)
         for member_id in list(self.peers.connection_of):
             self.peers.disconnect(member_id, Expelled())
-        self.following = None
-        self.leadership = None
+        self.role = self.search
         self.peers.end_requests()
         self.search.begin(lost.how, lost.why, now)
         state.request_stop("save" if lost.how == "left" else "end", lost.why)
@@ -289,21 +275,21 @@ class Membership:
     def _step(self, now: float) -> None:
         if self.state.end is not None:
             return
-        if self.leadership is not None:
-            self._leader_lost(self.leadership.step(now), now)
-        elif self.following is None:
+        if isinstance(self.role, Leadership):
+            self._leader_lost(self.role.step(now), now)
+        elif self.role is self.search:
             self._seek(now)
         if self.store is not None:
             self._use(self.store, now)
 
     def _use(self, store: StoreOfRun, now: float) -> None:
-        if self.leadership is not None:
-            store.renew((*self.leadership.members, *self.leadership.waiting), now)
+        if isinstance(self.role, Leadership):
+            store.renew((*self.role.members, *self.role.waiting), now)
             return
-        if self.following is None:
+        if self.role is self.search:
             store.seek(self.search, now)
         is_answered = not set(self.search.answers.values()) <= {"refused", "silent"}
-        store.check_version(is_answered or self.following is not None)
+        store.check_version(is_answered or isinstance(self.role, Following))
 
     def _seek(self, now: float) -> None:
         members = self.search.step(now)
@@ -316,9 +302,10 @@ class Membership:
 
     def _become_leader(self, members: list[str], now: float) -> None:
         self.peers.end_requests()
-        self.leadership = Leadership(self.state, members, self.search.lost, self.search.since, now)
+        leadership = Leadership(self.state, members, self.search.lost, self.search.since, now)
+        self.role = leadership
         self.peers.send_heartbeats(now)
-        self._leader_lost(self.leadership.step(now), now)
+        self._leader_lost(leadership.step(now), now)
 
     def _on_answer(self, key: int, message: Message, now: float) -> None:
         request = self.peers.requests[key]
@@ -338,18 +325,18 @@ class Membership:
         if answer is not None and probed:
             if answer.member_id == request.member_id:
                 self.peers.last_heard_at[request.member_id] = now
-            elif self.leadership is not None:
+            elif isinstance(self.role, Leadership):
                 # Another launcher is at its place, so the member has ended.
-                self.leadership.on_silence(request.member_id, now)
-        if self.leadership is not None:
-            self._leader_lost(self.leadership.on_status(request, answer), now)
+                self.role.on_silence(request.member_id, now)
+        if isinstance(self.role, Leadership):
+            self._leader_lost(self.role.on_status(request, answer), now)
 
     def _on_no_answer(self, request: Request, how: str, now: float) -> None:
         if how == "refused":
             self._mark_dead(request.place, now)
         if not isinstance(request.question, Join):
-            if self.leadership is not None:
-                self._leader_lost(self.leadership.on_status(request, None), now)
+            if isinstance(self.role, Leadership):
+                self._leader_lost(self.role.on_status(request, None), now)
         else:
             self.search.on_no_answer(request.place, how)
 
@@ -358,8 +345,8 @@ class Membership:
         state = self.state
         members_there = {member.id for member in state.known_members.values() if member.place == place}
         gone = members_there - {except_for, state.me.id}
-        if self.leadership is not None:
-            suspects = gone & self.leadership.suspects
+        if isinstance(self.role, Leadership):
+            suspects = gone & self.role.suspects
             state.dead.update(member_id for member_id in suspects if now <= self.peers.death_proof_until(member_id))
         elif now <= self._leader_death_proof_until:
             state.dead.update(gone)
@@ -373,7 +360,7 @@ class Membership:
         address, port = request.place
         leader = replace(message.leader, address=address, port=port)
         self.state.known_members[leader.id] = leader
-        self.following = Following(self.state, leader.id, key, message.is_member)
+        self.role = Following(self.state, leader.id, key, message.is_member)
         self.peers.follow(key, leader.id, now)
         # What this launcher knows of earlier rounds is kept: the leader may have been left behind without knowing it.
         self.state.hear_of_round(message.round)
@@ -385,7 +372,7 @@ class Membership:
     def _send_report(self, now: float) -> None:
         """Reports to the leader that the processes of this launcher have ended."""
         report = self.state.report
-        if report is not None and self.leadership is not None:
-            self.leadership.member_stopped(self.state.me.id, report, now)
+        if report is not None and isinstance(self.role, Leadership):
+            self.role.member_stopped(self.state.me.id, report, now)
         elif report is not None:
             self.send_to_leader(ProcessesEnded(report))

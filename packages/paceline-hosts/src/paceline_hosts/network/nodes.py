@@ -29,9 +29,11 @@ from paceline.launch import host
 from paceline.launch.job import Job
 from paceline.launch.rounds import End, Member, Place, Report, Round, StopMode
 from paceline_hosts.journals import JournalExchange
+from paceline_hosts.membership.leadership import Leadership
 from paceline_hosts.membership.membership import Membership
 from paceline_hosts.membership.messages import Announce, Join
 from paceline_hosts.membership.rules import Rules
+from paceline_hosts.membership.state import LauncherState
 from paceline_hosts.membership.witness import RecordSigner, Witness
 from paceline_hosts.network import secret
 from paceline_hosts.network.addresses import await_main_address, listen, listen_towards, main_places, resolve
@@ -128,8 +130,9 @@ class NodesByMembership:
             is_founder = own_index == 0
         me = replace(me, address=address, port=listener.getsockname()[1])
         contacts = [place for index, place in enumerate(places) if index != own_index]
-        membership = Membership(me, rules, is_founder, contacts, time.monotonic(), time.time())
-        return cls(job, listener, membership, run_secret)
+        now = time.monotonic()
+        state = LauncherState(me, rules, is_founder, contacts, now, time.time())
+        return cls(job, listener, Membership(state, now), run_secret)
 
     @classmethod
     def _open_with_store(cls, job: Job, me: Member, rules: Rules, run_secret: str) -> NodesByMembership:
@@ -148,8 +151,8 @@ class NodesByMembership:
         now = time.monotonic()
         witness = Witness(signer, me.host, lambda: os.urandom(8).hex(), endpoint.name, now)
         rules = replace(rules, store=endpoint.name)
-        membership = Membership(me, rules, False, (), now, time.time(), witness)
-        return cls(job, listener, membership, run_secret, link)
+        state = LauncherState(me, rules, False, (), now, time.time(), witness)
+        return cls(job, listener, Membership(state, now), run_secret, link)
 
     def fileno(self) -> int:
         """A file descriptor that becomes readable when `poll` has something to do."""
@@ -168,7 +171,7 @@ class NodesByMembership:
     @property
     def leads(self) -> bool:
         """Whether this launcher decides for all nodes."""
-        return self.membership.leadership is not None
+        return isinstance(self.membership.role, Leadership)
 
     def index_in(self, decided: Round) -> int:
         """Returns the number of this node in a round."""

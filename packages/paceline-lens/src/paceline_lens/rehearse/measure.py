@@ -133,14 +133,7 @@ def undisturbed(lines: Sequence[DrillLine]) -> Undisturbed | None:
         first_save = max(line.values["step"] for line in steps if line.t <= max(saves[0].t, steps[0].t))
     if len(saves) > 1:
         save_steps = saves[1].values["step"] - saves[0].values["step"]
-    losses: dict[tuple[int, int], str] = {}
-    for line in lines:
-        if _has_loss(line):
-            losses[line.rank, line.values["step"]] = line.values["loss"]
-    samples: dict[int, int] = {}
-    for line in steps:
-        if line.values["samples"] is not None:
-            samples[line.values["step"]] = line.values["samples"]
+    counted = [line.values for line in steps if line.values["samples"] is not None]
     return Undisturbed(
         steps=steps[-1].values["step"],
         ranks=len({line.rank for line in lines}),
@@ -153,8 +146,8 @@ def undisturbed(lines: Sequence[DrillLine]) -> Undisturbed | None:
         bytes=saves[-1].values["bytes"] if saves else None,
         silence_s=_longest_silence(lines),
         seconds=steps[-1].t - lines[0].t,
-        losses=losses,
-        samples=samples,
+        losses={(line.rank, line.values["step"]): line.values["loss"] for line in lines if _has_loss(line)},
+        samples={values["step"]: values["samples"] for values in counted},
     )
 
 

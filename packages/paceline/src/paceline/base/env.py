@@ -101,10 +101,7 @@ _ROWS = (
         "PACELINE_TIMEOUT_S", float, None, "Seconds after which a collective fails if some rank does not call it."
     ),
     Variable(
-        "PACELINE_TRACKER_FLUSH_S",
-        float,
-        30.0,
-        "Seconds that the end of a run waits for the server of a tracker.",
+        "PACELINE_TRACKER_FLUSH_S", float, 30.0, "Seconds that the end of a run waits for the server of a tracker."
     ),
     Variable("PACELINE_LOG_LEVEL", str, None, "Level of the loggers of `get_logger`, if the call does not set one."),
     Variable(

@@ -30,7 +30,7 @@ from paceline.base.wording import worded
 # room for a traceback that is given as a reason.
 _MAX_TEXT = 4000
 _MAX_REASONS = 40
-_MAX_PROBLEMS = 20
+MAX_PROBLEMS = 20
 _MAX_VALUE = 200
 
 
@@ -142,9 +142,9 @@ class PacelineError(Exception):
         error = cls(first.code, first.what, first.why, first.fix)
         if len(all_problems) > 1:
             error.problems = all_problems
-            lines = [f"{number}. {problem}" for number, problem in enumerate(all_problems[:_MAX_PROBLEMS], 1)]
-            if len(all_problems) > _MAX_PROBLEMS:
-                lines.append(f"and {len(all_problems) - _MAX_PROBLEMS:,} more problems.")
+            lines = [f"{number}. {problem}" for number, problem in enumerate(all_problems[:MAX_PROBLEMS], 1)]
+            if len(all_problems) > MAX_PROBLEMS:
+                lines.append(f"and {len(all_problems) - MAX_PROBLEMS:,} more problems.")
             error.args = ("\n".join([f"{len(all_problems):,} problems:", *lines]),)
         return error
 

@@ -13,8 +13,7 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -150,7 +149,6 @@ class Checkpointer:
                 `checkpoint-not-shared`, `checkpoint-failed`, `checkpoint-metric`. Earlier checkpoints are untouched.
         """
         peers: WriterPeers = Alone() if alone else self._peers
-        writer = writer or self._native.read
         keep = keep or self._keep
         report = SaveReport(self._tell if self._peers.rank == 0 else None, os.fspath(path), state.run.step)
         # There is one save at a time, since all saves use the same staging memory and the same background group. An error of
@@ -158,6 +156,7 @@ class Checkpointer:
         self.wait()
         if background and self._background_peers is None:
             self._background_peers = self._peers.apart()
+        later_peers = self._background_peers or self._peers
         store, home = _locate(path)
 
         def claim_folder() -> _Opened:
@@ -165,12 +164,9 @@ class Checkpointer:
                 return _Opened(home, "", {}, [])
             return self._open(store, home, keep, metrics, fresh)
 
-        try:
+        with report.of_failure():
             # The result of rank 0 is used; the other ranks open nothing.
             opened = together(peers, f"opening {home}", claim_folder)[0]
-        except BaseException as error:
-            report.failed(error)
-            raise
         report.path = opened.home
         manifest = Manifest(
             {},
@@ -183,32 +179,26 @@ class Checkpointer:
             writer=claim.record(),
         )
         claimed = Claimed(store, opened.home, opened.staged, state, manifest, extra_files_hook, background)
-        with self._failing(claimed, peers, report):
-            write = writer(peers, claimed)
+
+        def remove_unfinished() -> None:
+            if peers.rank == 0:
+                discard(store, opened.staged)
+
+        with report.of_failure(remove_unfinished):
+            write = (writer or self._native.read)(peers, claimed)
 
         def finish(peers: WriterPeers) -> None:
-            with self._failing(claimed, peers, report):
+            with report.of_failure(remove_unfinished):
                 size = write(peers)
             report.complete(size)
             agreed(peers, "removing old checkpoints", lambda: self._prune(peers, claimed, keep))
 
         if background:
-            background_peers = self._background_peers or self._peers
             report.loop_goes_on()
-            self._background.start(lambda: finish(background_peers))
+            self._background.start(lambda: finish(later_peers))
         else:
             finish(peers)
         return opened.home
-
-    @contextmanager
-    def _failing(self, claimed: Claimed, peers: WriterPeers, report: SaveReport) -> Iterator[None]:
-        """Removes the unfinished folder of a save, and reports it, where the `with` block fails."""
-        try:
-            yield
-        except BaseException as error:
-            self._discard(claimed, peers)
-            report.failed(error)
-            raise
 
     def wait(self) -> None:
         """Waits for a save in the background, and raises its error on all ranks if it failed on any."""
@@ -219,14 +209,7 @@ class Checkpointer:
         """Returns whether a save in the background is running on any rank."""
         return self._background.started and any(self._peers.gather_object(self._background.running))
 
-    def _open(
-        self,
-        store: Store,
-        home: str,
-        keep: Keep,
-        metrics: Mapping[str, float] | None,
-        fresh: bool,
-    ) -> _Opened:
+    def _open(self, store: Store, home: str, keep: Keep, metrics: Mapping[str, float] | None, fresh: bool) -> _Opened:
         """On the first rank: checks the metrics, takes the name, and creates the folder into which the save is written."""
         numbered = retention.number(store, home) is not None
         # Only automatic names are pruned, so only they need the metric by which that is done.
@@ -277,10 +260,6 @@ class Checkpointer:
         for path in retention.surplus(store, folder, keep, home, damaged, own):
             retention.remove(store, path)
             own.discard(path)
-
-    def _discard(self, claimed: Claimed, peers: WriterPeers) -> None:
-        if peers.rank == 0:
-            discard(claimed.store, claimed.staged)
 
     # ------------------------------------------------------------------ load
 

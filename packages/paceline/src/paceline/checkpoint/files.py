@@ -57,10 +57,7 @@ def reading(path: str) -> Iterator[None]:
         yield
     except FileNotFoundError:
         raise CheckpointError(
-            "checkpoint-missing",
-            f"there is no file {path}.",
-            why=_beside(path),
-            fix="check the path",
+            "checkpoint-missing", f"there is no file {path}.", why=_beside(path), fix="check the path"
         ) from None
     except OSError as error:
         raise CheckpointError.of([os_problem(error, "reading")]) from None

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from paceline.world.events import SavedCheckpoint
 
@@ -35,9 +36,15 @@ class SaveReport:
         """Called when the checkpoint is complete; `size` is its number of bytes."""
         self._end(size, "")
 
-    def failed(self, error: BaseException) -> None:
-        """Called when the save has failed, so that there is no checkpoint."""
-        self._end(None, str(error) or type(error).__name__)
+    @contextmanager
+    def of_failure(self, undo: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """Reports that the save has failed, where the `with` block fails; `undo` removes what it has left."""
+        try:
+            yield
+        except BaseException as error:
+            undo()
+            self._end(None, str(error) or type(error).__name__)
+            raise
 
     def _end(self, size: int | None, reason: str) -> None:
         if self._tell is None:

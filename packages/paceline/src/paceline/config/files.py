@@ -12,7 +12,7 @@ from typing import Any
 
 import yaml
 
-from paceline.base.errors import ConfigError, Problem, short_repr
+from paceline.base.errors import MAX_PROBLEMS, ConfigError, Problem, short_repr
 from paceline.base.files import expanded
 from paceline.config import limits, options
 from paceline.config.dialects import Translation, dialects, judged, known_by_a_dialect
@@ -174,7 +174,9 @@ def _read_key(path: str, name: str, node: yaml.Node, where: str, content: Conten
         content.problems.append(verdict)
     else:
         keys = [str(key.value) for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-        content.problems.append(_unknown(name, where, on_command_line=own is not None, keys=keys))
+        # Only so many problems are shown, and to find the nearest name of one takes milliseconds.
+        is_shown = len(content.problems) < MAX_PROBLEMS
+        content.problems.append(_unknown(name, where, keys, on_command_line=own is not None, suggests=is_shown))
 
 
 def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> None:
@@ -193,7 +195,7 @@ def _read_setting(name: str, node: yaml.Node, where: str, content: Content) -> N
         content.problems.append(Problem("config-value", f"{name} cannot be a {_kind(node)}.", why, fix))
 
 
-def _unknown(name: str, where: str, *, on_command_line: bool, keys: Sequence[str]) -> Problem:
+def _unknown(name: str, where: str, keys: Sequence[str], *, on_command_line: bool, suggests: bool) -> Problem:
     """Returns the problem with a key that is no setting of a file, or a block of such keys."""
     if on_command_line:
         what = f"{where}: {name} cannot stand in a file."
@@ -204,7 +206,7 @@ def _unknown(name: str, where: str, *, on_command_line: bool, keys: Sequence[str
     for dialect in dialects():
         others += [*dialect.aliases, *dialect.names()]
     # Paceline's own names come first: the suggestion should be a setting where both would fit.
-    close = nearest(name, own) or nearest(name, others)
+    close = (nearest(name, own) or nearest(name, others)) if suggests else ""
     fix = f"write {close!r}" if close else "`paceline explain` lists all settings"
     if keys and all(key in own for key in keys):  # `plan: {zero: 2}`, as scripts write it
         fix = f"write what it holds without it, each at the start of a line: {', '.join(keys)}"

@@ -239,10 +239,7 @@ class RunSettings:
     )  # fmt: skip
 
     log_system: bool = setting(
-        False,
-        YES_NO,
-        "Adds throughput, utilisation (MFU) and memory to the values of `accelerator.log`.",
-        _SUPERVISION,
+        False, YES_NO, "Adds throughput, utilisation (MFU) and memory to the values of `accelerator.log`.", _SUPERVISION
     )
     watch_dir: str | None = setting(
         None, matching(r".+", "a folder", "FOLDER"),

@@ -2,11 +2,9 @@
 
     plan.strategies                ("tensor", "shard")   resolved, checked, frozen
       -> Chain.apply(model, ...)   for each, by stage: `strategy.apply(model, context)` -> an `AppliedStrategy`
-      -> chain.bind                adapts optimizers, once they hold the prepared parameters
-      -> chain.hold_gradients      no strategy communicates gradients
-      -> chain.finish_reduction    at the end of a window: its gradients are final on all ranks
+      -> for applied in chain      from the outermost to the innermost, as in all methods below
 
-All methods except `apply` call the strategies from the outermost to the innermost.
+What a strategy is asked in one place alone is no method here: `Prepared.applied_strategies` has those of all models.
 """
 
 from __future__ import annotations
@@ -19,9 +17,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from paceline.parallel.assigned_data import refuse_assigned_data
-from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, Runner, Strategy
-from paceline.plan.plan import Decision, Plan
+from paceline.plan.plan import Plan
 from paceline.world.collectives import Collectives
 from paceline.world.pending_gradients import PendingGradients
 
@@ -85,74 +82,19 @@ class Chain:
                 return applied.owners
         return None
 
-    def owned_elsewhere(self) -> set[int]:
-        """Returns the `id` of each parameter of this rank that another of the `owners` holds, too, and counts in norms."""
-        elsewhere: set[int] = set()
-        for applied in self:
-            elsewhere |= applied.owned_elsewhere()
-        return elsewhere
-
-    @property
-    def parameters_on_host(self) -> bool:
-        """Whether parameters stay in host memory while they are not needed."""
-        return any(applied.parameters_on_host for applied in self)
-
-    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
-        """Lets every strategy declare what is done to an optimizer of this model, and returns their decisions."""
-        decisions: list[Decision] = []
-        for applied in self:
-            decisions += applied.bind(adapter)
-        return decisions
-
     def hold_gradients(self) -> AbstractContextManager[Any]:
         """While it is open, no strategy communicates gradients of the model."""
         return _all_open(applied.hold_gradients() for applied in self)
 
-    def finishing_later(self) -> AbstractContextManager[Any]:
-        """Promises that `finish_reduction` follows the backward passes inside."""
-        return _all_open(applied.finishing_later() for applied in self)
-
-    def finish_reduction(self) -> None:
-        """Makes the window's gradients final, after its last backward pass. Ranks: all."""
-        for applied in self:
-            applied.finish_reduction()
-
-    def backward_failed(self) -> None:
-        """Resets every strategy after a backward pass that raised."""
-        for applied in self:
-            applied.backward_failed()
-
     def full_parameters(self, writeback: bool = False) -> AbstractContextManager[Any]:
         """While it is open, parameters are unsharded plain tensors. Ranks: all."""
         return _all_open(applied.full_parameters(writeback) for applied in self)
-
-    def reshard(self) -> None:
-        """Frees unsharded parameters that a pass has left gathered."""
-        for applied in self:
-            applied.reshard()
-
-    def gather_state(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Adds the entries that only other ranks hold to a state dict of unsharded tensors. Ranks: all; each gets all."""
-        for applied in self:
-            state = applied.gather_state(state)
-        return state
-
-    def held_gradients(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields parameters with the gradients that strategies hold beside `.grad`."""
-        for applied in self:
-            yield from applied.held_gradients()
 
     def shards_of(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
         """Returns the parameters that optimizers step, see `AppliedStrategy.shards_of`."""
         for applied in self:
             parameters = applied.shards_of(parameters)
         return parameters
-
-    def took_part(self, changed: set[Tensor]) -> set[Tensor]:
-        """Returns the parameters that took part in the last backward pass, see `AppliedStrategy.took_part`."""
-        for applied in self:
-            changed = applied.took_part(changed)
-        return changed
 
     def pending_gradients(self) -> dict[str, PendingGradients]:
         """Returns the gradients that each strategy holds beside `.grad`, by its name. Ranks: all."""
@@ -167,15 +109,6 @@ class Chain:
         """Restores what `pending_gradients` returned; a strategy that is not named drops its gradients. Ranks: all."""
         for name, applied in self._inwards.items():
             applied.restore_pending(pending.get(name, PendingGradients()))
-
-    def release(self) -> None:
-        """Takes back the hooks of every strategy."""
-        for applied in self:
-            applied.release()
-
-    def uneven_steps(self) -> AbstractContextManager[Any]:
-        """While it is open, ranks may take different numbers of steps."""
-        return _all_open(applied.uneven_steps() for applied in self)
 
 
 def _all_open(contexts: Iterable[AbstractContextManager[Any]]) -> ExitStack:

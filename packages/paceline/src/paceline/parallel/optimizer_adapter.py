@@ -263,15 +263,12 @@ class OptimizerAdapter:
 
     def _stepped_members(self, members: list[Any]) -> list[Any]:
         """Returns the members of a new group, tensors or pairs of a name and a tensor, with what is stepped of each."""
-        # Parameters that were given with names stay so.
-        are_named = [isinstance(member, tuple) for member in members]
         tensors = [member[1] if isinstance(member, tuple) else member for member in members]
         for stepped, _ in self._followers:
             tensors = stepped(tensors)
-        result: list[Any] = []
-        for member, is_named, tensor in zip(members, are_named, tensors, strict=True):
-            result.append((member[0], tensor) if is_named else tensor)
-        return result
+        # Parameters that were given with names stay so.
+        pairs = zip(members, tensors, strict=True)
+        return [(member[0], tensor) if isinstance(member, tuple) else tensor for member, tensor in pairs]
 
     def _surrounded(self, name: str, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
         with self._surroundings_of(name):

@@ -46,9 +46,7 @@ class RecomputeOptions:
     """What is kept."""
 
     save: str | tuple[str, ...] = option(
-        KEPT,
-        None,
-        "With recompute=selective: names in torch.ops.aten of the operations whose results are kept.",
+        KEPT, None, "With recompute=selective: names in torch.ops.aten of the operations whose results are kept."
     )
     products: int = option(
         1,

@@ -52,10 +52,7 @@ class Bytes:
             return size - size * elements * (parts - 1) // (everything * parts)
 
         return replace(
-            self,
-            parameters=left(self.parameters),
-            gradients=left(self.gradients),
-            optimizer=left(self.optimizer),
+            self, parameters=left(self.parameters), gradients=left(self.gradients), optimizer=left(self.optimizer)
         )
 
     @property

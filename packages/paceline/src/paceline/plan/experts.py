@@ -95,27 +95,32 @@ def _listed(name: str, module: torch.nn.Module, model: torch.nn.Module) -> Exper
         return None
     if "expert" not in f"{name.rpartition('.')[2]} {kinds.pop().__name__}".lower():
         return None
-    weights = [dict(child.named_parameters(remove_duplicate=False)) for child in children.values()]
-    shapes = {tuple((key, parameter.shape) for key, parameter in own.items()) for own in weights}
-    if len(shapes) != 1 or shapes == {()}:
+    first, *others = ([(key, weight.shape) for key, weight in _weights(child)] for child in children.values())
+    if not first or any(shapes != first for shapes in others):
         return None
-    every = [parameter for own in weights for parameter in own.values()]
-    problem = ""
-    if len({id(parameter) for parameter in every}) < len(every):
-        problem = "some of them share weights"
-    elif any(parameter.dim() == 0 for parameter in every):
-        problem = "they have weights without dimensions, which have no rows"
-    elif len({parameter.dtype for parameter in every}) > 1:
-        problem = "they have weights in several dtypes"
-    elif any(True for _ in module.buffers()):
-        problem = "they have buffers, which would change on one rank alone"
     caller = _caller(name, model)
     inner = name[len(caller) :].lstrip(".")
-    parameters: list[str] = []
-    for child, own in zip(children, weights, strict=True):
-        parameters += [f"{child}.{key}" for key in own]
+    parameters = tuple(key for key, _ in _weights(module))
     modules = tuple(f"{inner}.{child}".lstrip(".") for child in children)
-    return Experts(name, len(children), tuple(parameters), modules, caller, problem)
+    return Experts(name, len(children), parameters, modules, caller, _problem_of_list(module))
+
+
+def _weights(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:
+    return list(module.named_parameters(remove_duplicate=False))
+
+
+def _problem_of_list(module: torch.nn.Module) -> str:
+    """Returns why the experts of a list cannot be divided over ranks; "" where they can."""
+    weights = [weight for _, weight in _weights(module)]
+    if len(set(map(id, weights))) < len(weights):
+        return "some of them share weights"
+    if any(weight.dim() == 0 for weight in weights):
+        return "they have weights without dimensions, which have no rows"
+    if len({weight.dtype for weight in weights}) > 1:
+        return "they have weights in several dtypes"
+    if any(True for _ in module.buffers()):
+        return "they have buffers, which would change on one rank alone"
+    return ""
 
 
 def _caller(name: str, model: torch.nn.Module) -> str:
@@ -140,11 +145,7 @@ def _capacity(module: torch.nn.Module) -> str:
     """Returns the attribute by which a layer, or its router, limits the tokens of an expert; "" without one."""
     for part in (module, *module.children()):
         for name, value in vars(part).items():
-            if (
-                "capacity" in name.lower()
-                and isinstance(value, (int, float))
-                and not isinstance(value, bool)
-                and value > 0
-            ):
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            if "capacity" in name.lower() and is_number and value > 0:
                 return f"{type(part).__name__}.{name}={value}"
     return ""

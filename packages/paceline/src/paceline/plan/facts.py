@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.base.ours import is_our_module
 from paceline.plan.blocks import is_sequence, repeated_blocks
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import torch
 
     from paceline.plan.experts import Experts
+
+T = TypeVar("T")
+Row = TypeVar("Row")
 
 # In names of attributes that count heads, or query heads for each key-value head, or features.
 _NUMBERS = ("head", "n_rep", "group", "per_kv", "dim", "size", "embd", "width", "model")
@@ -148,95 +151,56 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
     names: dict[torch.nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    trainable = [parameter for parameter in names if parameter.requires_grad]
-    lazy = []
-    parameters = 0
-    trainable_elements = 0
-    parameter_bytes = 0
-    trainable_bytes = 0
-    quantised = []
-    half_names = []
-    hooked = []
-    for parameter, (name, *_) in names.items():
-        if _is_lazy(parameter):
-            lazy.append(name)
-            continue
-        parameters += parameter.numel()
-        nbytes = parameter.numel() * parameter.element_size()
-        row = _quantised(name, parameter, model)
-        if row is not None:
-            quantised.append(row)
-            nbytes = row.bytes
-        parameter_bytes += nbytes
-        if parameter.requires_grad:
-            trainable_elements += parameter.numel()
-            trainable_bytes += nbytes
-        if parameter.requires_grad and str(parameter.dtype) == "torch.float16":
-            half_names.append(name)
-        if parameter.requires_grad and _has_foreign_hook(parameter):
-            hooked.append(name)
+    shaped = {first: parameter for parameter, (first, *_) in names.items() if not _is_lazy(parameter)}
+    trained = {name: parameter for name, parameter in shaped.items() if parameter.requires_grad}
+    quantised = _rows(shaped.items(), lambda name, parameter: _quantised(name, parameter, model))
+    bytes_of = {name: _bytes(parameter) for name, parameter in shaped.items()}
+    bytes_of |= {row.name: row.bytes for row in quantised}
 
-    sparse = False
-    batch_norms = []
-    batch_layers = []
-    spectral_norms = []
-    random_layers = []
-    layers = []
-    callables = []
-    for name, module in model.named_modules():
-        sparse = sparse or getattr(module, "sparse", False) is True
-        if "_BatchNorm" in _class_names(module):  # those that never train (`FrozenBatchNorm2d`) are none
-            batch_norms.append(name)
-        option = _seen_of_batch(module)
-        if option:
-            batch_layers.append((name, f"{type(module).__name__} {option}"))
-        if iterates(module):
-            spectral_norms.append(name)
-        randomness = _randomness(module)
-        if randomness:
-            random_layers.append((name, randomness))
-        layer = _layer(name, module)
-        if layer is not None:
-            layers.append(layer)
-        # A `ModuleList` computes nothing itself.
-        if getattr(type(module).forward, "__name__", "") != "_forward_unimplemented":
-            callables.append((name, type(module).__name__))
-
+    modules = list(model.named_modules())
     buffers = list(model.buffers())
     tensors = [*names, *buffers]
     # The values of such a model are on other ranks, so that nothing has to be initialized here.
     apart = bool(getattr(model, "pipeline_apart", False))
-    tied = [tuple(group) for group in names.values() if len(group) > 1]
-    devices = _sorted_text(tensor.device for tensor in tensors if not tensor.is_meta)
-    dtypes = _sorted_text(parameter.dtype for parameter in trainable)
     return ModelFacts(
         name=type(model).__name__,
-        parameters=parameters,
-        trainable=trainable_elements,
-        parameter_bytes=parameter_bytes,
-        trainable_bytes=trainable_bytes,
-        quantised=tuple(quantised),
-        tied=tuple(tied),
-        dtypes=dtypes,
-        half_names=tuple(half_names),
+        parameters=sum(parameter.numel() for parameter in shaped.values()),
+        trainable=sum(parameter.numel() for parameter in trained.values()),
+        parameter_bytes=sum(bytes_of.values()),
+        trainable_bytes=sum(bytes_of[name] for name in trained),
+        quantised=quantised,
+        tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
+        dtypes=_sorted_text(parameter.dtype for parameter in names if parameter.requires_grad),
+        half_names=tuple(name for name, parameter in trained.items() if str(parameter.dtype) == "torch.float16"),
         buffers=len(buffers),
-        batch_norms=tuple(batch_norms),
-        batch_layers=tuple(batch_layers),
-        spectral_norms=tuple(spectral_norms),
-        random_layers=tuple(random_layers),
-        sparse=sparse,
+        # Those that never train (`FrozenBatchNorm2d`) are none.
+        batch_norms=tuple(name for name, module in modules if "_BatchNorm" in _class_names(module)),
+        batch_layers=_rows(modules, _seen_of_batch),
+        spectral_norms=tuple(name for name, module in modules if iterates(module)),
+        random_layers=_rows(modules, _randomness),
+        sparse=any(getattr(module, "sparse", False) is True for _, module in modules),
         blocks=repeated_blocks(model),
         meta=not apart and any(tensor.is_meta for tensor in tensors),
         apart=apart,
-        devices=devices,
-        layers=tuple(layers),
-        modules=tuple(callables),
+        devices=_sorted_text(tensor.device for tensor in tensors if not tensor.is_meta),
+        layers=_rows(modules, _layer),
+        modules=_rows(modules, _callable),
         tensor_plan=_tensor_plan(model),
-        hooked=tuple(hooked),
-        lazy=tuple(lazy),
+        hooked=tuple(name for name, parameter in trained.items() if _has_foreign_hook(parameter)),
+        lazy=tuple(first for parameter, (first, *_) in names.items() if _is_lazy(parameter)),
         experts=_experts(model),
         auxiliary_loss=_auxiliary_loss(model),
     )
+
+
+def _rows(named: Iterable[tuple[str, T]], row_of: Callable[[str, T], Row | None]) -> tuple[Row, ...]:
+    """Returns the rows of those parameters or modules that have one."""
+    rows = (row_of(name, value) for name, value in named)
+    return tuple(row for row in rows if row is not None)
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
 def _class_names(value: object) -> set[str]:
@@ -247,10 +211,9 @@ def _class_names(value: object) -> set[str]:
 def _quantised(name: str, parameter: torch.nn.Parameter, model: torch.nn.Module) -> Quantised | None:
     """Returns the row of a parameter that a library keeps in few bits; None for any other."""
     classes = _class_names(parameter)
-    nbytes = parameter.numel() * parameter.element_size()
+    nbytes = _bytes(parameter)
     if "Params4bit" in classes:
-        statistics = four_bit_statistics(getattr(parameter, "quant_state", None))
-        nbytes += sum(tensor.numel() * tensor.element_size() for tensor in statistics)
+        nbytes += sum(map(_bytes, four_bit_statistics(getattr(parameter, "quant_state", None))))
         return Quantised(name, "4-bit", nbytes)
     if "Int8Params" in classes:
         if parameter.dtype.itemsize == 1:
@@ -276,8 +239,7 @@ def four_bit_statistics(quant_state: Any) -> list[torch.Tensor]:
 def _inner_bytes(tensor: Any) -> int:
     """Returns the bytes of the plain tensors of which a tensor subclass is made."""
     if not hasattr(tensor, "__tensor_flatten__"):
-        nbytes: int = tensor.numel() * tensor.element_size()
-        return nbytes
+        return _bytes(tensor)
     names, _ = tensor.__tensor_flatten__()
     return sum(_inner_bytes(getattr(tensor, name)) for name in names)
 
@@ -287,32 +249,40 @@ def _is_lazy(parameter: torch.nn.Parameter) -> bool:
     return "UninitializedTensorMixin" in _class_names(parameter)
 
 
-def _seen_of_batch(module: torch.nn.Module) -> str:
-    """The option by which a module other than a batch norm depends on the whole batch in training; "" without one."""
+def _seen_of_batch(name: str, module: torch.nn.Module) -> tuple[str, str] | None:
+    """The option by which a module other than a batch norm depends on the whole batch in training; None without one."""
     classes = _class_names(module)
+    option = ""
     if classes & {"Embedding", "EmbeddingBag"}:
         if getattr(module, "max_norm", None) is not None:
-            return f"max_norm={module.max_norm:g}"
-        if getattr(module, "scale_grad_by_freq", False):
-            return "scale_grad_by_freq"
+            option = f"max_norm={module.max_norm:g}"
+        elif getattr(module, "scale_grad_by_freq", False):
+            option = "scale_grad_by_freq"
     elif "_InstanceNorm" in classes and getattr(module, "running_mean", None) is not None:
-        return "track_running_stats"
-    return ""
+        option = "track_running_stats"
+    return (name, f"{type(module).__name__} {option}") if option else None
 
 
-def _randomness(module: torch.nn.Module) -> str:
-    """What makes a module random, in a few words; "" where nothing in it says so."""
+def _randomness(name: str, module: torch.nn.Module) -> tuple[str, str] | None:
+    """What makes a module random, in a few words; None where nothing in it says so."""
     kind = type(module).__name__
     classes = _class_names(module)
     if classes & {"RReLU", "FractionalMaxPool2d", "FractionalMaxPool3d"}:
-        return kind
+        return name, kind
     is_dropout = "_DropoutNd" in classes or "drop" in kind.lower() or "StochasticDepth" in classes
     # Models of other libraries call the rate `p`, `prob`, `drop_prob`, `attention_dropout`, ... A rate of 0 draws nothing.
-    for name, rate in vars(module).items():
-        may_be_rate = "drop" in name.lower() or (is_dropout and name in ("p", "prob"))
+    for key, rate in vars(module).items():
+        may_be_rate = "drop" in key.lower() or (is_dropout and key in ("p", "prob"))
         if may_be_rate and type(rate) is float and 0 < rate <= 1:
-            return f"{kind} {name}={rate:g}"
-    return ""
+            return name, f"{kind} {key}={rate:g}"
+    return None
+
+
+def _callable(name: str, module: torch.nn.Module) -> tuple[str, str] | None:
+    """The class of a module that can be called; None of others, as a `ModuleList` is."""
+    if getattr(type(module).forward, "__name__", "") == "_forward_unimplemented":
+        return None
+    return name, type(module).__name__
 
 
 def _has_foreign_hook(parameter: torch.nn.Parameter) -> bool:

@@ -43,12 +43,7 @@ GROUP = "paceline.strategies"  # of entry points
 OTHER_OPTIONS = ("profile", "anomalies")  # blocks of options that belong to no strategy
 
 
-def draft(
-    settings: RunSettings,
-    decisions: Iterable[Decision],
-    world_size: int,
-    semantics: Semantics = NATIVE,
-) -> Plan:
+def draft(settings: RunSettings, decisions: Iterable[Decision], world_size: int, semantics: Semantics = NATIVE) -> Plan:
     """Makes the part of a plan that needs no model: layout, precision, accumulation.
 
     Args:

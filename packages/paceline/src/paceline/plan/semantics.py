@@ -99,7 +99,4 @@ _ORDERS = {
     "dealt, seeded": "batches are dealt to the ranks in turn, in an order that follows from a seed and the epoch",
     "library": "the library's own loader decides the order of samples",
 }
-_SCHEDULES = {
-    "process": "a scheduler steps once for each process",
-    "call": "a scheduler steps at each call",
-}
+_SCHEDULES = {"process": "a scheduler steps once for each process", "call": "a scheduler steps at each call"}

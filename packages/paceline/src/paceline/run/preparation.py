@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -29,13 +29,7 @@ from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import own_division, prepare_loader, random_samples
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
-from paceline.optim.schedule import (
-    PreparedScheduler,
-    Scheduler,
-    compare_lengths,
-    is_scheduler,
-    warn_of_other_optimizer,
-)
+from paceline.optim.schedule import PreparedScheduler, Scheduler, compare_lengths, is_scheduler, warn_of_other_optimizer
 from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
@@ -122,41 +116,32 @@ class Preparation:
         # Every object is looked at before any is changed, so that a wrong one is refused while all are as they were.
         kinds = [self.kind_of(value) for value in objects]
         places = _checked_placement(placement, len(objects))
-        models: list[tuple[nn.Module, bool]] = []
-        optimizers: list[Optimizer] = []
-        loose: list[Tensor] = []
-        loaders = [value for value, kind in zip(objects, kinds, strict=True) if kind == "loader"]
-        for value, kind, place in zip(objects, kinds, places, strict=True):
-            if kind == "model":
-                models.append((value, place))
-            elif kind == "optimizer":
-                optimizers.append(value)
-            elif kind == "parameter":
-                loose.append(value)
+        numbers: dict[Kind, list[int]] = {kind: [] for kind in get_args(Kind)}
+        for number, kind in enumerate(kinds):
+            numbers[kind].append(number)
+        models = [(objects[number], places[number]) for number in numbers["model"]]
+        optimizers = [objects[number] for number in numbers["optimizer"]]
+        loaders = [objects[number] for number in numbers["loader"]]
         other_plan: Plan | None = None
         if plan is not None:
             other_plan = draft_beside(self.run.plan, plan, self.run.world.size)
         with nullcontext() if trains else _frozen([model for model, _ in models]):
             names = self._prepare_models(models, optimizers, loaders, other_plan, trains)
-            self._prepare_loose(loose, names)
+            self._prepare_loose([objects[number] for number in numbers["parameter"]], names)
 
         # The order matters: an optimizer needs the parameters of prepared models, a scheduler compares its length with the
         # loaders' and needs its prepared optimizer. The results go back in the user's order.
         result = list(objects)
-        for wanted in ("model", "loader", "optimizer", "scheduler"):
-            for position, value in enumerate(objects):
-                if kinds[position] != wanted:
-                    continue
-                if wanted == "model":
-                    entry = self.run.prepared.find(value)
-                    assert entry is not None
-                    result[position] = entry.wrapped
-                elif wanted == "loader":
-                    result[position] = self.loader(value, place=places[position])
-                elif wanted == "optimizer":
-                    result[position] = self.optimizer(value, names)
-                else:
-                    result[position] = self.scheduler(value)
+        for number in numbers["model"]:
+            entry = self.run.prepared.find(objects[number])
+            assert entry is not None
+            result[number] = entry.wrapped
+        for number in numbers["loader"]:
+            result[number] = self.loader(objects[number], place=places[number])
+        for number in numbers["optimizer"]:
+            result[number] = self.optimizer(objects[number], names)
+        for number in numbers["scheduler"]:
+            result[number] = self.scheduler(objects[number])
         return result
 
     def kind_of(self, value: object) -> Kind:
@@ -186,7 +171,9 @@ class Preparation:
             return "loader"
         if self._semantics.unknown_objects == "returned":
             return "done"
-        if isinstance(value, Tensor) and self._follows_loose() and value.is_leaf and value.requires_grad:
+        # Those of no module can be averaged where ranks divide samples, and not layers or sequences.
+        divides_samples = self.run.plan.layout.size() == self.run.plan.layout.width
+        if isinstance(value, Tensor) and divides_samples and value.is_leaf and value.requires_grad:
             return "parameter"
         raise not_preparable(value)
 
@@ -240,7 +227,6 @@ class Preparation:
         plan = other or run.plan
         if run.world.size > 1:
             problems += self._problems_of_ranks(new, plan)
-        mesh = run.mesh
         # The layout: "auto" is decided now that the models are known. Layouts must agree, so rank 0's memory decides for all.
         if plan.open:
             from paceline.planner.fit import fit  # a search, which few plans ask for
@@ -249,9 +235,7 @@ class Preparation:
             plan = fit(plan, facts_of_new, run.world, memory)
             if other is None:
                 run.lay_out(plan)
-                mesh = run.mesh
-        if other is not None:
-            mesh = mesh_of(plan.layout, run.world, run.device.type)
+        mesh = run.mesh if other is None else mesh_of(plan.layout, run.world, run.device.type)
         # The strategies: those of an earlier `prepare` were derived from its own models, so they are decided anew.
         decisions = tuple(decision for decision in plan.decisions if decision.field != "strategies")
         plan = replace(plan, strategies=(), decisions=decisions)
@@ -291,10 +275,6 @@ class Preparation:
         for name, parameter in module.named_parameters():
             names[id(parameter)] = (number, name)
 
-    def _follows_loose(self) -> bool:
-        """Returns whether the plan can average parameters of no module: ranks divide samples, not layers or sequences."""
-        return self.run.plan.layout.size() == self.run.plan.layout.width
-
     def _take_up_again(self, module: nn.Module) -> bool:
         """Records a model again that this plan has prepared and `free_memory` has forgotten. Returns False for any other."""
         entry = EntryOfModel.of(module)
@@ -303,7 +283,8 @@ class Preparation:
         if entry.chain.plan.layout == self.run.plan.layout and entry.chain.plan.zero == self.run.plan.zero:
             self.run.prepared.models.append(entry)
             return True
-        entry.chain.release()
+        for applied in entry.chain:
+            applied.release()
         return False
 
     def _problems(
@@ -388,7 +369,7 @@ class Preparation:
         entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given), model.is_trained_here)
         if model.recipe is not None and replaces_parameters:
             device = run.device
-            if chain.parameters_on_host:
+            if any(applied.parameters_on_host for applied in chain):
                 device = torch.device("cpu")
             self._materialise(model.recipe, entry.module, device)
         if entry.wrapped is not entry.module or "forward" in vars(entry.module):
@@ -644,8 +625,10 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
             if model in bound or not model.is_stepped_by(optimizer):
                 continue
             bound.add(model)
+            decisions: list[Decision] = []
             with adapter.binding():
-                decisions = model.chain.bind(adapter)
+                for applied in model.chain:
+                    decisions += applied.bind(adapter)
             for decision in decisions:
                 present.note(decision)
 

@@ -202,7 +202,8 @@ class Prepared:
                 if parameter.grad is not None:
                     yield parameter, parameter.grad
         for model in chosen:
-            yield from model.chain.held_gradients()
+            for applied in model.chain:
+                yield from applied.held_gradients()
 
     def all_evaluate(self) -> bool:
         """Returns whether there are models, and all of them are in evaluation mode."""
@@ -210,8 +211,8 @@ class Prepared:
 
     def took_part(self, changed: set[Tensor]) -> set[Tensor]:
         """Returns the parameters that took part in the last backward pass, if the gradients of `changed` were changed by it."""
-        for model in self.models:
-            changed = model.chain.took_part(changed)
+        for applied in self.applied_strategies():
+            changed = applied.took_part(changed)
         return changed
 
     def numbers_of(self, models: Sequence[nn.Module]) -> frozenset[int] | None:
@@ -240,8 +241,8 @@ class Prepared:
 
     def finish_reduction(self) -> None:
         """Finishes the reduction of the gradients of all models. Ranks: all."""
-        for entry in self.models:
-            entry.chain.finish_reduction()
+        for applied in self.applied_strategies():
+            applied.finish_reduction()
 
     def across(self) -> Across | None:
         """Returns the ranks that hold other stages of the models, which a norm of all gradients needs; None without stages."""
@@ -249,8 +250,8 @@ class Prepared:
         if not owners:
             return None
         elsewhere: set[int] = set()
-        for entry in self.models:
-            elsewhere |= entry.chain.owned_elsewhere()
+        for applied in self.applied_strategies():
+            elsewhere |= applied.owned_elsewhere()
         from paceline.optim.clip import Across  # a pipeline alone has stages
 
         return Across(owners[0], elsewhere)
@@ -289,7 +290,9 @@ class Prepared:
             gathered[name] = gathered[first_name] if first_name in gathered else whole(value)
         state = {clean(name): value for name, value in gathered.items()}
         entry = self.find(model)
-        return state if entry is None else entry.chain.gather_state(state)
+        for applied in entry.chain if entry is not None else ():
+            state = applied.gather_state(state)
+        return state
 
     # -- optimizers that were not prepared ---------------------------------------------------------------------------
 

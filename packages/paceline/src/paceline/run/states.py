@@ -513,13 +513,8 @@ class States:
 
         layout = run.plan.layout
         models = _numbered("model", [gradients(entry) for entry in self._prepared.models])
-        return WindowState(
-            models,
-            run.gradients,
-            layout.data_index(run.world.rank),
-            layout.width,
-            apart=not run.gradients.replicas_equal,
-        )
+        apart = not run.gradients.replicas_equal
+        return WindowState(models, run.gradients, layout.data_index(run.world.rank), layout.width, apart=apart)
 
 
 class UnkeptStates(States):

@@ -168,8 +168,8 @@ class Steps:
     def _run_backward(self, loss: torch.Tensor, **keywords: object) -> None:
         with self._run.events.phase("backward"), ExitStack() as stack:
             if self._gradients.sync:  # `finish_reduction` follows
-                for entry in self._prepared.models:
-                    stack.enter_context(entry.chain.finishing_later())
+                for applied in self._prepared.applied_strategies():
+                    stack.enter_context(applied.finishing_later())
             try:
                 loss.backward(**keywords)
             except BaseException as error:
@@ -180,8 +180,8 @@ class Steps:
     def _announce_failure(self, error: BaseException) -> None:
         """Tells the other ranks of the error, and resets what the pass has left unfinished."""
         self._run.collectives.backward_failed(error)
-        for entry in self._prepared.models:
-            entry.chain.backward_failed()
+        for applied in self._prepared.applied_strategies():
+            applied.backward_failed()
 
     def scaled(self, loss: torch.Tensor, num_items: float | torch.Tensor | None = None) -> torch.Tensor:
         """Returns the loss on which to call `backward`; the caller must call `finish_reduction` afterwards."""
@@ -271,8 +271,8 @@ class Steps:
         strategies = [applied for entry in entries if entry is not None for applied in entry.chain]
         wrapped = [applied.joinable for applied in strategies if applied.joinable is not None]
         with ExitStack() as stack:
-            for entry in self._prepared.models:
-                stack.enter_context(entry.chain.uneven_steps())
+            for applied in self._prepared.applied_strategies():
+                stack.enter_context(applied.uneven_steps())
             if wrapped and self._run.world.size > 1:
                 stack.enter_context(Join(wrapped))
             stack.enter_context(self._replicas.uneven())

@@ -144,9 +144,7 @@ def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | N
 
 
 def _answer_or_pass(
-    before: Callable[..., Any] | None,
-    is_answered: Callable[..., bool],
-    function: Callable[..., Any],
+    before: Callable[..., Any] | None, is_answered: Callable[..., bool], function: Callable[..., Any]
 ) -> Callable[..., Any]:
     def answer_or_pass(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if is_answered(operation, args, keywords):

@@ -11,10 +11,7 @@ from typing import Any, cast
 
 from torch.utils.data import DataLoader
 from torch.utils.data._utils import worker as worker_module
-from torch.utils.data.dataloader import (
-    _BaseDataLoaderIter,
-    _MultiProcessingDataLoaderIter,
-)
+from torch.utils.data.dataloader import _BaseDataLoaderIter, _MultiProcessingDataLoaderIter
 
 
 def copy_with(loader: DataLoader[Any], attributes: Mapping[str, Any]) -> DataLoader[Any]:

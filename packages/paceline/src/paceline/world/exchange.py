@@ -218,19 +218,7 @@ class Exchange:
             CollectiveError: `collective-mismatch`, on every rank, where the topics differ.
         """
         messages = self._connected(topic)
-        head = self._head(topic, sent)
-        if not self.fits(0, len(head) - _HEAD.size):
-            # The rows of thousands of leaves do not fit into a message; `_fetch_cpu` sends them with the data.
-            head = head[: _HEAD.size]
-        size = len(head)
-        if parts and size + sent.cpu_bytes <= self.limit:
-            torch.cat(list(parts), out=messages.data[size : size + sent.cpu_bytes])
-            size += sent.cpu_bytes
-        size += -size % _NUMBER  # an int64 must begin at a multiple of its size
-        messages.view[: len(head)] = head
-        WORD.pack_into(messages.view, 0, size)
-        # Read back with the size in it, so that `_read` can compare whole heads.
-        head = bytes(messages.view[: len(head)])
+        head, size = self._put(messages, topic, sent, parts)
         starts: list[int] | None = communicate(topic.op, messages.gather, size)
         if starts is None:
             return None
@@ -260,6 +248,22 @@ class Exchange:
             ordered = torch.cat([table[first:], table[:first]])
             arrived.lies_at(_evenly(ordered.view(-1), self.size))
         return arrived
+
+    def _put(self, messages: Messages, topic: Topic, sent: RankPayload, parts: Sequence[Tensor]) -> tuple[bytes, int]:
+        """Writes this rank's message. Returns its head, and the size of the whole in bytes."""
+        head = self._head(topic, sent)
+        if not self.fits(0, len(head) - _HEAD.size):
+            # The rows of thousands of leaves do not fit into a message; `_fetch_cpu` sends them with the data.
+            head = head[: _HEAD.size]
+        size = len(head)
+        if parts and size + sent.cpu_bytes <= self.limit:
+            torch.cat(list(parts), out=messages.data[size : size + sent.cpu_bytes])
+            size += sent.cpu_bytes
+        size += -size % _NUMBER  # an int64 must begin at a multiple of its size
+        messages.view[: len(head)] = head
+        WORD.pack_into(messages.view, 0, size)
+        # Read back with the size in it, so that `_read` can compare whole heads.
+        return bytes(messages.view[: len(head)]), size
 
     def _read(
         self, view: memoryview, starts: Sequence[int], own_head: bytes, own: RankPayload

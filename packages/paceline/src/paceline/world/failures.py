@@ -80,12 +80,7 @@ def explain(operation: str, error: BaseException) -> CollectiveError | None:
         why = f"{left[0]}; it was the first to leave"
         if not left[0].error:
             fix = f"let every rank call {called}, as often (not under `if accelerator.is_main_process:`)"
-    return CollectiveError(
-        "collective-failed",
-        what,
-        why=[why, message],
-        fix=f"{fix}{suggestion()}",
-    )
+    return CollectiveError("collective-failed", what, why=[why, message], fix=f"{fix}{suggestion()}")
 
 
 def _last_report(operation: str) -> list[str]:

@@ -12,11 +12,7 @@ from paceline.world.form import Form
 
 
 def concatenate(
-    leaves: Sequence[Tensor],
-    form: Form,
-    arrived: Arrived,
-    real: Sequence[int] | None = None,
-    whole_last: bool = False,
+    leaves: Sequence[Tensor], form: Form, arrived: Arrived, real: Sequence[int] | None = None, whole_last: bool = False
 ) -> list[Tensor]:
     """Returns each leaf of all ranks, concatenated along dim 0.
 

@@ -7,7 +7,8 @@
     DrilledRank         `paceline_lens.rehearse`: a real run that is disturbed; only its trackers are silent
 
 A script constructs its `Accelerator` itself, so a runtime cannot be passed to it as an argument: `use` sets that of the
-process, which does nothing else afterwards. Whatever a script calls before there is a run asks for `current`: `start_run`,
+process, which does nothing else afterwards. What happens in a run it learns as others do: by the run's `events`, to which it
+subscribes in `begin`. Whatever a script calls before there is a run asks for `current`: `start_run`,
 and functions under other libraries' names. Everything else takes the runtime from the `Run`.
 """
 

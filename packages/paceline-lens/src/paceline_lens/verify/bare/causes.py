@@ -218,12 +218,13 @@ def weights_by_rank(account: Account) -> str:
 def copy_by_rank(account: Account) -> str:
     if account.step or account.held.unequal or account.weights_apart()[0]:
         return ""
-    ends = [recording.of_kind("end")[-1]["copies"] for recording in account.recordings]
-    held = {unit.name for unit in account.held.units if len(unit.holders) == account.world}
-    for variable, copy in ends[0].items():
-        for name, values in copy.items():
-            others = [end.get(variable, {}).get(name, values) for end in ends]
-            if name in held and any(_apart(other, values) for other in others):
+    copies_of_ranks = [recording.of_kind("end")[-1]["copies"] for recording in account.recordings]
+    held_by_all = {unit.name for unit in account.held.units if len(unit.holders) == account.world}
+    for variable, copy in copies_of_ranks[0].items():
+        # A rank may lack the variable, or the weight in it.
+        others = [copies.get(variable, {}) for copies in copies_of_ranks]
+        for name in filter(held_by_all.__contains__, copy):
+            if any(_apart(other.get(name, copy[name]), copy[name]) for other in others):
                 return f"`{variable}` holds another copy of {name}, which differs between ranks, although the model's does not"
     return ""
 

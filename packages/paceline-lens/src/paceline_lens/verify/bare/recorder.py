@@ -342,14 +342,13 @@ class BareRecorder:
 
     def _copies(self) -> dict[str, dict[str, list[float]]]:
         """Returns variables of the script that hold another copy of the weights, by their names."""
+        own = set(map(id, self._parameters.values()))
         copies: dict[str, dict[str, list[float]]] = {}
         for name, value in _with_attributes(self._variables):
-            copied = _weights_in(value, self._known)
-            matching = {key: tensor for key, tensor in copied.items() if key in self._parameters}
-            own = {id(parameter) for parameter in self._parameters.values()}
-            is_copy = matching and not any(id(tensor) in own for tensor in matching.values())
-            if is_copy and len(matching) == len(copied):
-                copies[name] = {key: sketch(_own_part(tensor)) for key, tensor in matching.items()}
+            weights = _weights_in(value, self._known)
+            has_names_of_model = weights and weights.keys() <= self._parameters.keys()
+            if has_names_of_model and own.isdisjoint(map(id, weights.values())):
+                copies[name] = {key: sketch(_own_part(tensor)) for key, tensor in weights.items()}
         return copies
 
 

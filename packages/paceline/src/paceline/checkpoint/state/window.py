@@ -423,12 +423,7 @@ def _placement(described: list[Any]) -> Any:
 
     from paceline.torch_internals.dtensor import strided_shard
 
-    kinds: dict[str, Any] = {
-        "partial": Partial,
-        "replicate": Replicate,
-        "shard": Shard,
-        "strided": strided_shard,
-    }
+    kinds: dict[str, Any] = {"partial": Partial, "replicate": Replicate, "shard": Shard, "strided": strided_shard}
     kind, *arguments = described
     return kinds[kind](*arguments)
 

@@ -265,11 +265,7 @@ def stop(
 
 
 def request_end(
-    workers: list[Worker],
-    signum: int,
-    grace_s: float,
-    pause: Callable[[float], object],
-    hurry: Callable[[], object],
+    workers: list[Worker], signum: int, grace_s: float, pause: Callable[[float], object], hurry: Callable[[], object]
 ) -> bool:
     """Asks workers to end and waits for their end; the arguments are those of `stop`. Returns whether all ended in time."""
     for worker in workers:

@@ -62,11 +62,7 @@ class NobodyWatches:
 
 
 def standstill_watch(
-    job: Job,
-    folder: Path,
-    pause: Callable[[float], object],
-    recording: LauncherRecording,
-    others: OtherStacks | None,
+    job: Job, folder: Path, pause: Callable[[float], object], recording: LauncherRecording, others: OtherStacks | None
 ) -> StandstillWatch:
     """Makes what watches the ranks of this host.
 

@@ -180,18 +180,9 @@ def _embedding_bag(
     # torch takes no frequencies in this mode, and says so.
     refused = scale_grad_by_freq and mode == "max"
     if refused or has_no_values(input):
+        of_bags = (per_sample_weights, include_last_offset, padding_idx)
         return functional.embedding_bag(
-            input,
-            weight,
-            offsets,
-            max_norm,
-            norm_type,
-            scale_grad_by_freq,
-            mode,
-            sparse,
-            per_sample_weights,
-            include_last_offset,
-            padding_idx,
+            input, weight, offsets, max_norm, norm_type, scale_grad_by_freq, mode, sparse, *of_bags
         )
     # The rows are looked up first, and the bags then made of them: [indices, dim]. So an index has a gradient of its own.
     rows = _embedding(peers, input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
@@ -207,14 +198,10 @@ def _embedding_bag(
         numbers.view(input.shape),
         rows,
         offsets,
-        None,
-        norm_type,
-        False,
-        mode,
-        False,
-        per_sample_weights,
-        include_last_offset,
-        padding,
+        mode=mode,
+        per_sample_weights=per_sample_weights,
+        include_last_offset=include_last_offset,
+        padding_idx=padding,
     )
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -366,8 +366,7 @@ class Reducer:
             return
         self._failed = False
         # The reductions of a failed pass are waited for although their results are dropped: other ranks take part in them.
-        while self._under_way:
-            self._wait_for(self._under_way.popleft())
+        self._finish_launched()
         self._reset()
         self.mark_fresh()
 
@@ -388,15 +387,7 @@ class Reducer:
                 oldest = self._under_way.popleft()
                 bytes_under_way -= oldest.bytes
                 self._wait_for(oldest)
-        gradients: list[Tensor] = []
-        for slot in bucket.slots:
-            gradient = self._take(slot)
-            if gradient is None:
-                # A rank that did not use a parameter contributes zeros, since the other ranks reduce the whole bucket.
-                gradient = torch.zeros_like(local(slot.parameter))
-            else:
-                slot.taken = True
-            gradients.append(gradient)
+        gradients = [self._take_or_zeros(slot) for slot in bucket.slots]
         bucket.launched = True
         self._next_bucket = max(self._next_bucket, number + 1)
         self.form.launch(bucket, gradients, number, number == len(self._buckets) - 1)
@@ -405,7 +396,15 @@ class Reducer:
     def _take(self, slot: Slot) -> Tensor | None:
         """Takes this rank's gradient of the pass; what this rank has not used has only the mean of earlier passes."""
         slot.set_aside()
-        return self.form.take(slot)
+        gradient = self.form.take(slot)
+        if gradient is not None:
+            slot.taken = True
+        return gradient
+
+    def _take_or_zeros(self, slot: Slot) -> Tensor:
+        """Takes what this rank contributes to a bucket: zeros for a parameter that it has not used, as others may have."""
+        gradient = self._take(slot)
+        return torch.zeros_like(local(slot.parameter)) if gradient is None else gradient
 
     def _wait_for(self, bucket: Bucket) -> None:
         assert bucket.wait is not None
@@ -441,71 +440,60 @@ class Reducer:
         if used is None:
             return
         self.form.complete(used)
-        hooked: list[Slot] = []
         for slot in used:
             if slot.result is not None:
                 self.form.put(slot)
-            if slot.has_hooks:
-                hooked.append(slot)
-                if slot.hooks is not None:
-                    slot.hooks.call()
+            if slot.hooks is not None:
+                slot.hooks.call()
         if len(used) < len(self._planned):
-            used_slots = set(map(id, used))
-            for slot in self._planned:
-                if id(slot) in used_slots:
-                    continue
-                if slot.taken and slot.result is not None:
-                    self.form.put(slot)
-                else:
-                    self.form.leave(slot)
+            self._put_unused(used)
         self._reset()
-        for slot in hooked:
-            self._call_hooks(slot)
+        # The user's hooks on gradients that are means now.
+        for slot in used:
+            for hook in list(slot.later.values()):
+                hook(slot.parameter)
         self._send_buffers()
 
-    def _call_hooks(self, slot: Slot) -> None:
-        """Calls the user's hooks on a gradient that is the mean now."""
-        for hook in list(slot.later.values()):
-            hook(slot.parameter)
+    def _put_unused(self, used: Sequence[Slot]) -> None:
+        """Ends the reduction of parameters that no rank has used: those that were sent have the mean of earlier passes."""
+        used_slots = set(map(id, used))
+        for slot in self._planned:
+            if id(slot) in used_slots:
+                continue
+            if slot.taken and slot.result is not None:
+                self.form.put(slot)
+            else:
+                self.form.leave(slot)
 
     def _send_small(self) -> list[Slot]:
         """Reduces the only bucket together with the votes, in one message. Returns the parameters that any rank has used."""
         (bucket,) = self._buckets
-        gradients: list[Tensor] = []
-        votes: list[bool] = []
-        for slot in bucket.slots:
-            gradient = self._take(slot)
-            slot.taken = gradient is not None
-            votes.append(slot.taken and slot.fresh)
-            gradients.append(torch.zeros_like(local(slot.parameter)) if gradient is None else gradient)
+        gradients = [self._take_or_zeros(slot) for slot in bucket.slots]
+        votes = [slot.taken and slot.fresh for slot in bucket.slots]
         own_votes = torch.tensor(votes, dtype=gradients[0].dtype, device=gradients[0].device)
         self.form.launch(bucket, gradients, 0, True, own_votes)
         assert bucket.wait is not None
         *results, all_votes = bucket.wait()
         bucket.wait = None
-        used: list[Slot] = []
-        # A rehearsal has no other ranks, whose votes would be added.
-        counted = all_votes.tolist() if self._others_answer else votes
-        for slot, result, count in zip(bucket.slots, results, counted, strict=True):
+        for slot, result in zip(bucket.slots, results, strict=True):
             slot.result = result
-            if count:
-                used.append(slot)
-        if used and self._fills_unused:
-            used = self._planned
-        return used
+        # A rehearsal has no other ranks, whose votes would be added.
+        return self._voted_for(all_votes.tolist() if self._others_answer else votes)
+
+    def _voted_for(self, counts: Sequence[float]) -> list[Slot]:
+        """Returns the parameters that any rank has used, given the number of these ranks for each."""
+        used = [slot for slot, count in zip(self._planned, counts, strict=False) if count]
+        return self._planned if used and self._fills_unused else used
 
     def _send_all(self) -> list[Slot] | None:
         """Reduces what the backward pass has not. Returns the parameters that any rank has used; None if there are none."""
         votes = self._vote()
-        num_slots = len(self._planned)
         late: list[int] = []
         used = self._planned
         if not torch.equal(votes, self._all_used):
             counts: list[int] = votes.tolist()
-            late = [number for number, count in enumerate(counts[num_slots:-1]) if count]
-            used = [slot for slot, count in zip(self._planned, counts, strict=False) if count]
-            if used and self._fills_unused:
-                used = self._planned
+            late = [number for number, count in enumerate(counts[len(self._planned) : -1]) if count]
+            used = self._voted_for(counts)
         if not used:
             return None
         # First round: the buckets that no gradient has completed, with zeros where this rank has none. A bucket that no rank
@@ -516,13 +504,11 @@ class Reducer:
                 self._launch(number)
         used_singles = [slot for slot in used if slot.bucket is None]
         singles_under_way = [self._send_single(slot, bool(votes[-1])) for slot in used_singles]
-        while self._under_way:
-            self._wait_for(self._under_way.popleft())
+        self._finish_launched()
         # Second round: gradients that were computed after their bucket was launched.
         for number in late:
             self._launch(number)
-        while self._under_way:
-            self._wait_for(self._under_way.popleft())
+        self._finish_launched()
         for work in singles_under_way:
             if work is not None:
                 work.wait()
@@ -569,7 +555,6 @@ class Reducer:
     def _send_single(self, slot: Slot, is_dense_somewhere: bool) -> dist.Work | None:
         """Begins to average a gradient that is in no bucket."""
         gradient = self._take(slot)
-        slot.taken = gradient is not None
         is_sparse = slot.is_sparse and not is_dense_somewhere
         slot.result, work = begin_average(
             gradient, local(slot.parameter), is_sparse, self.form.group_of(slot.parameter)

@@ -15,15 +15,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.data.buckets import Bucket, Slot
-from paceline.parallel.data.division import (
-    dtensor,
-    even,
-    pack,
-    packed_parts,
-    packed_width,
-    rows,
-    travels_alone,
-)
+from paceline.parallel.data.division import dtensor, even, pack, packed_parts, packed_width, rows, travels_alone
 from paceline.world.mesh import Mesh, register_unit
 from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of

@@ -36,7 +36,7 @@ environment.register(
         environment.parse_bool,
         False,
         "Whether the launcher's agent listens at MASTER_PORT.",
-    ),
+    )
 )
 
 # Stores by process, address and port. Rank 0 listens until it ends, so that it can join again at the same port.
