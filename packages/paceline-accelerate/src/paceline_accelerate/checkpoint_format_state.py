@@ -30,14 +30,18 @@ from paceline.checkpoint.store import Store
 from paceline.checkpoint.weights.model import without_wrappers
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped, read_whole
+from paceline_accelerate.checkpoint_format import RECORD, STREAMS_OF_RANK_0
 from paceline_doors.state_translation import StateTranslation
 
 # Names of files and folders; the group is the number of the model, the optimizer and so on.
-_MODELS = r"(?:pytorch_)?model(?:_fsdp)?(?:_(\d+))?(?:\.safetensors|\.bin)?(?:\.index\.json)?|pytorch_model_fsdp.*_rank\d+\.bin"
-_OPTIMIZERS = r"optimizer(?:_(\d+))?(?:\.bin)?"
-_SCHEDULERS = r"scheduler(?:_(\d+))?\.bin"
+MODELS = (
+    r"(?:pytorch_)?model(?:_fsdp)?(?:_(\d+))?\.(?:safetensors|bin)(?:\.index\.json)?|pytorch_model_fsdp_(\d+)|"
+    r"pytorch_model_fsdp.*_rank\d+\.bin"
+)
+OPTIMIZERS = r"optimizer(?:_(\d+))?(?:\.bin)?"
+SCHEDULERS = r"scheduler(?:_(\d+))?\.bin"
 _STREAMS = r"random_states_(\d+)\.pkl"
-_OBJECTS = r"custom_checkpoint_(\d+)\.pkl"
+OBJECTS = r"custom_checkpoint_(\d+)\.pkl"
 
 
 class AccelerateReader:
@@ -47,6 +51,9 @@ class AccelerateReader:
         store, folder: accelerate's folder.
         state: what this run would save, which says what is needed.
         names: names of this run's parameters and ranks.
+
+    Attributes:
+        streams: what the file of this rank's random streams holds; that of rank 0's if there is none; {} without both.
     """
 
     def __init__(self, store: Store, folder: str, state: TrainState, names: RunNames) -> None:
@@ -56,32 +63,33 @@ class AccelerateReader:
         self._names = names
         self._optimizers = state.optimizer_states()
         self._translation = StateTranslation(state, KINDS - {"loaders"}, names)
+        # The numbers of steps in the states of optimizers.
         self._steps: list[int] = []
-        if state.plain["loaders"]:
-            self._translation.note(
-                "data position: loaders begin an epoch anew; `skip_first_batches` passes over what was seen"
-            )
+        # How often each scheduler was stepped.
+        self._scheduled: dict[str, int] = {}
+        self.streams: Mapping[str, Any] = {}
 
     def read(self) -> OpenCheckpoint:
         """Reads the folder."""
-        for name, number in self._numbered("model", _MODELS):
+        for name, number in self._numbered("model", MODELS):
             self._translation.add_model(name, self._weights(number))
-        for name, number in self._numbered("optimizer", _OPTIMIZERS):
+        for name, number in self._numbered("optimizer", OPTIMIZERS):
             self._add_optimizer(name, number)
-        steps = max(self._steps, default=None)
-        for name, number in self._numbered("scheduler", _SCHEDULERS):
+        for name, number in self._numbered("scheduler", SCHEDULERS):
             state = self._load(f"scheduler{_suffix(number)}.bin")
             self._add("schedulers", name, state)
-            self._compare_steps(name, state, steps)
-        for name, number in self._numbered("object", _OBJECTS):
+            count = state.get("last_epoch") if isinstance(state, dict) else None
+            if isinstance(count, int):
+                self._scheduled[name] = count
+        for name, number in self._numbered("object", OBJECTS):
             self._add("custom", name, self._load(f"custom_checkpoint_{number}.pkl"))
         if "scaler.pt" in self._files:
             self._translation.set("scaler", self._load("scaler.pt"))
-        if steps is None:
-            self._translation.note("steps: the optimizer keeps none, so the count of this run goes on")
-        else:
-            self._translation.set("run", {**self._translation.state.run.state_dict(), "step": steps})
         self._add_streams()
+        steps = self.streams.get(RECORD, {}).get("step", max(self._steps, default=None))
+        if steps is not None:
+            self._translation.set("run", {**self._translation.state.run.state_dict(), "step": steps})
+        self._note_differences(steps)
         return self._translation.opened()
 
     def _path(self, name: str) -> str:
@@ -104,7 +112,7 @@ class AccelerateReader:
             match = re.fullmatch(pattern, file_name)
             if match:
                 # The file of the first one has no number.
-                numbers.add(int(match[1] or 0))
+                numbers.add(int(next(filter(None, match.groups()), 0)))
         for number in range(len(numbers)):
             name = f"{single}_{number}" if number else single
             yield name, number
@@ -129,24 +137,27 @@ class AccelerateReader:
 
     def _add_optimizer(self, name: str, number: int) -> None:
         divided_folder = self._path(f"optimizer_{number}")
+        state_dict: dict[str, Any] = {}
         if os.path.isdir(divided_folder):
             weights = DividedWeights(self._store, divided_folder)
             states, groups = divided_optimizer(weights, partial(_InFile, weights))
         else:
             state_dict = self._load(f"optimizer{_suffix(number)}.bin")
-            states = state_dict["state"]
-            groups = state_dict["param_groups"]
+            states = state_dict.pop("state")
+            groups = state_dict.pop("param_groups")
         names = self._parameter_names(name, groups)
         encoded = {}
         for key, state in states.items():
             if key in names:
                 parameter = names[key]
                 encoded[parameter] = self._encode(state, f"optimizers/{name}/{parameter}")
+        other = {key: state for key, state in states.items() if key not in names}
         group_numbers: dict[str, int] = {}
         for group_number, group in enumerate(groups):
             for key in group["params"]:
                 group_numbers[names[key]] = group_number
-        self._translation.add_optimizer(name, self._optimizers.get(name), groups, group_numbers, encoded)
+        here = self._optimizers.get(name)
+        self._translation.add_optimizer(name, here, groups, group_numbers, encoded, other=other, extra=state_dict)
         # The number of optimizer steps stands nowhere else in the folder.
         for state in encoded.values():
             step = self._translation.number(state.get("step"))
@@ -190,14 +201,19 @@ class AccelerateReader:
     def _add(self, kind: str, name: str, state: object) -> None:
         self._translation.add(kind, name, self._translation.state.plain[kind].get(name), state)
 
-    def _compare_steps(self, name: str, scheduler: Any, steps: int | None) -> None:
-        """Notes where a scheduler was stepped more or less often than the optimizer."""
-        count = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
-        if steps is not None and isinstance(count, int) and count != steps:
-            self._translation.note(
-                f"{name}: it was stepped {count} times in {steps} optimizer steps (accelerate does so once for each "
-                "process) and goes on from there, once for each step; learning rates are those of the checkpoint"
-            )
+    def _note_differences(self, steps: int | None) -> None:
+        """Notes what a run of ours does otherwise than accelerate."""
+        note = self._translation.note
+        if self._translation.state.plain["loaders"]:
+            note("data position: loaders begin an epoch anew; `skip_first_batches` passes over what was seen")
+        if steps is None:
+            note("steps: the optimizer keeps none, so the count of this run goes on")
+        for name, count in self._scheduled.items():
+            if steps is not None and count != steps:
+                note(
+                    f"{name}: it was stepped {count} times in {steps} optimizer steps (accelerate does so once for each "
+                    "process) and goes on from there, once for each step; learning rates are those of the checkpoint"
+                )
 
     def _add_streams(self) -> None:
         """Adds this rank's random streams, and rank 0's, from which a rank without any derives new ones."""
@@ -209,8 +225,11 @@ class AccelerateReader:
             rank = int(match[1])
             streams = None
             if rank in (0, self._names.rank):
-                streams = _translated_streams(self._load(name), device)
+                self.streams = self._load(name)
+                streams = _translated_streams(self.streams, device)
             self._translation.add_streams(rank, streams)
+        if STREAMS_OF_RANK_0 not in self._files:
+            self._translation.leave_out("rng")
 
 
 def _suffix(number: int) -> str:

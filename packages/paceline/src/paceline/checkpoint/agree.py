@@ -45,10 +45,16 @@ class WriterPeers(Protocol):
 
 
 class Alone:
-    """The `WriterPeers` of a single process: a script that reads a checkpoint, a command, a test."""
+    """The `WriterPeers` of a single process: a script that reads a checkpoint, a command, a test.
 
-    rank = 0
+    Args:
+        rank: which one it is of a run whose other ranks do something else.
+    """
+
     size = 1
+
+    def __init__(self, rank: int = 0) -> None:
+        self.rank = rank
 
     def gather_object(self, obj: object) -> list[Any]:
         return [obj]
