@@ -62,6 +62,7 @@ class AccelerateReader:
         self._files = sorted(os.listdir(folder))
         self._names = names
         self._optimizers = state.optimizer_states()
+        self._has_loaders = bool(state.plain["loaders"])
         self._translation = StateTranslation(state, KINDS - {"loaders"}, names)
         # The numbers of steps in the states of optimizers.
         self._steps: list[int] = []
@@ -204,7 +205,7 @@ class AccelerateReader:
     def _note_differences(self, steps: int | None) -> None:
         """Notes what a run of ours does otherwise than accelerate."""
         note = self._translation.note
-        if self._translation.state.plain["loaders"]:
+        if self._has_loaders:
             note("data position: loaders begin an epoch anew; `skip_first_batches` passes over what was seen")
         if steps is None:
             note("steps: the optimizer keeps none, so the count of this run goes on")
