@@ -439,8 +439,8 @@ accelerator.save_state(sys.argv[1])
 torch.nn.init.zeros_(model.weight)
 replace, moved = os.replace, []
 
-def dying(source, target):
-    replace(source, target)
+def dying(source, target, **where):
+    replace(source, target, **where)
     moved.extend([target] if os.path.dirname(target) == sys.argv[1] else [])
     if len(moved) == 2:
         os._exit(9)
