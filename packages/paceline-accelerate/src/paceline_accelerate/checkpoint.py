@@ -23,7 +23,7 @@ from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import Store, store_for
 from paceline_accelerate.checkpoint_format import STREAMS_OF_RANK_0
 from paceline_accelerate.checkpoint_functions import file_name
-from paceline_accelerate.checkpoint_reader import PreparedReader
+from paceline_accelerate.checkpoint_reader import read_folder
 from paceline_accelerate.checkpoint_writer import LOADERS, streams_of, tag, weights_after_hooks, write_folder
 from paceline_accelerate.errors import (
     CheckpointValueError,
@@ -244,9 +244,10 @@ class Folder:
         engines = [engine for engine in self._engines if engine in still_to_load]
         for number, engine in enumerate(engines):
             engine.load_checkpoint(folder, tag(number), load_module_strict=strict)
-        reader = PreparedReader(self._accelerator, models)
+        streams: dict[str, Any] = {}
+        reader = partial(read_folder, self._accelerator, models, streams)
         states.load(home, strict, reader=reader, alone=not self._is_divided)
-        self._go_on_with(folder, reader.streams)
+        self._go_on_with(folder, streams)
         self._go_on_from(place, automatic=input_dir is None)
 
     def _go_on_from(self, place: str, automatic: bool) -> None:

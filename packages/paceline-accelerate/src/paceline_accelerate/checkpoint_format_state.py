@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -33,15 +32,15 @@ from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_ma
 from paceline_accelerate.checkpoint_format import RECORD, STREAMS_OF_RANK_0
 from paceline_doors.state_translation import StateTranslation
 
-# Names of files and folders; the group is the number of the model, the optimizer and so on.
-MODELS = (
-    r"(?:pytorch_)?model(?:_fsdp)?(?:_(\d+))?\.(?:safetensors|bin)(?:\.index\.json)?|pytorch_model_fsdp_(\d+)|"
-    r"pytorch_model_fsdp.*_rank\d+\.bin"
-)
-OPTIMIZERS = r"optimizer(?:_(\d+))?(?:\.bin)?"
-SCHEDULERS = r"scheduler(?:_(\d+))?\.bin"
+# Names of files and folders; a group is the number of the model, the optimizer and so on.
+_NUMBERED = {
+    "model": r"(?:pytorch_)?model(?:_fsdp)?(?:_(\d+))?\.(?:safetensors|bin)(?:\.index\.json)?|pytorch_model_fsdp_(\d+)|"
+    r"pytorch_model_fsdp.*_rank\d+\.bin",
+    "optimizer": r"optimizer(?:_(\d+))?(?:\.bin)?",
+    "scheduler": r"scheduler(?:_(\d+))?\.bin",
+    "object": r"custom_checkpoint_(\d+)\.pkl",
+}
 _STREAMS = r"random_states_(\d+)\.pkl"
-OBJECTS = r"custom_checkpoint_(\d+)\.pkl"
 
 
 class AccelerateReader:
@@ -72,17 +71,18 @@ class AccelerateReader:
 
     def read(self) -> OpenCheckpoint:
         """Reads the folder."""
-        for name, number in self._numbered("model", MODELS):
+        for name, number in self._numbered("model"):
             self._translation.add_model(name, self._weights(number))
-        for name, number in self._numbered("optimizer", OPTIMIZERS):
-            self._add_optimizer(name, number)
-        for name, number in self._numbered("scheduler", SCHEDULERS):
+        for name, number in self._numbered("optimizer"):
+            divided = f"optimizer_{number}"
+            self._add_optimizer(name, divided if divided in self._files else f"optimizer{_suffix(number)}.bin")
+        for name, number in self._numbered("scheduler"):
             state = self._load(f"scheduler{_suffix(number)}.bin")
             self._add("schedulers", name, state)
             count = state.get("last_epoch") if isinstance(state, dict) else None
             if isinstance(count, int):
                 self._scheduled[name] = count
-        for name, number in self._numbered("object", OBJECTS):
+        for name, number in self._numbered("object"):
             self._add("custom", name, self._load(f"custom_checkpoint_{number}.pkl"))
         if "scaler.pt" in self._files:
             self._translation.set("scaler", self._load("scaler.pt"))
@@ -101,16 +101,15 @@ class AccelerateReader:
         with torch.serialization.safe_globals(NUMPY_VALUES):
             return load_mapped(self._path(name))
 
-    def _numbered(self, single: str, pattern: str) -> Iterator[tuple[str, int]]:
+    def _numbered(self, single: str) -> Iterator[tuple[str, int]]:
         """Yields Paceline's name and accelerate's number for each model, optimizer and so on in the folder.
 
         Args:
             single: Paceline's name for the first one.
-            pattern: of their files.
         """
         numbers: set[int] = set()
         for file_name in self._files:
-            match = re.fullmatch(pattern, file_name)
+            match = re.fullmatch(_NUMBERED[single], file_name)
             if match:
                 # The file of the first one has no number.
                 numbers.add(int(next(filter(None, match.groups()), 0)))
@@ -136,14 +135,17 @@ class AccelerateReader:
 
     # -- optimizers --------------------------------------------------------------------------------------------
 
-    def _add_optimizer(self, name: str, number: int) -> None:
-        divided_folder = self._path(f"optimizer_{number}")
+    def read_optimizer(self, entry: str) -> OpenCheckpoint:
+        """Reads the first optimizer alone, from a file or folder in this one."""
+        self._add_optimizer("optimizer", entry)
+        return self._translation.opened()
+
+    def _add_optimizer(self, name: str, entry: str) -> None:
         state_dict: dict[str, Any] = {}
-        if os.path.isdir(divided_folder):
-            weights = DividedWeights(self._store, divided_folder)
-            states, groups = divided_optimizer(weights, partial(_InFile, weights))
+        if os.path.isdir(self._path(entry)):
+            states, groups = _divided_optimizer(DividedWeights(self._store, self._path(entry)))
         else:
-            state_dict = self._load(f"optimizer{_suffix(number)}.bin")
+            state_dict = self._load(entry)
             states = state_dict.pop("state")
             groups = state_dict.pop("param_groups")
         names = self._parameter_names(name, groups)
@@ -238,15 +240,8 @@ def _suffix(number: int) -> str:
     return f"_{number}" if number else ""
 
 
-def divided_optimizer(
-    weights: DividedWeights, tensor_of: Callable[[str], Any]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns states by parameter name, and groups, of an optimizer in torch's distributed format.
-
-    Args:
-        weights: the folder.
-        tensor_of: returns what stands for a tensor of a state in the result, given the name of its entry.
-    """
+def _divided_optimizer(weights: DividedWeights) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns states by parameter name, and groups, of an optimizer in torch's distributed format."""
     objects = dict(weights.objects())
     states: dict[str, Any] = {}
     groups: dict[int, dict[str, Any]] = {}
@@ -259,7 +254,7 @@ def divided_optimizer(
         # Tensors are entries; what is no tensor was pickled beside them.
         is_tensor = entry in weights.entries
         if part == "state":
-            states.setdefault(str(owner), {})[str(key)] = tensor_of(entry) if is_tensor else objects.get(entry)
+            states.setdefault(str(owner), {})[str(key)] = _InFile(weights, entry) if is_tensor else objects.get(entry)
         elif part == "param_groups":
             # Such as a learning rate, which is small.
             groups.setdefault(int(owner), {})[str(key)] = (

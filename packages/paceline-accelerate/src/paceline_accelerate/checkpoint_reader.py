@@ -6,7 +6,8 @@ folder that holds more of a kind than was prepared the first are loaded; gradien
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -18,47 +19,43 @@ from paceline.checkpoint.format.checkpoint_format import RunNames
 from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
 from paceline.checkpoint.state.train_state import KINDS, TrainState
 from paceline.checkpoint.store import Store
-from paceline_accelerate.checkpoint_format_state import MODELS, OBJECTS, OPTIMIZERS, SCHEDULERS, AccelerateReader
+from paceline_accelerate.checkpoint_format_state import AccelerateReader
 from paceline_accelerate.errors import MissingParts, refused_as
 
 if TYPE_CHECKING:
     from paceline_accelerate.accelerator_base import AcceleratorBase
 
 
-class PreparedReader:
-    """Reads one folder; a `FolderReader`.
+def read_folder(
+    accelerator: AcceleratorBase,
+    models: Sequence[nn.Module],
+    streams: dict[str, Any],
+    store: Store,
+    home: str,
+    state: TrainState,
+    peers: WriterPeers,
+) -> OpenCheckpoint:
+    """Reads everything but the tensors; a `FolderReader`.
 
     Args:
         accelerator: into whose run it is read.
         models: those that no hook of the script has loaded.
+        streams: gets what the file of this rank's random streams holds; that of rank 0's if there is none.
+        store, home, state, peers: as of every `FolderReader`.
 
-    Attributes:
-        streams: what the file of this rank's random streams holds, after the load; that of rank 0's if there is none.
+    Raises:
+        MissingParts: `compat-checkpoint`, if the folder has fewer objects than were prepared.
     """
-
-    def __init__(self, accelerator: AcceleratorBase, models: Sequence[nn.Module]) -> None:
-        self._prepared = accelerator.run.prepared
-        self._models = models
-        self.streams: Mapping[str, Any] = {}
-
-    def __call__(self, store: Store, home: str, state: TrainState, peers: WriterPeers) -> OpenCheckpoint:
-        """Reads everything but the tensors. Ranks: those of `peers`.
-
-        Raises:
-            MissingParts: `compat-checkpoint`, if the folder has fewer objects than were prepared.
-            CheckpointError: as `CheckpointFormat.read`.
-        """
-        state = state.narrowed(KINDS - {"window"})
-        state.models = {f"model_{number}" if number else "model": model for number, model in enumerate(self._models)}
-        state.tied = {name: self._prepared.names_of(model)[1] for name, model in state.models.items()}
-        # accelerate saves an optimizer as one object, with what it steps through.
-        state.optimizers = {name: each for name, each in state.optimizers.items() if name.startswith("optimizer")}
-        names = RunNames.of(state, peers, home)
-        reader = _FirstOfEach(store, home, state, names)
-        with refused_as(MissingParts, "compat-checkpoint"):
-            opened = agreed(peers, f"reading {home}", reader.read)
-        self.streams = reader.streams
-        return opened
+    state = state.narrowed(KINDS - {"window"})
+    state.models = {f"model_{number}" if number else "model": model for number, model in enumerate(models)}
+    state.tied = {name: accelerator.run.prepared.names_of(model)[1] for name, model in state.models.items()}
+    # accelerate saves an optimizer as one object, with what it steps through.
+    state.optimizers = {name: each for name, each in state.optimizers.items() if name.startswith("optimizer")}
+    reader = _FirstOfEach(store, home, state, RunNames.of(state, peers, home))
+    with refused_as(MissingParts, "compat-checkpoint"):
+        opened = agreed(peers, f"reading {home}", reader.read)
+    streams.update(reader.streams)
+    return opened
 
 
 class _FirstOfEach(AccelerateReader):
@@ -66,39 +63,34 @@ class _FirstOfEach(AccelerateReader):
 
     def __init__(self, store: Store, folder: str, state: TrainState, names: RunNames) -> None:
         super().__init__(store, folder, state, names)
-        self._kinds = {
-            "model": ("models", MODELS, len(state.models)),
-            "optimizer": ("optimizers", OPTIMIZERS, len(state.optimizers)),
-            "scheduler": ("schedulers", SCHEDULERS, len(state.plain["schedulers"])),
-            "object": ("registered objects", OBJECTS, len(state.plain["custom"])),
+        self._num_here = {
+            "model": len(state.models),
+            "optimizer": len(state.optimizers),
+            "scheduler": len(state.plain["schedulers"]),
+            "object": len(state.plain["custom"]),
         }
 
     def read(self) -> OpenCheckpoint:
         """Reads the folder, if it has all that this run has."""
         wrong = []
-        for single, (kind, pattern, num_here) in self._kinds.items():
-            num_saved = len(list(super()._numbered(single, pattern)))
-            counts = f"{kind}: {num_here} here, {num_saved} in the folder"
+        for single, num_here in self._num_here.items():
+            num_saved = len(list(super()._numbered(single)))
+            counts = f"{single}s: {num_here} here, {num_saved} in the folder"
             # As under accelerate, the number of registered objects has to be the very same.
             if num_here > num_saved or (single == "object" and num_here != num_saved):
                 wrong.append(counts)
             elif num_here < num_saved:
                 # This is no error: an evaluation script prepares only the model, and loads the folder of the training run.
-                warn_once(
-                    "compat",
-                    f"{self._folder} was saved by a run that prepared more, of which the first are loaded: {counts}.",
-                )
+                what = f"{self._folder} was saved by a run that prepared more, of which the first are loaded: {counts}."
+                warn_once("compat", what)
         if wrong:
             what = f"{self._folder} was saved by a run that prepared other things."
             fix = "prepare and register the same things in the same order before `load_state`"
             raise MissingParts.of([Problem("compat-checkpoint", what, why=wrong, fix=fix)])
         return super().read()
 
-    def _numbered(self, single: str, pattern: str) -> Iterator[tuple[str, int]]:
-        _, _, num_here = self._kinds[single]
-        for name, number in super()._numbered(single, pattern):
-            if number < num_here:
-                yield name, number
+    def _numbered(self, single: str) -> Iterator[tuple[str, int]]:
+        yield from islice(super()._numbered(single), self._num_here[single])
 
     def _note_differences(self, steps: int | None) -> None:
         """Notes nothing: loaders and schedulers of this run go on as under accelerate."""

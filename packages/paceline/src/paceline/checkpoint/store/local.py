@@ -34,7 +34,6 @@ _ASIDE = "aside"
 _MERGING = "merging"
 _LEFTOVER = re.compile(rf"\.(.+)\.({_PARTIAL}|{_ASIDE}|{_MERGING})(?:-[0-9a-f]+)?")
 _CLAIM = ".paceline-claim"
-_STALE = ".paceline-stale-"  # files of the save before, in the folder of a merge
 # A folder is younger than this while its claim is written, and while another run moves foreign files out of it.
 _GAP_S = 60.0
 _TAKEN = (errno.ENOTEMPTY, errno.EEXIST)
@@ -302,7 +301,7 @@ def _finish_merge(merging: str, home: str, owned: Callable[[str], Collection[str
         ):  # else that file has moved already by which the owner is known, and what was older is gone
             for name in set(owned(home) or ()) - set(files):
                 with contextlib.suppress(FileNotFoundError):
-                    os.rename(os.path.join(home, name), f"{_STALE}{secrets.token_hex(4)}", dst_dir_fd=opened)
+                    os.rename(os.path.join(home, name), f"{_CLAIM}-{secrets.token_hex(4)}", dst_dir_fd=opened)
         _move_files(opened, home)
     except OSError:
         _remove_tree(merging)
@@ -329,7 +328,7 @@ def _remove_emptied(folder: str) -> None:
         path = os.path.join(folder, entry)
         if _is_real_folder(path):
             _remove_emptied(path)
-        elif _is_of_merge(entry):
+        elif entry.startswith(_CLAIM):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
     try:
@@ -345,7 +344,7 @@ def _move_files(source: int, target: str) -> None:
         entries = sorted(found, key=lambda entry: entry.name)
     for entry in entries:
         place = os.path.join(target, entry.name)
-        if _is_of_merge(entry.name):
+        if entry.name.startswith(_CLAIM):  # or what was older
             continue
         try:
             if entry.is_dir(follow_symlinks=False):
@@ -360,11 +359,6 @@ def _move_files(source: int, target: str) -> None:
         except FileNotFoundError:
             if entry.name in os.listdir(source):  # not moved by another process, but the target is gone
                 raise
-
-
-def _is_of_merge(name: str) -> bool:
-    """Returns whether an entry of a folder is the claim of its save, or a file that its merge has replaced."""
-    return name == _CLAIM or name.startswith(_STALE)
 
 
 def _remove_tree(folder: str) -> None:
