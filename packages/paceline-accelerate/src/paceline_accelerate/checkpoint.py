@@ -203,7 +203,7 @@ class Folder:
             others: arguments with which accelerate reads a model's file; they have no effect here.
 
         Ranks: all call it. The number of processes may differ from that of the saved run: a rank for which the folder has no
-            random streams goes on with its own.
+            random streams gets new ones, derived from those of rank 0.
 
         Raises:
             CheckpointError: before anything is changed, as far as the error can be known by then.
@@ -272,18 +272,15 @@ class Folder:
         return folders[-1]
 
     def _go_on_with(self, folder: Path, streams: Mapping[str, Any]) -> None:
-        """Takes the step and the positions of loaders, which are equal on all ranks, from a file of random streams."""
+        """Takes the step and the epochs of loaders, which are equal on all ranks, from a file of random streams.
+
+        A stateful loader gets its position, too. With others the script itself skips what it has seen, as under accelerate.
+        """
         if not streams:
             warn_once("compat", f"{folder} holds no random streams: those of this run go on.")
             return
         self._accelerator.step = streams.get("step", 0)
-        self._load_positions(folder, streams.get(LOADERS))
-
-    def _load_positions(self, folder: Path, states: list[Any] | None) -> None:
-        """Sets the epoch of each loader, so that the order of samples goes on, and for a stateful loader also its position.
-
-        With other loaders the script itself skips the batches that it has seen, as under accelerate.
-        """
+        states = streams.get(LOADERS, [])
         for number, loader in enumerate(self._accelerator.run.prepared.loaders):
             path = folder / file_name("dl_state_dict", number, "bin")
             if self._accelerator.use_stateful_dataloader and path.is_file():
@@ -292,7 +289,7 @@ class Folder:
                     loader.load_state_dict(state)
                     continue
                 warn_once("compat", f"{path} holds a position that only accelerate can read: use skip_first_batches.")
-            if states is not None and number < len(states):
+            if number < len(states):
                 _begin_epoch_anew(loader, states[number])
 
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -263,12 +263,11 @@ def _divided_optimizer(weights: DividedWeights) -> tuple[dict[str, Any], list[di
     return states, [groups[number] for number in sorted(groups)]
 
 
-class _InFile:
+class _InFile(NamedTuple):
     """A tensor that was not read from its file yet."""
 
-    def __init__(self, weights: Weights, name: str) -> None:
-        self.weights = weights
-        self.name = name
+    weights: Weights
+    name: str
 
 
 def _translated_streams(raw: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

@@ -234,10 +234,10 @@ class PreparedOptimizer(Optimizer):
         """Whether a backward pass has run since its gradients were stepped or cleared last."""
         return self._accumulation.passes > max(self._passes_done, 0)
 
-    def restart(self, steps: int, *, with_gradients: bool) -> None:
+    def restart(self, steps: int) -> None:
         """Sets the number of steps after a load, which may have restored gradients, too."""
         self.steps = steps
-        self._passes_done = -1 if with_gradients else self._accumulation.passes
+        self._passes_done = -1
         if steps:
             # A scheduler of torch warns if it is stepped before its optimizer. A run that
             # resumes at the end of an epoch steps the scheduler first, and is right to do so.

@@ -420,9 +420,8 @@ class States:
             state = state.narrowed(only)
         self._checkpointer.load(source, state, strict=strict, reader=reader, alone=alone)
         # The counters are loaded with the state. Each optimizer counts on from the step of the checkpoint.
-        has_gradients = reader is None and next(self._prepared.held_gradients(), None) is not None
         for optimizer in self._prepared.optimizers:
-            optimizer.restart(self.counters.step, with_gradients=has_gradients)
+            optimizer.restart(self.counters.step)
         for name, part in self._beside.items():
             if name in self.counters.extra:
                 part.load_state_dict(self.counters.extra[name])
