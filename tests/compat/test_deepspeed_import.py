@@ -215,9 +215,19 @@ def _engine_saves(folder: str, fp16: bool) -> list[float]:
 def test_a_checkpoint_of_ours_is_written_as_a_universal_one(tmp_path):
     expected = run_ranks(_engine_saves, world=2, args=(str(tmp_path), False))[0]
     where = tmp_path / "global_step4_universal"
+    synced: set[int] = set()
+    fsync = os.fsync
+
+    def noted(number: int) -> None:
+        synced.add(os.fstat(number).st_ino)
+        fsync(number)
+
     # The second conversion replaces the first.
-    for _ in range(2):
-        main(parse_arguments(["--input_folder", str(tmp_path / "global_step4"), "--output_folder", str(where)]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", noted)
+        for _ in range(2):
+            main(parse_arguments(["--input_folder", str(tmp_path / "global_step4"), "--output_folder", str(where)]))
+    assert {path.stat().st_ino for path in where.rglob("*") if path.is_file()} <= synced, "files outlive a crash"
     # What DeepSpeed's loaders of stages 1 to 3 take from it.
     model = torch.load(where / "mp_rank_00_model_states.pt", weights_only=True)
     assert {key: model[key] for key in ("global_steps", "global_samples", "skipped_steps", "mp_world_size")} == {

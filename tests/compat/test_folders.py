@@ -87,6 +87,27 @@ def test_a_run_goes_on_from_accelerates_folder(kind, plan, folders) -> None:
     run_ranks(taken_over, world=ranks_of(plan), args=(kind, plan, str(folders)), timeout_s=60)
 
 
+def taken_over_under_its_names(folder: str) -> None:
+    from paceline_accelerate.accelerator import Accelerator as Theirs
+
+    for kind in ("plain", "fsdp1-sharded", "fsdp2-sharded", "fsdp2-full"):
+        want = torch.load(f"{folder}/{kind}/want.pt", weights_only=True)
+        accelerator = Theirs(cpu=True)
+        net, optimizer, schedule = accelerator.prepare(*program.made(4))
+        counter = program.Counter()
+        accelerator.register_for_checkpointing(counter)
+        accelerator.load_state(f"{folder}/{kind}/state")
+        state = accelerator.get_state_dict(net)
+        assert all(torch.equal(state[name], value) for name, value in want["weights"].items())
+        assert (counter.count, schedule.scheduler.last_epoch) == (want["count"], 4)
+        assert optimizer.steps == (4 if kind == "plain" else 2)
+        assert want["draws"] == (random.random(), float(numpy.random.rand()), float(torch.rand(())))
+
+
+def test_a_script_under_its_names_goes_on_from_what_fsdp_has_divided(folders) -> None:
+    run_ranks(taken_over_under_its_names, world=1, args=(str(folders),), timeout_s=60, group=False)
+
+
 def test_what_is_not_taken_over_is_said(folders) -> None:
     def work() -> list[str]:
         said: list[str] = []

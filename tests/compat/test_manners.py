@@ -439,8 +439,8 @@ accelerator.save_state(sys.argv[1])
 torch.nn.init.zeros_(model.weight)
 replace, moved = os.replace, []
 
-def dying(source, target):
-    replace(source, target)
+def dying(source, target, **where):
+    replace(source, target, **where)
     moved.extend([target] if os.path.dirname(target) == sys.argv[1] else [])
     if len(moved) == 2:
         os._exit(9)
@@ -695,6 +695,13 @@ def test_the_main_process_can_save_alone(tmp_path: Path) -> None:
         accelerator.wait_for_everyone()
         accelerator.load_state(tmp_path / "step_1")
         files = [sorted(os.listdir(tmp_path / f"step_{step}")) for step in (1, 2)]
+        accelerator.states.save(str(tmp_path / "native"))
+        for folder in ("step_1", "native"):
+            accelerator.load_state(tmp_path / folder)
+            # The first gradients after it are averaged in a loop without `accelerator.backward`, too.
+            model(torch.ones(1, 1) * accelerator.process_index).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
         return accelerator.unwrap_model(model).weight.item(), files
 
     first, second = run_ranks(train, world=2)
@@ -702,7 +709,7 @@ def test_the_main_process_can_save_alone(tmp_path: Path) -> None:
     alone, together = first[1]
     assert "random_states_1.pkl" not in alone
     assert together == sorted([*alone, "random_states_1.pkl"])
-    assert sorted(os.listdir(tmp_path)) == ["model", "step_0", "step_1", "step_2"]
+    assert sorted(os.listdir(tmp_path)) == ["model", "native", "step_0", "step_1", "step_2"]
 
 
 # -- trackers ------------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ class Case:
         launch: flags that both launchers know.
         resume: options of a second run, which goes on from a checkpoint; None for none.
         resume_own: whether each side goes on from its own checkpoint, and not from the other's.
+        resume_real: whether both go on from that of the real library.
         doors: libraries whose names Paceline serves. With "deepspeed" among them the real side has DeepSpeed.
         plan: flags of Paceline alone: a plan of its own.
         alone: whether the real side trains on one process.
@@ -36,6 +37,7 @@ class Case:
     launch: tuple[str, ...] = ()
     resume: dict[str, Any] | None = None
     resume_own: bool = False
+    resume_real: bool = False
     doors: str = "accelerate"
     plan: tuple[str, ...] = ()
     alone: bool = False
@@ -352,4 +354,35 @@ PLANS += [
     ),
 ]
 
-CASES = [*PLAIN, *FSDP, *DEEPSPEED, *PLANS]
+# -- folders, each library going on from the other's ------------------------------------------------------------------
+
+_GO_ON: dict[str, Any] = {"resume": True}
+FOLDERS = [
+    Case(f"folder of accelerate{name}", "state_folder", options, resume=_GO_ON)
+    for name, options in (
+        ("", {}),
+        (", safetensors", {"safe": True}),
+        (", torch's files", {"safe": False}),
+        (", bf16", {"mixed_precision": "bf16"}),
+    )
+]
+for _kind in ("FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+    _options: dict[str, Any] = {"fsdp": _kind}
+    _fields: dict[str, Any] = {"procs": (2,), "resume": _GO_ON, "runner": "fsdp_on_cpu"}
+    _name = f"folder of FSDP 2, {_kind.partition('_')[0].lower()} state"
+    FOLDERS += [
+        Case(f"{_name}, its functions", "state_folder", _options | {"functions": True}, **_fields),
+        # Our save_state writes a folder of ours under FSDP, which any number of processes reads.
+        Case(_name, "state_folder", _options, resume_real=True, **_fields),
+    ]
+for _stage in (0, 1, 2, 3):
+    _fields = {"resume": _GO_ON, "doors": "accelerate,deepspeed", "runner": "without_kernel"}
+    # DeepSpeed reads a universal folder of ours, and no other.
+    FOLDERS += [
+        Case(f"folder of DeepSpeed, stage {_stage}", "engine_folder", {"stage": _stage}, resume_real=True, **_fields)
+    ]
+    if _stage:
+        _options = {"stage": _stage, "universal": True}
+        FOLDERS += [Case(f"universal folder of DeepSpeed, stage {_stage}", "engine_folder", _options, **_fields)]
+
+CASES = [*PLAIN, *FSDP, *DEEPSPEED, *PLANS, *FOLDERS]

@@ -56,6 +56,14 @@ class Library:
     python: str
     deepspeed: str | None = None
 
+    def lacks(self, case: Case) -> str:
+        """Why a case cannot run here; empty if it can."""
+        if not os.path.exists(self.python):
+            return f"there is no {self.python}, see `make huggingface`"
+        if case.needs_deepspeed and self.deepspeed is not None and not os.path.isdir(self.deepspeed):
+            return f"there is no real DeepSpeed in {self.deepspeed}"
+        return ""
+
     def procs(self, case: Case, procs: int) -> int:
         """How many processes this side starts."""
         return 1 if case.alone and self.name == "real" else procs
@@ -194,7 +202,10 @@ def compare(case: Case, procs: int, libraries: list[Library], folder: Path) -> t
     wrong = differences_of_runs(case, results)
     notes = [f"not compared: {key}, since {reason}" for key, reason in case.differs.items()]
     if case.resume is not None:
-        if not case.resume_own:
+        if case.resume_real:
+            shutil.rmtree(folders["ours"])
+            shutil.copytree(folders["real"], folders["ours"])
+        elif not case.resume_own:
             # Each goes on from the other's checkpoint.
             aside = folder / "aside"
             shutil.move(folders["real"], aside)
@@ -249,6 +260,10 @@ def main() -> int:
     failed = 0
     print("| case | processes | seconds, real | seconds, ours | largest difference | |\n|---|---|---|---|---|---|")
     for case, procs in chosen:
+        lacking = [library.lacks(case) for library in libraries if library.lacks(case)]
+        if lacking:
+            print(f"| {case.name} | {procs} | | | | skipped: {'; '.join(lacking)} |")
+            continue
         folder = base / f"{case.name.replace(' ', '_').replace(',', '')}_{procs}"
         shutil.rmtree(folder, ignore_errors=True)
         notes: list[str] = []

@@ -1,11 +1,11 @@
 """What the programs of this folder share: small synthetic data, a tokenizer made on the spot, and the record of a run."""
 
-import json
 import os
 import tempfile
 from pathlib import Path
 
 import torch
+from record import summary, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     AutoModelForCausalLM,
@@ -71,15 +71,6 @@ def token_rows(count, length=16):
     return rows
 
 
-def summary(state):
-    """Two numbers a tensor: enough to see that weights are the same, by their names in the module that the script built."""
-    numbers = {}
-    for name, value in sorted(state.items()):
-        # accelerate's `get_state_dict` of a compiled model gives names of what is around it.
-        numbers[name.removeprefix("_orig_mod.")] = [value.double().sum().item(), value.double().norm().item()]
-    return numbers
-
-
 class Losses(TrainerCallback):
     """Keeps what the Trainer logs."""
 
@@ -96,15 +87,6 @@ class Losses(TrainerCallback):
 def files(folder, pattern):
     """What lies in each folder of a pattern."""
     return {place.name: sorted(entry.name for entry in place.iterdir()) for place in sorted(Path(folder).glob(pattern))}
-
-
-def write(folder, **values):
-    """FOLDER/rank_N.json, whole at any moment."""
-    rank = os.environ.get("RANK", "0")
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    partial = Path(folder) / f"partial_{rank}.json"
-    partial.write_text(json.dumps(values), encoding="utf-8")
-    partial.rename(Path(folder) / f"rank_{rank}.json")
 
 
 def finish(folder, trainer, losses, gathers=True, **more):

@@ -232,14 +232,42 @@ def test_two_merges_at_once_leave_the_files_of_one(tmp_path, monkeypatch) -> Non
     merge("0")
     replace, calls = os.replace, []
 
-    def replaced(source: str, target: str) -> None:
+    def replaced(source: str, target: str, **where: int) -> None:
         calls.append(source)
         if len(calls) == 2:
             merge("2")
-        replace(source, target)
+        replace(source, target, **where)
 
     with monkeypatch.context():
         monkeypatch.setattr(os, "replace", replaced)
         merge("1")
     assert [(tmp_path / "c" / name).read_text() for name in "ab"] == ["2", "2"]
+    assert os.listdir(tmp_path) == ["c"]
+
+
+def test_a_merge_that_was_suspended_touches_no_file_of_the_next_one(tmp_path) -> None:
+    """Between looking which files are older and removing them, and again before a file is moved."""
+    home = tmp_path / "c"
+    looked: list[str] = []
+
+    def merge(content: str, names: str, then: str = "") -> None:
+        staged = local.STORE.stage(str(home))
+        for name in names:
+            Path(staged, name).write_text(content)
+
+        def owned(folder: str) -> list[str] | None:
+            names_there = sorted(name for name in os.listdir(folder) if len(name) == 1)
+            looked.append(folder)
+            if then and folder == str(home) and looked.count(folder) == 1:
+                # Another process brings this merge to its end, and a newer save follows.
+                local.STORE.recover(str(tmp_path), lambda _: True, lambda _: None, clean=False)
+                merge("newer", then)
+            return names_there
+
+        local.STORE.merge(staged, str(home), owned=owned)
+
+    merge("old", "ab")
+    looked.clear()
+    merge("new", "a", then="ab")
+    assert {name: (home / name).read_text() for name in sorted(os.listdir(home))} == {"a": "newer", "b": "newer"}
     assert os.listdir(tmp_path) == ["c"]

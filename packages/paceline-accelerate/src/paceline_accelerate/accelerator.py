@@ -322,7 +322,9 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         if self.deepspeed is not None:
             self.deepspeed.clear()
             self.preparation.elsewhere.clear()
-        return super().free_memory(*objects)
+        freed = super().free_memory(*objects)
+        self.states.register(*self._custom_objects)  # registered objects are not prepared ones, and stay
+        return freed
 
     clear = free_memory
 

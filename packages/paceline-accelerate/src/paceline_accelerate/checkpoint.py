@@ -9,33 +9,30 @@ from __future__ import annotations
 
 import glob
 import os
-import re
 import time
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from paceline.base.errors import Problem
-from paceline.base.log import logger, warn_once
+from paceline.base.log import warn_once
 from paceline.checkpoint import retention
 from paceline.checkpoint.files import load_object, save_object, writing
 from paceline.checkpoint.format.checkpoint_format import recover_one
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import Store, store_for
-from paceline_accelerate.checkpoint_functions import file_name, load_custom_state, set_random_streams, weights_file
+from paceline_accelerate.checkpoint_format import STREAMS_OF_RANK_0
+from paceline_accelerate.checkpoint_functions import file_name
+from paceline_accelerate.checkpoint_reader import read_folder
 from paceline_accelerate.checkpoint_writer import LOADERS, streams_of, tag, weights_after_hooks, write_folder
 from paceline_accelerate.errors import (
     CheckpointValueError,
     CompatTypeError,
     CompatValueError,
     MissingCheckpoint,
-    MissingParts,
 )
 from paceline_accelerate.rank_logger import get_logger
-from paceline_accelerate.surroundings import load, writes_files
+from paceline_accelerate.surroundings import writes_files
 
 if TYPE_CHECKING:
     from paceline_accelerate.accelerator_base import AcceleratorBase
@@ -86,6 +83,11 @@ class Folder:
             return []
         return deepspeed.engines
 
+    @property
+    def _is_divided(self) -> bool:
+        """Whether no rank has all of a model that the accelerator itself prepared."""
+        return not self._engines and self._accelerator.plan.layout.size("shard", "tp", "pp") > 1
+
     # -- save ------------------------------------------------------------------------------------------------
 
     def save(self, output_dir: str | Path | None, safe: bool | None) -> Path | str:
@@ -109,7 +111,7 @@ class Folder:
         store, place = self._place(output_dir)
         # Under a plan that shards the model no rank has everything that accelerate's files hold. A DeepSpeed engine also
         # shards, but it saves itself.
-        is_native = "://" in place or (not engines and accelerator.plan.layout.size("shard", "tp", "pp") > 1)
+        is_native = "://" in place or self._is_divided
         alone = not (self._automatic or engines or is_native)
         if alone and not writes_files(configuration.save_on_each_node):
             self._add_part(Path(store.resolve(place)))
@@ -117,7 +119,7 @@ class Folder:
             return Path(place)
         writer = None
         if not is_native:
-            writer = partial(write_folder, accelerator, engines, self.custom_objects, safe)
+            writer = partial(write_folder, accelerator, engines, safe)
         saved = states.save(place, fresh=self._automatic, writer=writer, keep=self._keep, alone=alone)
         assert saved is not None, "it was not skipped"
         if self._automatic:
@@ -201,7 +203,7 @@ class Folder:
             others: arguments with which accelerate reads a model's file; they have no effect here.
 
         Ranks: all call it. The number of processes may differ from that of the saved run: a rank for which the folder has no
-            random streams goes on with its own.
+            random streams gets new ones, derived from those of rank 0.
 
         Raises:
             CheckpointError: before anything is changed, as far as the error can be known by then.
@@ -215,6 +217,9 @@ class Folder:
                 why="states are read on the CPU, and go to the device of their parameters",
                 fix="leave map_location out, or choose 'cpu' or 'on_device'",
             )
+        states = self._accelerator.states
+        if not states.writes:
+            return
         place = self._newest() if input_dir is None else str(input_dir)
         get_logger("accelerate.accelerator").info("Loading states from %s", place)
         store = store_for(place)
@@ -222,38 +227,27 @@ class Folder:
         with writing(f"finishing a save into {place}"):
             recover_one(store, home)
         if store.exists(store.join(home, "manifest.json")):  # only the native `save_state` writes a manifest
-            self._accelerator.states.load(place)
+            states.load(place, strict)
             if not self._accelerator.use_stateful_dataloader:
                 for loader in self._accelerator.run.prepared.loaders:
                     _begin_epoch_anew(loader, loader.state_dict())
             self._go_on_from(place, automatic=input_dir is None)
             return
-        # A rehearsal has folders of its own, and reads the others where they are.
-        folder = Path(home if os.path.isdir(home) else place)
+        folder = Path(home)
+        _check_present(folder)
         models = self._accelerator.preparation.models
         still_to_load = [*self._engines, *models]
-        for hook in self._accelerator.states.hooks("load"):
+        for hook in states.hooks("load"):
             hook(still_to_load, str(folder))
         # A hook that loads a model itself removes it from the list: that is accelerate's convention.
         models = [model for model in models if model in still_to_load]
         engines = [engine for engine in self._engines if engine in still_to_load]
-        self._check(folder, models)
         for number, engine in enumerate(engines):
             engine.load_checkpoint(folder, tag(number), load_module_strict=strict)
-        from paceline.checkpoint.weights.model import load_model  # imported here because it takes half a second
-
-        for number, model in enumerate(models):
-            load_model(model, weights_file(folder, number), strict=strict)
-        prepared = self._accelerator.run.prepared
-        for number, optimizer in enumerate(prepared.optimizers):
-            optimizer.load_state_dict(load_object(folder / file_name("optimizer", number, "bin")))
-        for number, scheduler in enumerate(prepared.schedulers):
-            scheduler.load_state_dict(load_object(folder / file_name("scheduler", number, "bin")))
-        if self._accelerator.scaler is not None and (folder / "scaler.pt").is_file():
-            self._accelerator.scaler.load_state_dict(load_object(folder / "scaler.pt"))
-        for number, custom_object in enumerate(self.custom_objects):
-            load_custom_state(custom_object, folder, number)
-        self._load_streams(folder)
+        streams: dict[str, Any] = {}
+        reader = partial(read_folder, self._accelerator, models, streams)
+        states.load(home, strict, reader=reader, alone=not self._is_divided)
+        self._go_on_with(folder, streams)
         self._go_on_from(place, automatic=input_dir is None)
 
     def _go_on_from(self, place: str, automatic: bool) -> None:
@@ -277,77 +271,16 @@ class Folder:
             )
         return folders[-1]
 
-    def _check(self, folder: Path, models: list[nn.Module]) -> None:
-        """Checks that the folder holds everything that was prepared, and as many objects as were registered."""
-        if not folder.is_dir():
-            raise MissingCheckpoint(
-                "checkpoint-missing",
-                f"the folder {folder} does not exist.",
-                why="load_state tried to find it",
-                fix="check the path",
-            )
-        names = os.listdir(folder)
-        other_names = [name for name in names if not name.startswith("random_states_")]
-        if names and not other_names and "random_states_0.pkl" not in names:
-            raise MissingCheckpoint(
-                "checkpoint-missing",
-                f"{folder} holds random streams alone.",
-                why="when it was saved, this rank named another folder than rank 0, where the model is",
-                fix="name rank 0's folder on every rank",
-            )
-        prepared = self._accelerator.run.prepared
-        # A model's weights may be there in both formats: "model_1.safetensors" and "pytorch_model_1.bin" count as one model.
-        weight_files = [name for name in names if _MODEL.fullmatch(name)]
-        saved_models = {name.removeprefix("pytorch_").partition(".")[0] for name in weight_files}
-        # Kind -> (number in this run, number in the folder).
-        numbers = {
-            "models": (len(models), len(saved_models)),
-            "optimizers": (len(prepared.optimizers), _count(names, r"optimizer(_\d+)?\.bin")),
-            "schedulers": (len(prepared.schedulers), _count(names, r"scheduler(_\d+)?\.bin")),
-            "registered objects": (len(self.custom_objects), _count(names, r"custom_checkpoint_\d+\.pkl")),
-        }
-        wrong = []
-        for kind, (num_here, num_saved) in numbers.items():
-            counts = f"{kind}: {num_here} here, {num_saved} in the folder"
-            # As under accelerate, the number of registered objects has to be the very same.
-            if num_here > num_saved or (kind == "registered objects" and num_here != num_saved):
-                wrong.append(counts)
-            elif num_here < num_saved:
-                # This is no error: an evaluation script prepares only the model, and loads the folder of the training run.
-                warn_once(
-                    "compat",
-                    f"{folder} was saved by a run that prepared more, of which the first are loaded: {counts}.",
-                )
-        if wrong:
-            what = f"{folder} was saved by a run that prepared other things."
-            fix = "prepare and register the same things in the same order before `load_state`"
-            raise MissingParts.of([Problem("compat-checkpoint", what, why=wrong, fix=fix)])
+    def _go_on_with(self, folder: Path, streams: Mapping[str, Any]) -> None:
+        """Takes the step and the epochs of loaders, which are equal on all ranks, from a file of random streams.
 
-    def _load_streams(self, folder: Path) -> None:
-        rank = self._accelerator.process_index
-        own_file = folder / f"random_states_{rank}.pkl"
-        first_file = folder / "random_states_0.pkl"
-        if not first_file.is_file():
+        A stateful loader gets its position, too. With others the script itself skips what it has seen, as under accelerate.
+        """
+        if not streams:
             warn_once("compat", f"{folder} holds no random streams: those of this run go on.")
             return
-        # The step and the positions of loaders are equal on all ranks, so a rank that the saved run did not have takes them
-        # from rank 0's file. Random streams differ by rank and must not be shared.
-        has_own_file = own_file.is_file()
-        streams = load(own_file if has_own_file else first_file)
         self._accelerator.step = streams.get("step", 0)
-        self._load_positions(folder, streams.get(LOADERS))
-        if not has_own_file:
-            logger("compat").warning(
-                "%s holds no random streams of rank %d, which did not save: it goes on with its own", folder, rank
-            )
-            return
-        set_random_streams(streams, self._accelerator.device.type)
-
-    def _load_positions(self, folder: Path, states: list[Any] | None) -> None:
-        """Sets the epoch of each loader, so that the order of samples goes on, and for a stateful loader also its position.
-
-        With other loaders the script itself skips the batches that it has seen, as under accelerate.
-        """
+        states = streams.get(LOADERS, [])
         for number, loader in enumerate(self._accelerator.run.prepared.loaders):
             path = folder / file_name("dl_state_dict", number, "bin")
             if self._accelerator.use_stateful_dataloader and path.is_file():
@@ -356,7 +289,7 @@ class Folder:
                     loader.load_state_dict(state)
                     continue
                 warn_once("compat", f"{path} holds a position that only accelerate can read: use skip_first_batches.")
-            if states is not None and number < len(states):
+            if number < len(states):
                 _begin_epoch_anew(loader, states[number])
 
 
@@ -366,7 +299,23 @@ def _begin_epoch_anew(loader: Any, state: Mapping[str, Any]) -> None:
     loader.load_state_dict({**state, "samples": 0, "batches": 0})
 
 
-_MODEL = re.compile(r"(model(_\d+)?\.safetensors|pytorch_model(_\d+)?\.bin)")
+def _check_present(folder: Path) -> None:
+    """Checks that the folder is there, and that it is rank 0's, where the ranks have named several."""
+    if not folder.is_dir():
+        raise MissingCheckpoint(
+            "checkpoint-missing",
+            f"the folder {folder} does not exist.",
+            why="load_state tried to find it",
+            fix="check the path",
+        )
+    names = os.listdir(folder)
+    if names and STREAMS_OF_RANK_0 not in names and all(name.startswith("random_states_") for name in names):
+        raise MissingCheckpoint(
+            "checkpoint-missing",
+            f"{folder} holds random streams alone.",
+            why="when it was saved, this rank named another folder than rank 0, where the model is",
+            fix="name rank 0's folder on every rank",
+        )
 
 
 def _number(path: str) -> int:
@@ -376,7 +325,3 @@ def _number(path: str) -> int:
 def _make(folder: Path) -> None:
     with writing(f"making {folder}"):
         folder.mkdir(parents=True, exist_ok=True)
-
-
-def _count(names: list[str], pattern: str) -> int:
-    return sum(re.fullmatch(pattern, name) is not None for name in names)

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 RECORD = "paceline_author"  # our own key in the files of random streams; accelerate ignores it
-_STREAMS_OF_RANK_0 = "random_states_0.pkl"
+STREAMS_OF_RANK_0 = "random_states_0.pkl"
 
 
 class AccelerateFormat(CheckpointFormat):
@@ -40,7 +40,7 @@ class AccelerateFormat(CheckpointFormat):
 
     def recognises(self, store: Store, folder: str) -> bool:
         """Whether the folder has the random streams of rank 0, which accelerate saves always."""
-        return os.path.isfile(os.path.join(folder, _STREAMS_OF_RANK_0))
+        return os.path.isfile(os.path.join(folder, STREAMS_OF_RANK_0))
 
     def summary(self, store: Store, folder: str) -> Summary:
         """Returns the number of ranks, each of which saved a file of random streams."""
@@ -53,9 +53,9 @@ class AccelerateFormat(CheckpointFormat):
         from paceline_accelerate.surroundings import load
 
         try:
-            record = load(os.path.join(folder, _STREAMS_OF_RANK_0)).get(RECORD, {})
+            record = load(os.path.join(folder, STREAMS_OF_RANK_0)).get(RECORD, {})
             files = dict.fromkeys(record.get("files", ()), FileFact(0, ""))
-            found = Manifest(files, runs=record.get("runs", []), writer=record.get("writer", {}))
+            found = Manifest(files, record.get("step", 0), runs=record.get("runs", []), writer=record.get("writer", {}))
             found.check()
         except (CheckpointError, ValueError):  # it cannot be read, or names files outside of the folder
             return None

@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
-from functools import partial
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,14 +29,18 @@ from paceline.checkpoint.store import Store
 from paceline.checkpoint.weights.model import without_wrappers
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped, read_whole
+from paceline_accelerate.checkpoint_format import RECORD, STREAMS_OF_RANK_0
 from paceline_doors.state_translation import StateTranslation
 
-# Names of files and folders; the group is the number of the model, the optimizer and so on.
-_MODELS = r"(?:pytorch_)?model(?:_fsdp)?(?:_(\d+))?(?:\.safetensors|\.bin)?(?:\.index\.json)?|pytorch_model_fsdp.*_rank\d+\.bin"
-_OPTIMIZERS = r"optimizer(?:_(\d+))?(?:\.bin)?"
-_SCHEDULERS = r"scheduler(?:_(\d+))?\.bin"
+# Names of files and folders; a group is the number of the model, the optimizer and so on.
+_NUMBERED = {
+    "model": r"(?:pytorch_)?model(?:_fsdp)?(?:_(\d+))?\.(?:safetensors|bin)(?:\.index\.json)?|pytorch_model_fsdp_(\d+)|"
+    r"pytorch_model_fsdp.*_rank\d+\.bin",
+    "optimizer": r"optimizer(?:_(\d+))?(?:\.bin)?",
+    "scheduler": r"scheduler(?:_(\d+))?\.bin",
+    "object": r"custom_checkpoint_(\d+)\.pkl",
+}
 _STREAMS = r"random_states_(\d+)\.pkl"
-_OBJECTS = r"custom_checkpoint_(\d+)\.pkl"
 
 
 class AccelerateReader:
@@ -47,6 +50,9 @@ class AccelerateReader:
         store, folder: accelerate's folder.
         state: what this run would save, which says what is needed.
         names: names of this run's parameters and ranks.
+
+    Attributes:
+        streams: what the file of this rank's random streams holds; that of rank 0's if there is none; {} without both.
     """
 
     def __init__(self, store: Store, folder: str, state: TrainState, names: RunNames) -> None:
@@ -55,33 +61,36 @@ class AccelerateReader:
         self._files = sorted(os.listdir(folder))
         self._names = names
         self._optimizers = state.optimizer_states()
+        self._has_loaders = bool(state.plain["loaders"])
         self._translation = StateTranslation(state, KINDS - {"loaders"}, names)
+        # The numbers of steps in the states of optimizers.
         self._steps: list[int] = []
-        if state.plain["loaders"]:
-            self._translation.note(
-                "data position: loaders begin an epoch anew; `skip_first_batches` passes over what was seen"
-            )
+        # How often each scheduler was stepped.
+        self._scheduled: dict[str, int] = {}
+        self.streams: Mapping[str, Any] = {}
 
     def read(self) -> OpenCheckpoint:
         """Reads the folder."""
-        for name, number in self._numbered("model", _MODELS):
+        for name, number in self._numbered("model"):
             self._translation.add_model(name, self._weights(number))
-        for name, number in self._numbered("optimizer", _OPTIMIZERS):
-            self._add_optimizer(name, number)
-        steps = max(self._steps, default=None)
-        for name, number in self._numbered("scheduler", _SCHEDULERS):
+        for name, number in self._numbered("optimizer"):
+            divided = f"optimizer_{number}"
+            self._add_optimizer(name, divided if divided in self._files else f"optimizer{_suffix(number)}.bin")
+        for name, number in self._numbered("scheduler"):
             state = self._load(f"scheduler{_suffix(number)}.bin")
             self._add("schedulers", name, state)
-            self._compare_steps(name, state, steps)
-        for name, number in self._numbered("object", _OBJECTS):
+            count = state.get("last_epoch") if isinstance(state, dict) else None
+            if isinstance(count, int):
+                self._scheduled[name] = count
+        for name, number in self._numbered("object"):
             self._add("custom", name, self._load(f"custom_checkpoint_{number}.pkl"))
         if "scaler.pt" in self._files:
             self._translation.set("scaler", self._load("scaler.pt"))
-        if steps is None:
-            self._translation.note("steps: the optimizer keeps none, so the count of this run goes on")
-        else:
-            self._translation.set("run", {**self._translation.state.run.state_dict(), "step": steps})
         self._add_streams()
+        steps = self.streams.get(RECORD, {}).get("step", max(self._steps, default=None))
+        if steps is not None:
+            self._translation.set("run", {**self._translation.state.run.state_dict(), "step": steps})
+        self._note_differences(steps)
         return self._translation.opened()
 
     def _path(self, name: str) -> str:
@@ -92,19 +101,18 @@ class AccelerateReader:
         with torch.serialization.safe_globals(NUMPY_VALUES):
             return load_mapped(self._path(name))
 
-    def _numbered(self, single: str, pattern: str) -> Iterator[tuple[str, int]]:
+    def _numbered(self, single: str) -> Iterator[tuple[str, int]]:
         """Yields Paceline's name and accelerate's number for each model, optimizer and so on in the folder.
 
         Args:
             single: Paceline's name for the first one.
-            pattern: of their files.
         """
         numbers: set[int] = set()
         for file_name in self._files:
-            match = re.fullmatch(pattern, file_name)
+            match = re.fullmatch(_NUMBERED[single], file_name)
             if match:
                 # The file of the first one has no number.
-                numbers.add(int(match[1] or 0))
+                numbers.add(int(next(filter(None, match.groups()), 0)))
         for number in range(len(numbers)):
             name = f"{single}_{number}" if number else single
             yield name, number
@@ -127,26 +135,32 @@ class AccelerateReader:
 
     # -- optimizers --------------------------------------------------------------------------------------------
 
-    def _add_optimizer(self, name: str, number: int) -> None:
-        divided_folder = self._path(f"optimizer_{number}")
-        if os.path.isdir(divided_folder):
-            weights = DividedWeights(self._store, divided_folder)
-            states, groups = divided_optimizer(weights, partial(_InFile, weights))
+    def read_optimizer(self, entry: str) -> OpenCheckpoint:
+        """Reads the first optimizer alone, from a file or folder in this one."""
+        self._add_optimizer("optimizer", entry)
+        return self._translation.opened()
+
+    def _add_optimizer(self, name: str, entry: str) -> None:
+        state_dict: dict[str, Any] = {}
+        if os.path.isdir(self._path(entry)):
+            states, groups = _divided_optimizer(DividedWeights(self._store, self._path(entry)))
         else:
-            state_dict = self._load(f"optimizer{_suffix(number)}.bin")
-            states = state_dict["state"]
-            groups = state_dict["param_groups"]
+            state_dict = self._load(entry)
+            states = state_dict.pop("state")
+            groups = state_dict.pop("param_groups")
         names = self._parameter_names(name, groups)
         encoded = {}
         for key, state in states.items():
             if key in names:
                 parameter = names[key]
                 encoded[parameter] = self._encode(state, f"optimizers/{name}/{parameter}")
+        other = {key: state for key, state in states.items() if key not in names}
         group_numbers: dict[str, int] = {}
         for group_number, group in enumerate(groups):
             for key in group["params"]:
                 group_numbers[names[key]] = group_number
-        self._translation.add_optimizer(name, self._optimizers.get(name), groups, group_numbers, encoded)
+        here = self._optimizers.get(name)
+        self._translation.add_optimizer(name, here, groups, group_numbers, encoded, other=other, extra=state_dict)
         # The number of optimizer steps stands nowhere else in the folder.
         for state in encoded.values():
             step = self._translation.number(state.get("step"))
@@ -190,14 +204,19 @@ class AccelerateReader:
     def _add(self, kind: str, name: str, state: object) -> None:
         self._translation.add(kind, name, self._translation.state.plain[kind].get(name), state)
 
-    def _compare_steps(self, name: str, scheduler: Any, steps: int | None) -> None:
-        """Notes where a scheduler was stepped more or less often than the optimizer."""
-        count = scheduler.get("last_epoch") if isinstance(scheduler, dict) else None
-        if steps is not None and isinstance(count, int) and count != steps:
-            self._translation.note(
-                f"{name}: it was stepped {count} times in {steps} optimizer steps (accelerate does so once for each "
-                "process) and goes on from there, once for each step; learning rates are those of the checkpoint"
-            )
+    def _note_differences(self, steps: int | None) -> None:
+        """Notes what a run of ours does otherwise than accelerate."""
+        note = self._translation.note
+        if self._has_loaders:
+            note("data position: loaders begin an epoch anew; `skip_first_batches` passes over what was seen")
+        if steps is None:
+            note("steps: the optimizer keeps none, so the count of this run goes on")
+        for name, count in self._scheduled.items():
+            if steps is not None and count != steps:
+                note(
+                    f"{name}: it was stepped {count} times in {steps} optimizer steps (accelerate does so once for each "
+                    "process) and goes on from there, once for each step; learning rates are those of the checkpoint"
+                )
 
     def _add_streams(self) -> None:
         """Adds this rank's random streams, and rank 0's, from which a rank without any derives new ones."""
@@ -209,8 +228,11 @@ class AccelerateReader:
             rank = int(match[1])
             streams = None
             if rank in (0, self._names.rank):
-                streams = _translated_streams(self._load(name), device)
+                self.streams = self._load(name)
+                streams = _translated_streams(self.streams, device)
             self._translation.add_streams(rank, streams)
+        if STREAMS_OF_RANK_0 not in self._files:
+            self._translation.leave_out("rng")
 
 
 def _suffix(number: int) -> str:
@@ -218,15 +240,8 @@ def _suffix(number: int) -> str:
     return f"_{number}" if number else ""
 
 
-def divided_optimizer(
-    weights: DividedWeights, tensor_of: Callable[[str], Any]
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Returns states by parameter name, and groups, of an optimizer in torch's distributed format.
-
-    Args:
-        weights: the folder.
-        tensor_of: returns what stands for a tensor of a state in the result, given the name of its entry.
-    """
+def _divided_optimizer(weights: DividedWeights) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Returns states by parameter name, and groups, of an optimizer in torch's distributed format."""
     objects = dict(weights.objects())
     states: dict[str, Any] = {}
     groups: dict[int, dict[str, Any]] = {}
@@ -239,7 +254,7 @@ def divided_optimizer(
         # Tensors are entries; what is no tensor was pickled beside them.
         is_tensor = entry in weights.entries
         if part == "state":
-            states.setdefault(str(owner), {})[str(key)] = tensor_of(entry) if is_tensor else objects.get(entry)
+            states.setdefault(str(owner), {})[str(key)] = _InFile(weights, entry) if is_tensor else objects.get(entry)
         elif part == "param_groups":
             # Such as a learning rate, which is small.
             groups.setdefault(int(owner), {})[str(key)] = (
@@ -248,12 +263,11 @@ def divided_optimizer(
     return states, [groups[number] for number in sorted(groups)]
 
 
-class _InFile:
+class _InFile(NamedTuple):
     """A tensor that was not read from its file yet."""
 
-    def __init__(self, weights: Weights, name: str) -> None:
-        self.weights = weights
-        self.name = name
+    weights: Weights
+    name: str
 
 
 def _translated_streams(raw: Mapping[str, Any], device: torch.device) -> dict[str, Any]:

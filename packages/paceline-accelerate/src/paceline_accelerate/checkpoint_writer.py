@@ -35,7 +35,6 @@ LOADERS = "paceline_loaders"  # our own key in the files of random streams; acce
 def write_folder(
     accelerator: AcceleratorBase,
     engines: Sequence[DeepSpeedEngine],
-    custom_objects: Sequence[Any],
     safe: bool | None,
     peers: WriterPeers,
     claimed: Claimed,
@@ -45,7 +44,6 @@ def write_folder(
     Args:
         accelerator: whose state is saved.
         engines: DeepSpeed's engines of it, which save themselves.
-        custom_objects: what the script has registered.
         safe: safetensors (True), torch's format (False), or both (None).
         peers, claimed: as of every `FolderWriter`.
     """
@@ -66,10 +64,10 @@ def write_folder(
         try:
             folder = Path(staged)
             _write_states(folder, weights, claimed.state, safe)
-            for number, custom_object in enumerate(custom_objects):
+            for number, custom_object in enumerate(claimed.state.plain["custom"].values()):
                 save_object(custom_object.state_dict(), folder / f"custom_checkpoint_{number}.pkl")
             names = [f"random_states_{rank}.pkl" for rank in streams]
-            record = {"runs": claimed.manifest.runs, "writer": claimed.manifest.writer}
+            record = {"runs": claimed.manifest.runs, "writer": claimed.manifest.writer, "step": claimed.manifest.step}
             record["files"] = [*STORE.files(staged), *names]
             for name, stream in zip(names, streams.values(), strict=True):
                 save_object({**stream, RECORD: record}, folder / name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from paceline.base.errors import CheckpointError, CollectiveError, CompatError, TrackerError
+from paceline.base.errors import CheckpointError, CollectiveError, CompatError, PacelineError, TrackerError
 
 
 class CompatValueError(CompatError, ValueError):
@@ -79,7 +79,7 @@ class DistributedOperationException(CollectiveError):
 
 
 @contextmanager
-def refused_as(kind: type[CheckpointError], code: str) -> Iterator[None]:
+def refused_as(kind: type[PacelineError], code: str) -> Iterator[None]:
     """Raises an error that has this code as another class of errors, which scripts of accelerate catch."""
     try:
         yield

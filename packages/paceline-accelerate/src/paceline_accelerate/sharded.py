@@ -24,21 +24,20 @@ from paceline.base.errors import CheckpointError, CompatError
 from paceline.checkpoint.agree import WriterPeers, agreed
 from paceline.checkpoint.checkpointer import Checkpointer
 from paceline.checkpoint.files import load_object, save_object, writing
-from paceline.checkpoint.format.checkpoint_format import Claimed
+from paceline.checkpoint.format.checkpoint_format import Claimed, RunNames
+from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.train_state import TrainState
 from paceline.checkpoint.store import Store, store_for
 from paceline.checkpoint.weights.export import export_checkpoint
 from paceline.checkpoint.weights.sources import DividedWeights, read_whole
 from paceline.world.sharded import division_of, is_sharded, whole
-from paceline_accelerate.checkpoint_format_state import divided_optimizer
+from paceline_accelerate.checkpoint_format_state import AccelerateReader
 from paceline_accelerate.checkpoint_functions import agreed_by_writers, file_name
 from paceline_accelerate.state import PartialState
 from paceline_accelerate.surroundings import is_peft_model, writes_files
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
     from paceline_accelerate.accelerator import Accelerator
     from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
@@ -363,68 +362,15 @@ def load_fsdp_optimizer(
     """
     places = _places_to_read(input_dir, "optimizer", optimizer_index)
     path = _written(fsdp_plugin, use_dcp, places, "an optimizer", ("optimizer.pt",))
-    optimizer_state = _by_name(accelerator, optimizer, model)
-    if path.is_dir():
-        weights = DividedWeights(store_for(str(path)), str(path))
-        saved_states, saved_groups = divided_optimizer(weights, partial(read_whole, weights))
-    else:
-        saved = load_object(path)
-        if path.name == "optimizer.pt":
-            saved = _named(saved, list(optimizer_state.parameters))
-        saved_states = saved["state"]
-        saved_groups = saved["param_groups"]
-    unknown = sorted(saved_states.keys() - optimizer_state.parameters.keys())
-    if unknown:
-        raise CheckpointError(
-            "checkpoint-other-model",
-            f"{path} holds states of {len(unknown)} parameters that this optimizer does not step.",
-            why=f"for example {unknown[0]!r}",
-            fix="prepare the model and the optimizer that the checkpoint was saved with",
-        )
-    # accelerate's file names the parameters, while torch's `load_state_dict` numbers them in the order of the groups.
-    states: dict[int, dict[str, Any]] = {}
-    numbers: dict[str, int] = {}
-    for number, (name, parameter) in enumerate(optimizer_state.parameters.items()):
-        numbers[name] = number
-        if name not in saved_states:
-            continue
-        entries = dict(saved_states[name])
-        # A division of the states cuts them itself, or keeps whole ones on one rank.
-        is_cut = division_of(optimizer_state.optimizer, parameter) is not None
-        for key, value in entries.items():
-            # Moments have the parameter's shape and are divided as it is. A step count is a scalar and stays whole.
-            is_moment = isinstance(value, torch.Tensor) and value.shape == parameter.shape
-            if is_moment and is_sharded(parameter) and not is_cut:
-                entries[key] = _like(value, parameter)
-        states[number] = entries
-    groups = []
-    for group in saved_groups:
-        numbers_of_group = [numbers[name] for name in group["params"]]
-        groups.append({**group, "params": numbers_of_group})
-    # Under ZeRO the optimizer takes whole states here, and keeps the rows or parameters that belong to this rank.
-    optimizer_state.optimizer.load_state_dict({"state": states, "param_groups": groups})
+    models = {"model": accelerator.unwrap_model(model)}
+    optimizers = {"optimizer": getattr(optimizer, "optimizer", optimizer)}
+    state = TrainState(models=models, optimizers=optimizers).narrowed({"optimizers"})
 
+    def read(store: Store, folder: str, state: TrainState, peers: WriterPeers) -> OpenCheckpoint:
+        reader = AccelerateReader(store, folder, state, RunNames.of(state, peers, folder))
+        return agreed(peers, f"reading {path}", lambda: reader.read_optimizer(path.name))
 
-def _named(saved: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Returns torch's state of an optimizer by names; torch numbers the parameters in the order of the groups."""
-    known = dict(enumerate(names))
-    # A number that this optimizer does not have stays a name that nothing has, for the error that follows.
-    states = {known.get(number, str(number)): state for number, state in saved["state"].items()}
-    groups = []
-    for group in saved["param_groups"]:
-        names_of_group = [known.get(number, str(number)) for number in group["params"]]
-        groups.append({**group, "params": names_of_group})
-    return {"state": states, "param_groups": groups}
-
-
-def _like(value: torch.Tensor, parameter: DTensor) -> torch.Tensor:
-    """Returns this rank's part of a whole state, divided as its parameter is."""
-    from torch.distributed.tensor import distribute_tensor  # imported here because it takes a second
-
-    # Every rank has read the whole state: `src_data_rank=None` cuts the part locally instead of receiving it from rank 0.
-    return distribute_tensor(
-        value.to(parameter.device), parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+    Checkpointer(accelerator.collectives).load(path.parent, state, reader=read)
 
 
 def merge_fsdp_weights(

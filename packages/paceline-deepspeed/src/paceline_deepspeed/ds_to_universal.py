@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from torch import Tensor
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.agree import WriterPeers
 from paceline.checkpoint.checkpointer import Checkpointer
-from paceline.checkpoint.files import replacing, writing
+from paceline.checkpoint.files import replacing, save_object, writing
 from paceline.checkpoint.format.checkpoint_format import Claimed, format_of
 from paceline.checkpoint.format.manifest import STATE, Manifest, read_json
 from paceline.checkpoint.state.codec import decode, references
@@ -130,10 +129,9 @@ def _write_folder(run: ReadRun, _: WriterPeers, claimed: Claimed) -> Callable[[W
         with writing(f"writing {claimed.home}"):
             _write_parameters(run, zero)
             with _named_as_theirs():
-                torch.save(_optimizer_state(run), os.path.join(zero, _OPTIMIZER))
-            first = os.path.join(staged, "mp_rank_00_model_states.pt")
-            torch.save(_model_state(run), first)
-            shutil.copyfile(first, os.path.join(staged, "zero_pp_rank_0_mp_rank_00_model_states.pt"))
+                save_object(_optimizer_state(run), os.path.join(zero, _OPTIMIZER))
+            for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+                save_object(_model_state(run), os.path.join(staged, name))
             # What is replaced is a universal checkpoint, and nothing else (`_check_replaceable`).
             store.publish(staged, claimed.home, last=_OPTIMIZER, owned=lambda folder: list(store.files(folder)))
         return 0
@@ -324,7 +322,6 @@ def _write_parameters(run: ReadRun, folder: str) -> None:
     trained = {name for group in run.groups for name in group}
     for name, entry in run.weights.entries.items():
         own_folder = os.path.join(folder, name)
-        os.makedirs(own_folder)
         _write_tensor(own_folder, "fp32", read_whole(run.weights, name).float())
         if name not in trained:
             continue
@@ -336,12 +333,12 @@ def _write_parameters(run: ReadRun, folder: str) -> None:
             _write_tensor(own_folder, key, state)
         step = run.others.get(name, {}).get("step")
         if step is not None:
-            torch.save(step, os.path.join(own_folder, "step.pt"))
+            save_object(step, os.path.join(own_folder, "step.pt"))
 
 
 def _write_tensor(folder: str, key: str, tensor: Tensor) -> None:
     # A copy: of a view, torch would write the whole vector in which it lies.
-    torch.save({"param": tensor.clone(), "cat_dim": 0}, os.path.join(folder, f"{key}.pt"))
+    save_object({"param": tensor.clone(), "cat_dim": 0}, os.path.join(folder, f"{key}.pt"))
 
 
 def _optimizer_state(run: ReadRun) -> dict[str, Any]:

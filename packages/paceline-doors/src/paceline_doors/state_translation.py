@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -138,6 +139,9 @@ class StateTranslation:
         groups: list[dict[str, Any]],
         members: Mapping[str, int],
         states: Mapping[str, Any],
+        *,
+        other: Mapping[Any, Any] = MappingProxyType({}),
+        extra: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         """Adds the state of an optimizer.
 
@@ -147,6 +151,7 @@ class StateTranslation:
             groups: the saved hyperparameters of each group. Those that are missing are taken from this run.
             members: the number of the group of each parameter.
             states: the JSON of each parameter's state, from `encode` and `tensor`.
+            other, extra: states that belong to no parameter, and what an optimizer's `state_dict` has besides.
         """
         hyper = []
         for number, group in enumerate(groups):
@@ -162,8 +167,8 @@ class StateTranslation:
             "groups": self._encoder.items(hyper, f"optimizers/{name}/groups"),
             "members": dict(members),
             "state": dict(states),
-            "other": {},
-            "extra": {},
+            "other": self.encode(dict(other), f"optimizers/{name}/other"),
+            "extra": self.encode(dict(extra), f"optimizers/{name}/extra"),
         }
 
     def number(self, value: object) -> float | None:

@@ -11,6 +11,7 @@ import hashlib
 import json
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, cast
 
 from paceline.base.errors import CheckpointError, PacelineError, Problem
@@ -44,11 +45,12 @@ class WriterPeers(Protocol):
         """Returns the same ranks with a process group of their own, for a background thread."""
 
 
+@dataclass
 class Alone:
-    """The `WriterPeers` of a single process: a script that reads a checkpoint, a command, a test."""
+    """The `WriterPeers` of a single process: a script that reads a checkpoint, a command, a rank whose others do not call."""
 
-    rank = 0
-    size = 1
+    rank: int = 0
+    size: int = 1
 
     def gather_object(self, obj: object) -> list[Any]:
         return [obj]

@@ -27,6 +27,7 @@ from paceline.checkpoint.format.checkpoint_format import (
     NATIVE,
     CheckpointFormat,
     Claimed,
+    FolderReader,
     FolderWriter,
     files_of,
     format_of,
@@ -263,13 +264,23 @@ class Checkpointer:
 
     # ------------------------------------------------------------------ load
 
-    def load(self, path: str | os.PathLike[str], state: TrainState, *, strict: bool = True) -> Loaded:
+    def load(
+        self,
+        path: str | os.PathLike[str],
+        state: TrainState,
+        *,
+        strict: bool = True,
+        reader: FolderReader | None = None,
+        alone: bool = False,
+    ) -> Loaded:
         """Loads a checkpoint into a state, on any number of ranks. Nothing is changed unless it fits on all ranks.
 
         Args:
             path: the folder of the checkpoint.
             state: the state to load into, with the same prepared objects as were saved.
             strict: whether names and objects must be the same; shapes must be the same in any case.
+            reader: reads the folder, in place of the format that recognises it.
+            alone: whether this rank loads by itself, and waits for no other one.
 
         Raises:
             CheckpointError: `checkpoint-missing`, `checkpoint-none`, `checkpoint-newer`, `checkpoint-damaged`,
@@ -277,6 +288,9 @@ class Checkpointer:
         """
         self.wait()
         store, home = _locate(path)
+        if reader is not None:
+            peers: WriterPeers = Alone(self._peers.rank) if alone else self._peers
+            return Loaded(home, None, _apply(home, reader(store, home, state, peers), strict, peers))
         # The result of rank 0 is used: on hosts without a shared folder the other ranks would find nothing.
         name = together(self._peers, f"looking for {home}", lambda: self._recognise(store, home))[0]
         checkpoint_format: CheckpointFormat = CHECKPOINT_FORMATS.get(name)
@@ -284,7 +298,7 @@ class Checkpointer:
         if checkpoint_format.has_manifest:
             manifest = agreed(self._peers, f"opening {home}", lambda: self._search.verified(store, home))
         checkpoint = checkpoint_format.open(store, home, state, self._peers, manifest)
-        notes = self._apply(home, checkpoint, strict)
+        notes = _apply(home, checkpoint, strict, self._peers)
         if manifest is not None:
             agreed(self._peers, f"looking beside {home}", lambda: self._go_on(store, home))
         return Loaded(home, manifest, notes)
@@ -304,38 +318,6 @@ class Checkpointer:
         recover_one(store, home)
         checkpoint_format = format_of(store, home)
         return NATIVE if checkpoint_format is None else checkpoint_format.name
-
-    def _apply(self, home: str, checkpoint: OpenCheckpoint, strict: bool) -> tuple[str, ...]:
-        """Compares the checkpoint with the state, and if it fits on all ranks, reads and applies it. Returns the notes."""
-        peers = self._peers
-        state = checkpoint.state
-        saved = checkpoint.saved
-
-        # Nothing is changed before all ranks know that the checkpoint fits. If a rank refused it later, the model would be
-        # loaded on some ranks only.
-        def match() -> Restore:
-            restore = state.match(saved, checkpoint.shapes, peers.rank, strict=strict)
-            if restore.problems:
-                raise CheckpointError.of(restore.problems)
-            return restore
-
-        restore = agreed(peers, f"comparing {home} with this run", match)
-        notes = [*checkpoint.notes, *_judge(peers.gather_object(restore.mismatches), home, strict)]
-
-        def read_and_apply() -> list[str]:
-            checkpoint.read(restore.targets)
-            for targets in state.sums(saved, checkpoint.shapes):
-                checkpoint.read(targets)
-            state.apply(saved, restore, peers.rank)
-            return restore.notes
-
-        for notes_of_rank in together(peers, f"reading {home}", read_and_apply):
-            notes += notes_of_rank
-        unique_notes = tuple(dict.fromkeys(notes))
-        if peers.rank == 0:
-            for note in unique_notes:
-                _log.warning("loaded %s: %s", home, note)
-        return unique_notes
 
     # ------------------------------------------------------------------ names
 
@@ -370,6 +352,38 @@ def _locate(path: str | os.PathLike[str]) -> tuple[Store, str]:
     """Returns the store that serves a path, and the absolute path."""
     store = store_for(path)
     return store, store.resolve(os.fspath(path))
+
+
+def _apply(home: str, checkpoint: OpenCheckpoint, strict: bool, peers: WriterPeers) -> tuple[str, ...]:
+    """Compares the checkpoint with the state, and if it fits on all ranks, reads and applies it. Returns the notes."""
+    state = checkpoint.state
+    saved = checkpoint.saved
+
+    # Nothing is changed before all ranks know that the checkpoint fits. If a rank refused it later, the model would be
+    # loaded on some ranks only.
+    def match() -> Restore:
+        restore = state.match(saved, checkpoint.shapes, peers.rank, strict=strict)
+        if restore.problems:
+            raise CheckpointError.of(restore.problems)
+        return restore
+
+    restore = agreed(peers, f"comparing {home} with this run", match)
+    notes = [*checkpoint.notes, *_judge(peers.gather_object(restore.mismatches), home, strict)]
+
+    def read_and_apply() -> list[str]:
+        checkpoint.read(restore.targets)
+        for targets in state.sums(saved, checkpoint.shapes):
+            checkpoint.read(targets)
+        state.apply(saved, restore, peers.rank)
+        return restore.notes
+
+    for notes_of_rank in together(peers, f"reading {home}", read_and_apply):
+        notes += notes_of_rank
+    unique_notes = tuple(dict.fromkeys(notes))
+    if peers.rank == 0:
+        for note in unique_notes:
+            _log.warning("loaded %s: %s", home, note)
+    return unique_notes
 
 
 def _judge(ranks: list[dict[str, Mismatch]], home: str, strict: bool) -> tuple[str, ...]:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
     from paceline.checkpoint.checkpointer import Checkpointer
-    from paceline.checkpoint.format.checkpoint_format import FolderWriter
+    from paceline.checkpoint.format.checkpoint_format import FolderReader, FolderWriter
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.state.window import WindowState
     from paceline.run.preemption import Preemption
@@ -375,13 +375,22 @@ class States:
             fix="add `start = accelerator.resume()` after `prepare`, and begin at `start.epoch`; or remove the setting resume",
         )
 
-    def load(self, path: str | None, strict: bool = True, only: Collection[str] | None = None) -> None:
+    def load(
+        self,
+        path: str | None,
+        strict: bool = True,
+        only: Collection[str] | None = None,
+        *,
+        reader: FolderReader | None = None,
+        alone: bool = False,
+    ) -> None:
         """Loads a checkpoint. Ranks: all.
 
         Args:
             path: the checkpoint; None loads the newest automatically named one that is undamaged.
             strict: whether names must be the same.
             only: kinds of state to load, see `train_state.KINDS`; None loads all.
+            reader, alone: those of `Checkpointer.load`. Who has a `reader` has called the hooks.
         """
         self._need_not_load()
         self.wait()
@@ -395,7 +404,7 @@ class States:
             )
         state = self._state()
         models = [entry.module for entry in self._prepared.models]
-        hooks = self.hooks("load")
+        hooks = [] if reader else self.hooks("load")
 
         def call_hooks() -> None:
             # A hook that loads a model itself takes it out of the list.
@@ -409,7 +418,7 @@ class States:
         _leave_out_popped(state, len(models))
         if only is not None:
             state = state.narrowed(only)
-        self._checkpointer.load(source, state, strict=strict)
+        self._checkpointer.load(source, state, strict=strict, reader=reader, alone=alone)
         # The counters are loaded with the state. Each optimizer counts on from the step of the checkpoint.
         for optimizer in self._prepared.optimizers:
             optimizer.restart(self.counters.step)
@@ -417,7 +426,7 @@ class States:
             if name in self.counters.extra:
                 part.load_state_dict(self.counters.extra[name])
         # A rollback, which leaves out some kinds of state, goes back to the checkpoint that is the latest already.
-        if only is None:
+        if only is None and reader is None:
             self.latest = Latest(source, self.counters.step, self._positions())
         if path is None:
             from paceline.checkpoint import retention
@@ -526,7 +535,9 @@ class UnkeptStates(States):
         """Returns a path without saving."""
         return path or "checkpoint"
 
-    def load(self, path: str | None, strict: bool = True, only: Collection[str] | None = None) -> None:
+    def load(
+        self, path: str | None, strict: bool = True, only: Collection[str] | None = None, **others: object
+    ) -> None:
         """Does nothing."""
 
     def on_main(self, work: Callable[[], None]) -> None:

@@ -205,6 +205,9 @@ class Claimed:
 # the folder to its place when all are there, and returns the number of bytes on rank 0. Ranks: all call both.
 FolderWriter = Callable[[WriterPeers, Claimed], Callable[[WriterPeers], int]]
 
+# Reads everything but the tensors of a folder, in place of the format that recognises it; see `CheckpointFormat.open`.
+FolderReader = Callable[[Store, str, "TrainState", WriterPeers], "OpenCheckpoint"]
+
 
 def formats() -> Iterator[CheckpointFormat]:
     """Yields all formats. Ours comes first: a folder with our manifest is ours, whatever else it contains."""

@@ -285,17 +285,29 @@ def _clear(old: str, home: str, files: Collection[str] | None) -> None:
 
 
 def _finish_merge(merging: str, home: str, owned: Callable[[str], Collection[str] | None]) -> None:
-    """Moves the files of a complete save into a folder, and removes those of the save before. Several may do it at once."""
-    files = owned(merging)
-    if files is not None:  # else that file has moved already by which the owner is known, and what was older is gone
-        for name in set(owned(home) or ()) - set(files):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(os.path.join(home, name))
+    """Moves the files of a complete save into a folder, and those of the save before out of it. Several may do it at once.
+
+    Files go out of and into the open folder, and not by its path: once this merge has ended, the next one has the same path,
+    and a process that was suspended here must not touch its files.
+    """
     try:
-        _move_files(merging, home)
+        opened = os.open(merging, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:  # another process has brought it to its end
+        return
+    try:
+        files = owned(merging)
+        if (
+            files is not None
+        ):  # else that file has moved already by which the owner is known, and what was older is gone
+            for name in set(owned(home) or ()) - set(files):
+                with contextlib.suppress(FileNotFoundError):
+                    os.rename(os.path.join(home, name), f"{_CLAIM}-{secrets.token_hex(4)}", dst_dir_fd=opened)
+        _move_files(opened, home)
     except OSError:
         _remove_tree(merging)
         raise
+    finally:
+        os.close(opened)
     _remove_emptied(merging)
 
 
@@ -316,7 +328,7 @@ def _remove_emptied(folder: str) -> None:
         path = os.path.join(folder, entry)
         if _is_real_folder(path):
             _remove_emptied(path)
-        elif entry == _CLAIM:
+        elif entry.startswith(_CLAIM):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
     try:
@@ -326,20 +338,27 @@ def _remove_emptied(folder: str) -> None:
             raise
 
 
-def _move_files(source: str, target: str) -> None:
-    """Moves all files but the claim from a folder to another one. A folder of the same name gets those of its own."""
-    for entry in sorted(_entries(source)):
-        path = os.path.join(source, entry)
-        place = os.path.join(target, entry)
-        if _is_real_folder(path):
-            os.makedirs(place, exist_ok=True)
-            _move_files(path, place)
-        elif entry != _CLAIM:
-            try:
-                os.replace(path, place)
-            except FileNotFoundError:
-                if os.path.lexists(path):  # not moved by another process, but the target is gone
-                    raise
+def _move_files(source: int, target: str) -> None:
+    """Moves the files of a save from an open folder to another one. A folder of the same name gets those of its own."""
+    with os.scandir(source) as found:
+        entries = sorted(found, key=lambda entry: entry.name)
+    for entry in entries:
+        place = os.path.join(target, entry.name)
+        if entry.name.startswith(_CLAIM):  # or what was older
+            continue
+        try:
+            if entry.is_dir(follow_symlinks=False):
+                os.makedirs(place, exist_ok=True)
+                inner = os.open(entry.name, os.O_RDONLY | os.O_DIRECTORY, dir_fd=source)
+                try:
+                    _move_files(inner, place)
+                finally:
+                    os.close(inner)
+            else:
+                os.replace(entry.name, place, src_dir_fd=source)
+        except FileNotFoundError:
+            if entry.name in os.listdir(source):  # not moved by another process, but the target is gone
+                raise
 
 
 def _remove_tree(folder: str) -> None:
