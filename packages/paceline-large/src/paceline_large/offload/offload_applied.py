@@ -1,10 +1,11 @@
-"""What `offload` does to a model: states and steps of its optimizers, and its activations, are in host memory."""
+"""What `offload` does to a model: states and steps of its optimizers, and its activations, are in host memory or on disk."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +22,10 @@ from paceline.torch_internals.grad_scaler import check_before_step
 from paceline.world.param_groups import inner_optimizers, is_elementwise
 from paceline.world.sharded import local
 from paceline_large.offload.activation_copies import ActivationCopies
-from paceline_large.offload.offload import OffloadOptions, moves_states, states_bytes
-from paceline_large.offload.states_on_disk import StatesOnDisk, disk_error, written_per_second
+from paceline_large.offload.mapped_file import disk_error, written_per_second
+from paceline_large.offload.offload import OffloadOptions, disk_bytes, moves_states, parameters_on_disk
+from paceline_large.offload.parameters_on_disk import ParametersOnDisk
+from paceline_large.offload.states_on_disk import StatesOnDisk
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
@@ -34,7 +37,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
         modules = dict(model.named_modules())
         for name in context.facts.blocks or ("",):
             copies.attach(modules[name])
-    return OffloadedStates(model, context)
+    return OffloadedModel(model, context)
 
 
 def _moves(context: Context, options: OffloadOptions) -> bool:
@@ -42,8 +45,12 @@ def _moves(context: Context, options: OffloadOptions) -> bool:
     return context.device.type != "cpu" or options.always or context.runtime.has_own_memory
 
 
-class OffloadedStates(AppliedStrategy):
-    """One model, whose optimizers step on the host."""
+class OffloadedModel(AppliedStrategy):
+    """One model, whose optimizers step on the host, and whose states and parameters may be on disk.
+
+    Raises:
+        TrainError: `offload-disk`, if nothing can be written there.
+    """
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         super().__init__(model)
@@ -51,18 +58,33 @@ class OffloadedStates(AppliedStrategy):
         self._device = context.device
         self._options: OffloadOptions = context.options
         self._moves_states = moves_states(context.plan)
+        # Where files are; None for memory, and in a rehearsal, which has no files.
+        self._folder: Path | None = None
+        self._written_per_second = 0.0
+        if context.plan.disk_folder and context.runtime.keeps_files:
+            self._folder = expanded(context.plan.disk_folder)
+            try:
+                self._written_per_second = written_per_second(self._folder)
+            except OSError as error:
+                raise disk_error(str(self._folder), error, f"what {context.facts.name} needs cannot be kept") from None
+        self._parameters: ParametersOnDisk | None = None
+        if parameters_on_disk(context.plan):
+            self._parameters = ParametersOnDisk(model, self._folder, context.runtime.kept_on_host)
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Makes the optimizer step on the host, and part by part if its states are on disk.
 
         Raises:
-            TrainError: `step-closure`, for LBFGS, which steps with a closure; `offload-disk`, if nothing can be written there.
+            TrainError: `step-closure`, for LBFGS, which steps with a closure; `offload-disk`.
             PrepareError: `offload-elementwise`.
         """
         if not self._moves_states:
             return []
+        if self._parameters is not None:
+            self._parameters.take_up()
+            return self._step_from_disk(adapter)
         on_host = self._step_on_host(adapter)
-        if not self._context.plan.states_folder:
+        if not self._context.plan.disk_folder:
             return on_host
         return [*on_host, *self._step_from_disk(adapter)]
 
@@ -79,25 +101,30 @@ class OffloadedStates(AppliedStrategy):
                 "parameter, a part of a step may be no part of the result",
                 fix="use an elementwise optimizer of torch, such as AdamW, or `--offload optimizer`, which uses memory",
             )
-        if adapter.steps_in_parts:  # another model of the same optimizer
-            return []
-        folder = expanded(self._context.plan.states_folder)
-        writes_files = self._context.runtime.keeps_files
-        reason = f"they are in files without names in {folder}"
-        if writes_files:
-            try:
-                rate = written_per_second(folder)
-            except OSError as error:
-                raise disk_error(str(folder), error, f"states of {kind.__name__} cannot be kept") from None
-            seconds = 2 * states_bytes(self._context.plan, self._context.facts) / rate
-            reason += (
-                f"; {rate / 1e6:.0f} MB/s were written there just now, so Adam's step takes {seconds:.2g} s longer"
-            )
-        part_bytes = int(self._options.part_mb * 2**20)
-        states = StatesOnDisk(folder if writes_files else None, part_bytes, self._context.runtime.kept_on_host)
-        adapter.step_in_parts(states.parts)
-        adapter.after_step(states.refuse_lost_disk)
-        return [Decision(f"optimizer.{kind.__name__}.on_disk", "yes", "derived", reason=reason)]
+        states = adapter.parts  # as another model of the same optimizer has made it
+        if not isinstance(states, StatesOnDisk):
+            part_bytes = int(self._options.part_mb * 2**20)
+            states = StatesOnDisk(self._folder, part_bytes, self._context.runtime.kept_on_host)
+            adapter.step_in_parts(states)
+            adapter.after_step(states.refuse_lost_disk)
+        if self._parameters is not None:
+            states.step_with(self._parameters)
+        field = f"optimizer.{kind.__name__}.on_disk"
+        return [Decision(field, "yes", "derived", reason=self._time_on_disk())]
+
+    def _time_on_disk(self) -> str:
+        """Says where files are, and how much time reading and writing them takes."""
+        plan = self._context.plan
+        reason = f"in files without names in {plan.disk_folder}"
+        if self._folder is None:
+            return reason
+        rate = self._written_per_second
+        states, parameters = disk_bytes(plan, self._context.facts)
+        # A step reads and writes both; the forward pass and the backward pass read parameters.
+        seconds = f"{(2 * states + 4 * parameters) / rate:.2g} s"
+        return (
+            f"{reason}; {rate / 1e6:.0f} MB/s were written there just now, so with Adam a step takes {seconds} longer"
+        )
 
     def _step_on_host(self, adapter: OptimizerAdapter) -> list[Decision]:
         optimizer = adapter.optimizer
