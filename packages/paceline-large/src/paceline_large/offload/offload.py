@@ -88,7 +88,7 @@ class Offload(Strategy):
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says what is moved, and that unsharded parameters stay on the device, also if the plan asks to offload all."""
         decisions: list[Decision] = []
-        if plan.offload.startswith("all") and not plan.fully_sharded:
+        if "all" in plan.offload.partition("=")[0] and not plan.fully_sharded:
             reason = (
                 "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
             )
