@@ -68,7 +68,9 @@ def main() -> None:
     parser.add_argument("--only", choices=("both", "ours", "peer"), default="both")
     options, arguments = parser.parse_known_args()
     print(f"{time.strftime('%Y-%m-%d')}, {' '.join(arguments)}\n")
-    print("| | s a step | CPU s | MiB that stay | MiB of files | MiB on disk | last loss |\n|---|---|---|---|---|---|---|")
+    print(
+        "| | s a step | CPU s | MiB that stay | MiB of files | MiB on disk | last loss |\n|---|---|---|---|---|---|---|"
+    )
     for what in options.what:
         for name, python in (("Paceline", [sys.executable, "-c", SERVED]), ("DeepSpeed", [options.peer])):
             if options.only == ("peer" if name == "Paceline" else "ours"):

@@ -11,7 +11,7 @@ decides how long a pass takes and how much memory it needs, and never a value.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -48,8 +48,9 @@ class ParametersOnDisk:
         self._last: tuple[_UnitOnDisk | None, _UnitOnDisk | None] = None, None
         self._following: dict[tuple[_UnitOnDisk | None, _UnitOnDisk | None], _UnitOnDisk] = {}
         for group in groups(model):
-            # A shard of a subclass of tensors may be several tensors; it stays in memory.
-            unit = _UnitOnDisk([own for own in group_parameters(group) if type(shard_memory(own)) is Tensor])
+            # A shard that is made of other tensors, as torchao's weights are, stays in memory.
+            own = [each for each in group_parameters(group) if not hasattr(shard_memory(each), "__tensor_flatten__")]
+            unit = _UnitOnDisk(own)
             self._units.append(unit)
             call_before_gathering(group, partial(self._before_gathering, unit))
         self.take_up()
@@ -59,9 +60,9 @@ class ParametersOnDisk:
         for unit in self._units:
             self._take_up(unit)
 
-    def files_of(self, parameter: Tensor) -> list[MappedFile]:
-        """Returns the file in which a parameter of the model is; nothing for any other tensor."""
-        return [unit.file for unit in self._units if unit.file is not None and unit.holds(parameter)]
+    def files_of(self, parameters: Set[Tensor]) -> list[MappedFile]:
+        """Returns the files in which some of these parameters are, as far as they are of this model."""
+        return [unit.file for unit in self._units if unit.file is not None and unit.holds_one_of(parameters)]
 
     def _take_up(self, unit: _UnitOnDisk) -> None:
         if self._folder is None:
@@ -100,9 +101,9 @@ class _UnitOnDisk:
         self._parameters = parameters
         self._memory: list[Tensor] = []  # in the file, one for each parameter
 
-    def holds(self, parameter: Tensor) -> bool:
-        """Returns whether a parameter is one of this unit's."""
-        return any(sharded_parameter(own) is parameter for own in self._parameters)
+    def holds_one_of(self, parameters: Set[Tensor]) -> bool:
+        """Returns whether one of these parameters is this unit's."""
+        return any(sharded_parameter(own) in parameters for own in self._parameters)
 
     def show(self, keep: Callable[[Tensor], object]) -> None:
         """Calls `keep` with each shard."""

@@ -59,7 +59,8 @@ class StatesOnDisk:
 
     def step_with(self, parameters: ParametersOnDisk) -> None:
         """Lets the parameters of a model be read and written with their states."""
-        self._models.append(parameters)
+        if parameters not in self._models:
+            self._models.append(parameters)
 
     def __call__(self, optimizer: Optimizer) -> Sequence[AbstractContextManager[None]]:
         """Returns a context for each part of a step; see `OptimizerAdapter.step_in_parts`."""
@@ -114,14 +115,11 @@ class StatesOnDisk:
 
     def _files_of(self, part: _StatePart) -> list[MappedFile]:
         """Returns the files of a part: that of its states, and those in which its parameters are."""
-        files: dict[MappedFile, None] = {}
-        if part.number in self._files:
-            files[self._files[part.number]] = None
-        for _, members in part.members:
-            for parameter in members:
-                for model in self._models:
-                    files |= dict.fromkeys(model.files_of(original(parameter)))
-        return list(files)
+        files = [self._files[part.number]] if part.number in self._files else []
+        parameters = {original(parameter) for _, members in part.members for parameter in members}
+        for model in self._models:
+            files += model.files_of(parameters)
+        return files
 
     def _read(self, files: list[MappedFile], written: Future[None] | None) -> None:
         if written is not None:

@@ -36,7 +36,9 @@ from paceline.world.layout import AXES, DATA_AXES, Axis, given_axes, listed_axes
 # these files and never imports them.
 PRECISIONS = Registry("paceline.precisions", "precision")
 
-_OFFLOAD = r"no|optimizer|all|activations|optimizer\+activations|all\+activations|(activations\+)?(optimizer|all)=disk:.+"
+_OFFLOAD = (
+    r"no|optimizer|all|activations|optimizer\+activations|all\+activations|(activations\+)?(optimizer|all)=disk:.+"
+)
 OnHang = Literal["report", "restart", "leave"]
 
 # Other launchers count the processes of all nodes together under this name; `procs` counts those of each node.
