@@ -1,6 +1,6 @@
 """A DeepSpeed script with states, and parameters, on disk: under the real DeepSpeed and under ours, in turns.
 
-    python benchmarks/bench_disk.py --peer PYTHON --folder /local/nvme         Markdown; PYTHON has DeepSpeed, with async_io built
+    python benchmarks/bench_disk.py --peer PYTHON --folder /local/nvme    Markdown; PYTHON has DeepSpeed, with async_io built
 
 Two ranks, one thread each, a stack of linear layers, AdamW, 8 rows a rank. Per rank: seconds of a step by the clock and of CPU
 (medians), the most anonymous memory, which the system cannot take back, and that of mapped files, which it can; bytes on disk.

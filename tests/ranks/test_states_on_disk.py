@@ -38,7 +38,7 @@ OPTIMIZERS = {
 
 def on_disk(folder: Path, name: str = "") -> dict[str, Any]:
     what = "all" if name == "parameters" else "optimizer"
-    # Parts so small that the model has several, and one matrix is larger than a part; units, of which one has no rows on rank 1.
+    # Parts so small that the model has several, and one matrix is larger than a part. One unit has no rows on rank 1.
     options = {"offload": {"part_mb": 0.02}, "shard": {"wrap": ["Linear"]}}
     return {"offload": f"{what}=disk:{folder}", "options": options}
 

@@ -148,6 +148,8 @@ def test_stages_and_buckets():
         == "optimizer=disk:/local/nvme"
     )
     assert given({"zero_optimization": {"stage": 0, "offload_optimizer": on_disk}}) == {"zero": 0}
+    small_parts = {"stage": 2, "offload_optimizer": on_disk, "sub_group_size": 2**22}
+    assert given({"zero_optimization": small_parts})["options.offload.part_mb"] == 16.0
     parameters = {"device": "nvme", "nvme_path": "/local/other", "max_in_cpu": 0}
     for states, expected in (
         ({"device": "none"}, "all=disk:/local/other"), ({"device": "cpu"}, "all=disk:/local/other"),

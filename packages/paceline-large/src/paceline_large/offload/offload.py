@@ -49,7 +49,8 @@ def parameters_on_disk(plan: Plan) -> bool:
 
 
 def disk_bytes(plan: Plan, facts: ModelFacts) -> tuple[int, int]:
-    """Returns the bytes of a model on each rank's disk: Adam's states, two values of float32 a trained parameter; parameters."""
+    """Returns the bytes of a model on each rank's disk: of Adam's states, two values of float32 for each trained parameter, and
+    of parameters."""
     num_parts = plan.layout.shard * plan.layout.parameter_parts
     parameters = facts.parameter_bytes if parameters_on_disk(plan) else 0
     return 8 * facts.trainable // num_parts, parameters // num_parts

@@ -20,7 +20,6 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
-from paceline.base.errors import TrainError
 from paceline.parallel.stand_ins import original
 from paceline_large.offload.mapped_file import MappedFile, disk_error, rounded
 from paceline_large.offload.parameters_on_disk import ParametersOnDisk

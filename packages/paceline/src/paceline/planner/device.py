@@ -92,8 +92,8 @@ TABLE = {
         # Intel, Hot Chips 2024: matrix rates, memory, and 24 ports of 100 and 200 Gbit/s, of which 21 stay within the host.
         _row("gaudi2-96GB", 96, 432e12, 54e12, 2.46e12, 262e9, 37e9),
         _row("gaudi3-128GB", 128, 1835e12, 115e12, 3.67e12, 525e9, 75e9),
-        # docs.cloud.google.com/tpu/docs/v5e, v5p, v6e; links are half of what is published for both directions. Google publishes
-        # no rate of float32: a product takes six passes in bf16.
+        # docs.cloud.google.com/tpu/docs/v5e, v5p, v6e; links are half of what is published for both directions. No rate of
+        # float32 is published: a product takes six passes in bf16.
         _row("v5e-16GB", 16, 197e12, 33e12, 0.819e12, 200e9, 25e9),
         _row("v5p-95GB", 95, 459e12, 76e12, 2.765e12, 600e9, 25e9),
         _row("v6e-32GB", 32, 918e12, 153e12, 1.64e12, 400e9, 25e9),
