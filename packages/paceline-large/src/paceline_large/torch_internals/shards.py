@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -10,6 +10,8 @@ from torch import Tensor
 from paceline.torch_internals.dtensor import local_tensor
 
 if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
     from paceline.torch_internals.fsdp import FSDPParam
 
 
@@ -31,7 +33,7 @@ def move_shard(parameter: FSDPParam, memory: Tensor) -> bool:
     Returns:
         Whether something was copied.
     """
-    shard = parameter.sharded_param
+    shard = cast("DTensor", parameter.sharded_param)
     own = local_tensor(shard)
     # Of storages, since a rank may have no rows of a parameter: a tensor without elements has no address.
     if own.is_meta or own.untyped_storage().data_ptr() == memory.untyped_storage().data_ptr():
