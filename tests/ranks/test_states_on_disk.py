@@ -90,6 +90,19 @@ def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) ->
             run.accelerator.save_state(str(tmp_path / name))
             outcome[name] = expected, run.train(2, 3).weights()
             assert {mapped(parameter) for parameter in run.model.parameters()} <= {name == "parameters"}
+        # The room for parameters is reserved in `prepare`.
+        reserve = os.posix_fallocate
+
+        def reserve_a_probe_alone(descriptor: int, start: int, num_bytes: int) -> None:
+            if num_bytes < 2**20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            reserve(descriptor, start, num_bytes)
+
+        os.posix_fallocate = reserve_a_probe_alone
+        with pytest.raises(TrainError) as caught:
+            Run({"shard": 2, **on_disk(tmp_path / "disk", "parameters")})
+        os.posix_fallocate = reserve
+        assert caught.value.code == "offload-disk"
         return outcome
 
     def resumed(disk: dict[str, Any]) -> dict[str, list[Tensor]]:
@@ -100,7 +113,7 @@ def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) ->
             outcome[name] = run.train(2, 3).weights()
         return outcome
 
-    for name, (expected, weights) in run_ranks(work, 2)[0].items():
+    for name, (expected, weights) in run_ranks(work, 2, timeout_s=200)[0].items():
         assert all(map(torch.equal, expected, weights)), name
     from_disk, in_memory = resumed(on_disk(tmp_path / "disk")), resumed({})
     for name, weights in from_disk.items():

@@ -39,9 +39,8 @@ class DeviceType:
 # Where these are from (looked up on 2026-11-30):
 # - cuda: "rocm" is no type of torch's, whose builds for AMD call their devices cuda. HIP reads CUDA_VISIBLE_DEVICES, too
 #   (rocm.docs.amd.com/projects/HIP/en/latest/reference/env_variables.html).
-# - npu, mlu, sdaa, xpu, and the backend of hpu: DeepSpeed 0.19.8, `accelerator/*_accelerator.py` (`visible_devices_envs`).
-# - hpu: docs.habana.ai, "Distributed Backend Initialization"; the variable is the one that Ray and vLLM set for Gaudi.
-# - musa: README of github.com/MooreThreads/torch_musa (mccl); the variable is in accelerate's launcher.
+# - npu, xpu, mlu, sdaa, musa, hpu: what other libraries that run there set, see docs/concepts/devices.md. The backend of musa
+#   is in the README of torch_musa, that of hpu in docs.habana.ai, "Distributed Backend Initialization".
 # - tpu: torch_tpu's `common/environment.cc`: it sets TPU_VISIBLE_CHIPS itself, and of TPU_VISIBLE_DEVICES it takes a single
 #   number alone; with a list each process takes the device of its local rank, so no variable hides several.
 DEVICES = {
