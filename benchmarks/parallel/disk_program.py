@@ -22,7 +22,7 @@ from torch import nn
 MIB = 2**20
 
 
-class Peak:
+class SampledMemory:
     """The most memory of this process that the system cannot take back (anonymous), and that of files, sampled each 2 ms."""
 
     def __init__(self) -> None:
@@ -103,11 +103,11 @@ def main() -> None:
     losses: list[float] = []
     seconds: list[float] = []
     cpu: list[float] = []
-    peak: Peak | None = None
+    peak: SampledMemory | None = None
     for number in range(options.steps):
         if number == 2:  # states and buffers are there
             ctypes.CDLL(None).malloc_trim(0)  # what the whole model has left behind
-            peak = Peak()
+            peak = SampledMemory()
         dist.barrier()
         began, cpu_began = time.perf_counter(), time.process_time()
         loss = (engine(x).float() - x.float().roll(1, 1)).square().mean()
