@@ -21,7 +21,7 @@ _ALIGNMENT = 64  # bytes, as torch's own memory has it
 _PROBE_BYTES = 16 << 20
 
 
-class MappedFile:
+class TensorFile:
     """A file without a name, mapped into memory.
 
     Args:
@@ -80,7 +80,7 @@ def written_per_second(folder: Path) -> float:
         OSError: it cannot be written there.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = MappedFile(folder, _PROBE_BYTES)
+    file = TensorFile(folder, _PROBE_BYTES)
     file.tensor(0, torch.empty(_PROBE_BYTES, dtype=torch.uint8, device="meta")).fill_(1)
     began = time.monotonic()
     file.write()

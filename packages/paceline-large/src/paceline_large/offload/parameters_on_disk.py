@@ -4,7 +4,7 @@
     read unit 1                    | read unit 2                           the system, which was asked to
                                    | give back unit 0                      its pages leave memory; its gathered form computes
 
-Shards are tensors in memory that is a file (`MappedFile`), so that everything else finds them where they are: optimizers,
+Shards are tensors in memory that is a file (`TensorFile`), so that everything else finds them where they are: optimizers,
 checkpoints, `state_dict`. A page that is not in memory is read when it is used. So what is read ahead and given back here
 decides how long a pass takes and how much memory it needs, and never a value.
 """
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.parallel.divided_parameters import groups
 from paceline.torch_internals.fsdp import call_before_gathering, group_parameters, sharded_parameter
-from paceline_large.offload.mapped_file import MappedFile, disk_error, rounded
+from paceline_large.offload.mapped_file import TensorFile, disk_error, rounded
 from paceline_large.torch_internals.shards import move_shard, shard_memory
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class ParametersOnDisk:
         for unit in self._units:
             self._take_up(unit)
 
-    def files_of(self, parameters: Set[Tensor]) -> list[MappedFile]:
+    def files_of(self, parameters: Set[Tensor]) -> list[TensorFile]:
         """Returns the files in which some of these parameters are, as far as they are of this model."""
         return [unit.file for unit in self._units if unit.file is not None and unit.holds_one_of(parameters)]
 
@@ -97,7 +97,7 @@ class _UnitOnDisk:
     """
 
     def __init__(self, parameters: Sequence[FSDPParam]) -> None:
-        self.file: MappedFile | None = None
+        self.file: TensorFile | None = None
         self._parameters = parameters
         self._memory: list[Tensor] = []  # in the file, one for each parameter
 
@@ -127,7 +127,7 @@ class _UnitOnDisk:
 
     def _reserve(self, folder: Path, shards: Sequence[Tensor]) -> None:
         sizes = [rounded(shard.nbytes) for shard in shards]
-        self.file = MappedFile(folder, sum(sizes))
+        self.file = TensorFile(folder, sum(sizes))
         self._memory = []
         start = 0
         for shard, size in zip(shards, sizes, strict=True):

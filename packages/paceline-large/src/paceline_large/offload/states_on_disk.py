@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.parallel.stand_ins import original
-from paceline_large.offload.mapped_file import MappedFile, disk_error, rounded
+from paceline_large.offload.mapped_file import TensorFile, disk_error, rounded
 from paceline_large.offload.parameters_on_disk import ParametersOnDisk
 
 
@@ -51,7 +51,7 @@ class StatesOnDisk:
         self._part_bytes = part_bytes
         self._keep = keep
         self._models: list[ParametersOnDisk] = []
-        self._files: dict[int, MappedFile] = {}  # by the number of the part
+        self._files: dict[int, TensorFile] = {}  # by the number of the part
         self._reads: dict[int, Future[None]] = {}
         self._writes: dict[int, Future[None]] = {}
         self._failure: OSError | None = None
@@ -112,7 +112,7 @@ class StatesOnDisk:
         written = self._writes.pop(part.number, None)
         self._reads[part.number] = self._reader.submit(self._read, self._files_of(part), written)
 
-    def _files_of(self, part: _StatePart) -> list[MappedFile]:
+    def _files_of(self, part: _StatePart) -> list[TensorFile]:
         """Returns the files of a part: that of its states, and those in which its parameters are."""
         files = [self._files[part.number]] if part.number in self._files else []
         parameters = {original(parameter) for _, members in part.members for parameter in members}
@@ -120,7 +120,7 @@ class StatesOnDisk:
             files += model.files_of(parameters)
         return files
 
-    def _read(self, files: list[MappedFile], written: Future[None] | None) -> None:
+    def _read(self, files: list[TensorFile], written: Future[None] | None) -> None:
         if written is not None:
             try:
                 written.result()
@@ -148,7 +148,7 @@ class StatesOnDisk:
         file = self._files.get(part.number)
         try:
             if file is None or file.num_bytes != sum(sizes):
-                file = MappedFile(self._folder, sum(sizes))
+                file = TensorFile(self._folder, sum(sizes))
         except OSError as error:  # the states stay in memory, so nothing is lost
             self._failure = error
             return
@@ -161,7 +161,7 @@ class StatesOnDisk:
             start += size
 
 
-def _write(files: list[MappedFile]) -> None:
+def _write(files: list[TensorFile]) -> None:
     for file in files:
         file.write()
 
