@@ -38,14 +38,15 @@ def losses(model, optimizer, device, steps=5):
     return found
 
 
-@pytest.mark.parametrize("offload", [False, True], ids=["stays", "offloaded"])
-def test_units_on_the_device(alone, device, offload):
+@pytest.mark.parametrize("offload", ["", "memory", "disk"], ids=["stays", "offloaded", "on disk"])
+def test_units_on_the_device(alone, device, offload, tmp_path):
     """The pieces that `shard` puts together, on a mesh of one rank: width 1 is no plan, so `apply`'s parts are called."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
     from paceline.parallel.data.fsdp import Units, broadcast_values
     from paceline.parallel.divided_parameters import whole_parameters
+    from paceline_large.offload.parameters_on_disk import ParametersOnDisk
 
     plain = net().to(device)
     model = copy.deepcopy(plain)
@@ -54,12 +55,14 @@ def test_units_on_the_device(alone, device, offload):
     named = {
         "mesh": init_device_mesh(device.type, (1,)),
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=offload == "memory") if offload else OffloadPolicy(),
     }
     for block in model:
         fully_shard(block, **named)
     fully_shard(model, **named)
     units = Units(model, dist.group.WORLD)
+    if offload == "disk":
+        ParametersOnDisk(model, tmp_path, lambda _: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     with units.hold_gradients():
         model(torch.ones(8, 64, device=device)).float().sum().backward()

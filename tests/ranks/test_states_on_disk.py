@@ -1,4 +1,5 @@
-"""States on disk: the bits of states in memory, under every plan, saved and resumed as any other; a full disk loses nothing."""
+"""States and parameters on disk: the bits of those in memory, under every plan, saved and resumed as any other; a full disk
+loses nothing."""
 
 from __future__ import annotations
 
@@ -15,12 +16,14 @@ from paceline import Accelerator
 from paceline.base.errors import PacelineError, TrainError
 from paceline.optim import Lamb, Lion
 from paceline.testing import run_ranks
+from paceline.world.sharded import local
 
 DATA_PLANS: dict[str, dict[str, Any]] = {
     "replicate": {"replicate": 2},
     "zero1": {"shard": 2, "zero": 1},
     "zero2": {"shard": 2, "zero": 2},
     "shard": {"shard": 2},
+    "parameters": {"shard": 2},
     "alone": {},
 }
 OPTIMIZERS = {
@@ -33,9 +36,11 @@ OPTIMIZERS = {
 }
 
 
-def on_disk(folder: Path) -> dict[str, Any]:
-    # Parts so small that the model has several, and one matrix is larger than a part.
-    return {"offload": f"optimizer=disk:{folder}", "options": {"offload": {"part_mb": 0.02}}}
+def on_disk(folder: Path, name: str = "") -> dict[str, Any]:
+    what = "all" if name == "parameters" else "optimizer"
+    # Parts so small that the model has several, and one matrix is larger than a part. One unit has no rows on rank 1.
+    options = {"offload": {"part_mb": 0.02}, "shard": {"wrap": ["Linear"]}}
+    return {"offload": f"{what}=disk:{folder}", "options": options}
 
 
 class Run:
@@ -64,6 +69,16 @@ class Run:
         return [torch.as_tensor(value).clone() for value in self.accelerator.get_state_dict(self.model).values()]
 
 
+def mapped(parameter: nn.Parameter) -> bool:
+    """Returns whether a parameter lies in a file without a name."""
+    address = local(parameter).untyped_storage().data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, end = (int(text, 16) for text in line.split(maxsplit=1)[0].split("-"))
+        if start <= address < end:
+            return line.endswith("(deleted)")
+    return False
+
+
 def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) -> None:
     def work() -> dict[str, tuple[list[Tensor], list[Tensor]]]:
         outcome = {}
@@ -71,9 +86,23 @@ def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) ->
             if not plan:
                 continue
             expected = Run(plan).train(*range(4)).weights()
-            run = Run({**plan, **on_disk(tmp_path / "disk")}).train(0, 1)
+            run = Run({**plan, **on_disk(tmp_path / "disk", name)}).train(0, 1)
             run.accelerator.save_state(str(tmp_path / name))
             outcome[name] = expected, run.train(2, 3).weights()
+            assert {mapped(parameter) for parameter in run.model.parameters()} <= {name == "parameters"}
+        # The room for parameters is reserved in `prepare`.
+        reserve = os.posix_fallocate
+
+        def reserve_a_probe_alone(descriptor: int, start: int, num_bytes: int) -> None:
+            if num_bytes < 2**20:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            reserve(descriptor, start, num_bytes)
+
+        os.posix_fallocate = reserve_a_probe_alone
+        with pytest.raises(TrainError) as caught:
+            Run({"shard": 2, **on_disk(tmp_path / "disk", "parameters")})
+        os.posix_fallocate = reserve
+        assert caught.value.code == "offload-disk"
         return outcome
 
     def resumed(disk: dict[str, Any]) -> dict[str, list[Tensor]]:
@@ -84,7 +113,7 @@ def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) ->
             outcome[name] = run.train(2, 3).weights()
         return outcome
 
-    for name, (expected, weights) in run_ranks(work, 2)[0].items():
+    for name, (expected, weights) in run_ranks(work, 2, timeout_s=200)[0].items():
         assert all(map(torch.equal, expected, weights)), name
     from_disk, in_memory = resumed(on_disk(tmp_path / "disk")), resumed({})
     for name, weights in from_disk.items():

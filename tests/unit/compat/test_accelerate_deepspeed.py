@@ -124,8 +124,10 @@ def test_the_plugin():
         "zero": (3, "DeepSpeedPlugin(zero_stage=...)"), "offload": ("all", "DeepSpeedPlugin(offload_param_device=...)"),
         "accumulate": (2, "DeepSpeedPlugin(gradient_accumulation_steps=...)"),
     }  # fmt: skip
-    with pytest.raises(ConfigError, match="nvme"):
+    with pytest.raises(ConfigError, match="give nvme_path a folder"):
         DeepSpeedPlugin(zero_stage=3, offload_param_device="nvme").said()
+    said = DeepSpeedPlugin(zero_stage=3, offload_param_device="nvme", offload_param_nvme_path="/nvme").said()
+    assert {each.name: each.value for each in said}["offload"] == "all=disk:/nvme"
     said = DeepSpeedPlugin(zero_stage=1, offload_optimizer_device="nvme", offload_optimizer_nvme_path="/nvme").said()
     assert {each.name: each.value for each in said}["offload"] == "optimizer=disk:/nvme"
 

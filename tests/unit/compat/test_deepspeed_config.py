@@ -148,6 +148,18 @@ def test_stages_and_buckets():
         == "optimizer=disk:/local/nvme"
     )
     assert given({"zero_optimization": {"stage": 0, "offload_optimizer": on_disk}}) == {"zero": 0}
+    small_parts = {"stage": 2, "offload_optimizer": on_disk, "sub_group_size": 2**22}
+    assert given({"zero_optimization": small_parts})["options.offload.part_mb"] == 16.0
+    parameters = {"device": "nvme", "nvme_path": "/local/other", "max_in_cpu": 0}
+    for states, expected in (
+        ({"device": "none"}, "all=disk:/local/other"), ({"device": "cpu"}, "all=disk:/local/other"),
+        (on_disk, "all=disk:/local/other"),
+    ):  # fmt: skip
+        both = {"stage": 3, "offload_optimizer": states, "offload_param": parameters}
+        assert given({"zero_optimization": both}) == {"zero": 3, "offload": expected}
+    both = {"stage": 3, "offload_optimizer": on_disk, "offload_param": {"device": "cpu"}}
+    assert given({"zero_optimization": both})["offload"] == "all=disk:/local/nvme"
+    assert given({"zero_optimization": {"stage": 2, "offload_param": parameters}}) == {"zero": 2}
 
 
 def test_profiles_carry_their_options():
@@ -241,7 +253,7 @@ def test_old_names():
         ({"gradient_allreduce_op": "sum"}, "deepspeed-feature", "multiply the loss"),
         ({"amp": {"enabled": True}}, "deepspeed-feature", "bf16"),
         ({"sparse_gradients": True}, "deepspeed-feature", "sparse_gradients is not supported"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "deepspeed-feature", "use device cpu"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "deepspeed-conflict", "give nvme_path"),
         ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "nvme"}}}, "deepspeed-conflict", "give nvme_path"),
     ],
 )  # fmt: skip

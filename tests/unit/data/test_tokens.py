@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from paceline import Accelerator, DataError, PackedDocuments, PlanError, TokenBatchSampler, pack_documents
 from paceline.data.prepare import prepare_loader
 from paceline.data.skip import skip_first_batches
+from paceline_large.documents.packing import _compiled_flex_attention
 from paceline_large.documents.tokens import even_parts
 
 LENGTHS = [4, 1, 3, 2, 2, 5, 8, 1, 1, 1, 6, 3]
@@ -203,6 +204,20 @@ def test_attention_stays_inside_of_documents():
     torch.testing.assert_close(result, torch.cat(alone, dim=2), rtol=0, atol=1e-14)
     # What accelerators compute, without its compiled kernel, of which torch warns.
     torch.testing.assert_close(flex_attention(q, k, v, block_mask=documents.block_mask), result, rtol=0, atol=1e-12)
+
+
+@pytest.mark.long  # a C++ compiler runs
+@pytest.mark.filterwarnings("ignore")  # of torch's own imports
+def test_the_compiled_kernel_stays_inside_of_documents_too() -> None:
+    flex = _compiled_flex_attention()
+    for lengths in ([37, 150, 5, 64], [100, 300]):
+        documents = PackedDocuments(torch.cat([torch.arange(length) for length in lengths]).unsqueeze(0))
+        query, key, value = torch.randn(3, 1, 4, sum(lengths), 16, generator=torch.Generator().manual_seed(0))
+        result = flex(query, key, value, block_mask=documents.block_mask)
+        torch.testing.assert_close(result, documents.attention(query, key, value), rtol=0, atol=2e-6)
+    # torch has no backward pass of it for the CPU, which is why the CPU computes with the whole mask.
+    with pytest.raises(NotImplementedError, match="backward on CPU"):
+        flex(query.requires_grad_(), key, value, block_mask=documents.block_mask)
 
 
 class Blind(nn.Module):

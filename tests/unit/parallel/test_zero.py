@@ -99,6 +99,21 @@ def test_offload_says_that_nothing_was_moved_on_the_host() -> None:
     assert "step" not in vars(optimizer) and OFFLOAD.cost(case, None, Bytes(optimizer=8)).optimizer == 0
 
 
+def test_the_bytes_on_disk_and_those_that_stay() -> None:
+    facts = model_facts(nn.Linear(256, 1023))  # of 256 x 1024 parameters
+    for offload, zero, on_disk, left in (
+        ("optimizer=disk:/d", 3, "1.0 MiB", 8),
+        ("activations+all=disk:/d", 3, "1.5 MiB", 0),
+        ("all=disk:/d", 2, "1.0 MiB", 8),  # parameters are whole there
+    ):
+        case = Plan(offload=offload, layout=Layout(shard=2), zero=zero)
+        decisions = {decision.field: decision.value for decision in OFFLOAD.decide(case, facts)}
+        assert decisions["offload.disk"] == on_disk
+        assert decisions.get("offload.moves") == ("optimizer states" if zero == 2 else None)
+        after = OFFLOAD.cost(case, facts, Bytes(parameters=8, optimizer=8))
+        assert (after.optimizer, after.parameters) == (0, left)
+
+
 def nets() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
     found = []
     for _ in range(2):

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from paceline.torch_internals import fsdp
+from paceline_large.torch_internals import shards
 
 
 @pytest.fixture
@@ -302,3 +303,19 @@ def test_a_wrap_policy_knows_its_classes() -> None:
     classes = fsdp.wrapped_classes(ModuleWrapPolicy({nn.Linear}))
     assert classes is not None and set(classes) == {nn.Linear}
     assert fsdp.wrapped_classes(lambda module, recurse, nonwrapped_numel: True) is None
+
+
+def test_a_shard_in_other_memory_is_what_is_gathered_and_stepped(model: nn.Module) -> None:
+    (group,) = fsdp.parameter_groups(model[0])
+    own = fsdp.group_parameters(group)[0]
+    shard = fsdp.sharded_parameter(own)
+    before = shard.full_tensor()
+    memory = torch.zeros_like(shards.shard_memory(own))
+    assert shards.move_shard(own, memory) and not shards.move_shard(own, memory)
+    assert fsdp.sharded_parameter(own) is shard and torch.equal(memory.view(before.shape), before)
+    model(torch.ones(5, 3)).sum().backward()
+    assert shards.shard_memory(own) is memory  # FSDP2's first pass has left it there
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    assert not torch.equal(memory.view(before.shape), before)
+    memory.zero_()
+    assert torch.equal(shard.full_tensor(), torch.zeros_like(before))

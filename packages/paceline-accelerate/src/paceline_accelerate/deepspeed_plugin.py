@@ -60,9 +60,8 @@ class DeepSpeedPlugin:
         gradient_clipping: largest norm of the gradients.
         zero_stage: 0 to 3; the default is 2.
         is_train_batch_min: whether the engine uses the smallest batch size of several loaders.
-        offload_optimizer_device, offload_param_device: "cpu" or "none".
-        offload_optimizer_nvme_path: the folder of states on a disk.
-        offload_param_nvme_path: is not supported.
+        offload_optimizer_device, offload_param_device: "cpu", "nvme" or "none".
+        offload_optimizer_nvme_path, offload_param_nvme_path: the folder of states, and of parameters and states, on a disk.
         zero3_init_flag: whether transformers builds models with `deepspeed.zero.Init`; stage 3 only.
         zero3_save_16bit_model: whether stage 3 saves whole models.
         transformer_moe_cls_names, enable_msamp, msamp_opt_level: have no effect here.

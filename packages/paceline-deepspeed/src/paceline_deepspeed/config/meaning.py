@@ -52,7 +52,20 @@ def meaning_of(config: ConfigValues) -> Meaning:
         why = "DeepSpeed has no such key; the script may read it"
         meaning.unused.append(Choice(entry.name, plain(entry.value), "code", entry.where, f"no effect here: {why}"))
     _join_profiles(meaning)
+    _join_offloads(meaning)
     return meaning
+
+
+def _join_offloads(meaning: Meaning) -> None:
+    """Makes one setting of the two blocks of offload: where one of them names a disk, what is offloaded is there."""
+    offloads = [given for given in meaning.given if given.name == "offload"]
+    # The folder that is named last counts, as the later of two rows does.
+    folders = [given.value.partition("=disk:")[2] for given in offloads if "=disk:" in given.value]
+    if not folders:
+        return
+    what = "all" if any(given.value.startswith("all") for given in offloads) else "optimizer"
+    others = [given for given in meaning.given if given.name != "offload"]
+    meaning.given = [*others, Given("offload", f"{what}=disk:{folders[-1]}", "code", offloads[-1].where)]
 
 
 def _join_profiles(meaning: Meaning) -> None:
@@ -136,10 +149,10 @@ def _conflicts(config: ConfigValues) -> list[Problem]:
         new_key = f"{_ZERO}.{newer}.device"
         if old_key in config.places and new_key in config.places:
             add(old_key, new_key, "they say the same in two ways", f"keep {newer}, the newer one")
-    states = f"{_ZERO}.offload_optimizer"
-    has_folder = values[f"{states}.nvme_path"] not in (None, "", "none")
-    if values[f"{states}.device"] == "nvme" and values[_STAGE] != 0 and not has_folder:
-        add(f"{states}.device", f"{states}.nvme_path", "states on a disk are in a folder", "give nvme_path a folder")
+    for block, stages in ((f"{_ZERO}.offload_optimizer", (1, 2, 3)), (f"{_ZERO}.offload_param", (3,))):
+        has_folder = values[f"{block}.nvme_path"] not in (None, "", "none")
+        if values[f"{block}.device"] == "nvme" and values[_STAGE] in stages and not has_folder:
+            add(f"{block}.device", f"{block}.nvme_path", "what is on a disk is in a folder", "give nvme_path a folder")
     if values["gradient_allreduce_op"] == "sum" and values[_STAGE] == 3:
         fix = "leave gradient_allreduce_op out, or take a lower stage"
         add("gradient_allreduce_op", _STAGE, "stage 3 averages gradients", fix)

@@ -16,10 +16,10 @@ _UNITS = "FSDP2 gathers and reduces unit by unit, a repeated block each"
 _FLAT = "there is no flat buffer of all parameters"
 _QUANTISED = "what ranks exchange is not quantised"
 _DEFAULT_SIZE = "it is DeepSpeed's default; ours is 25 MiB"
-_NVME = "parameters are not kept on NVMe"
+_BY_UNITS = "parameters are read unit by unit, one ahead"
 _IN_PARTS = "states are read and written part by part, beside the step: options.offload.part_mb"
-_NVME_FIX = "use device cpu"
 _DEVICE = word("none", "cpu", "nvme")
+_AT_THREE = "it counts at stage 3"
 _MICS = "hybrid sharding is a plan of two axes here"
 
 
@@ -40,6 +40,7 @@ def _third(name: str, kind: Kind, default: object, doc: str, *cases: Case) -> Ke
 _OPTIMIZER = f"{_IN}.offload_optimizer"
 _PARAM = f"{_IN}.offload_param"
 _ON_DISK = Derived("optimizer=disk:VALUE", lambda folder: f"optimizer=disk:{folder}")
+_ALL_ON_DISK = Derived("all=disk:VALUE", lambda folder: f"all=disk:{folder}")
 _MOVED = f"{_OPTIMIZER}.device=cpu"
 _PARAM_MOVED = f"{_PARAM}.device=cpu"
 
@@ -64,7 +65,8 @@ ZERO = (
           Case("*", why="the norm is computed where clipping or the script asks for it")),
     _idle("load_from_fp32_weights", YES_NO, True, "checkpoints hold the float32 weights alone"),
     _idle("elastic_checkpoint", YES_NO, False, "every checkpoint loads at any width"),
-    _idle("sub_group_size", count(1), 1_000_000_000, "torch's optimizers step tensor by tensor, or all at once"),
+    _zero("sub_group_size", count(1), 1_000_000_000, "elements that are stepped together",
+          Case("*", {"options.offload.part_mb": _MIB}), needs=f"{_OPTIMIZER}.device=nvme"),
     _idle("round_robin_gradients", YES_NO, False, "rows of every gradient go to all ranks alike"),
     _zero("ignore_unused_parameters", YES_NO, True, "no: a parameter without a gradient is an error",
           Case("*", why="parameters that the loss does not reach are found, and their gradients are zero or absent")),
@@ -118,20 +120,22 @@ ZERO = (
     _zero("offload_optimizer.cpuadam_cores_perc", number(0.0, 1.0), 0.8, "part of the cores for the step",
           Case("*", why="OMP_NUM_THREADS, or --threads, says how many threads step"), needs=_MOVED),
     _zero("offload_param.device", _DEVICE, "none", "where parameters are kept (stage 3)",
-          Case("none", why=NOTHING), Case("nvme", why=_NVME, fix=_NVME_FIX),
-          Staged("cpu", {"offload": "all"}, stages="3"), Case("cpu", why="it counts at stage 3")),
+          Case("none", why=NOTHING), Staged("nvme", why=_AT_THREE, stages="012"),
+          Staged("cpu", {"offload": "all"}, stages="3"), Case("cpu", why=_AT_THREE)),
     _zero("offload_param.pin_memory", YES_NO, True, "copies go through page-locked memory",
           Case("*", why="FSDP2 copies through page-locked memory where there is an accelerator"), needs=_PARAM_MOVED),
-    _idle("offload_param.nvme_path", TEXT, None, _NVME),
-    _idle("offload_param.buffer_count", count(0), 5, _NVME),
-    _idle("offload_param.buffer_size", count(0), 100_000_000, _NVME),
-    _idle("offload_param.max_in_cpu", count(0), 1_000_000_000, _NVME),
+    _zero("offload_param.nvme_path", TEXT, None, "the folder of parameters, and of states, on a disk",
+          Staged("*", {"offload": _ALL_ON_DISK}, stages="3"), Staged("*", why=_AT_THREE, stages="012"),
+          needs=f"{_PARAM}.device=nvme"),
+    _idle("offload_param.buffer_count", count(0), 5, _BY_UNITS),
+    _idle("offload_param.buffer_size", count(0), 100_000_000, _BY_UNITS),
+    _idle("offload_param.max_in_cpu", count(0), 1_000_000_000, _BY_UNITS),
     _zero("cpu_offload", YES_NO, False, "the older way to say `offload_optimizer: {device: cpu}`",
           Case("false", why=NOTHING), Staged("true", {"offload": "optimizer"}, stages="123"),
           Case("true", why="it counts from stage 1 on")),
     _zero("cpu_offload_param", YES_NO, False, "the older way to say `offload_param: {device: cpu}`",
           Case("false", why=NOTHING), Staged("true", {"offload": "all"}, stages="3"),
-          Case("true", why="it counts at stage 3")),
+          Case("true", why=_AT_THREE)),
     _zero("cpu_offload_use_pin_memory", YES_NO, True, "the older way to say `pin_memory`",
           Case("*", {"options.offload.pin_memory": VALUE}), needs=f"{_IN}.cpu_offload=true"),
     gone(f"{_IN}.zenflow", SWITCH, None, "updates are not spread over steps", "leave it out"),

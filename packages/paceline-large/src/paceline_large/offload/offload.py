@@ -1,10 +1,11 @@
-"""`offload`: optimizer states stay in host memory, and the optimizer steps on the CPU; activations wait there.
+"""`offload`: optimizer states stay in host memory or on disk, and the optimizer steps on the CPU; activations wait there.
 
     forward, backward    see `activation_copies`
     step    user's hooks -> parameters and gradients (under `zero`, this rank's rows of them) are copied to the host
             -> the optimizer steps there -> parameters are copied back -> user's hooks
 
-If the device is the CPU, nothing is moved. FSDP2 itself offloads the parameters that it shards (`shard`).
+If the device is the CPU, nothing is moved, but to a disk (`states_on_disk`, `parameters_on_disk`). FSDP2 itself offloads the
+parameters that it shards to the host's memory (`shard`).
 
 Source: Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training", USENIX ATC 2021.
 """
@@ -39,12 +40,20 @@ class OffloadOptions:
 
 def moves_states(plan: Plan) -> bool:
     """Returns whether this strategy keeps the states of optimizers; FSDP2 moves them with the parameters that it divides."""
-    return plan.offloads_states and (not plan.fully_sharded or bool(plan.states_folder))
+    return plan.offloads_states and (not plan.fully_sharded or bool(plan.disk_folder))
 
 
-def states_bytes(plan: Plan, facts: ModelFacts) -> int:
-    """Returns the bytes of Adam's states of a model on each rank: two values of float32 for each trained parameter."""
-    return 8 * facts.trainable // (plan.layout.shard * plan.layout.parameter_parts)
+def parameters_on_disk(plan: Plan) -> bool:
+    """Returns whether shards of parameters are on disk."""
+    return plan.offloads_parameters and bool(plan.disk_folder)
+
+
+def disk_bytes(plan: Plan, facts: ModelFacts) -> tuple[int, int]:
+    """Returns the bytes of a model on each rank's disk: of Adam's states, two values of float32 for each trained parameter, and
+    of parameters."""
+    num_parts = plan.layout.shard * plan.layout.parameter_parts
+    parameters = facts.parameter_bytes if parameters_on_disk(plan) else 0
+    return 8 * facts.trainable // num_parts, parameters // num_parts
 
 
 class Offload(Strategy):
@@ -80,14 +89,20 @@ class Offload(Strategy):
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says what is moved, and that unsharded parameters stay on the device, also if the plan asks to offload all."""
         decisions: list[Decision] = []
-        if plan.offload.startswith("all") and not plan.fully_sharded:
+        if "all" in plan.offload.partition("=")[0] and not plan.fully_sharded:
             reason = (
                 "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
             )
             decisions.append(Decision("offload.moves", "optimizer states", "derived", reason=reason))
-        if plan.states_folder:
-            size = f"{states_bytes(plan, facts) / 2**20:.1f} MiB"
+        if plan.disk_folder:
+            states, parameters = disk_bytes(plan, facts)
+            size = f"{(states + parameters) / 2**20:.1f} MiB"
             reason = f"states of {facts.name} on each rank, with Adam; each step reads and writes them"
+            if parameters:
+                reason = (
+                    f"{parameters / 2**20:.1f} MiB of parameters of {facts.name} on each rank, which passes read too, and its "
+                    "states, with Adam; gradients wait in the host's memory"
+                )
             decisions.append(Decision("offload.disk", size, "derived", reason=reason))
         if plan.offloads_activations:
             num_blocks = max(1, len(facts.blocks))
@@ -103,6 +118,8 @@ class Offload(Strategy):
         after = before
         if moves_states(plan):
             after = replace(after, optimizer=0)
+        if parameters_on_disk(plan):
+            after = replace(after, parameters=0)
         if plan.offloads_activations:
             # `recompute`, which comes before, has counted what is kept and the block that is computed again.
             kept, again = fractions(plan, facts)

@@ -36,22 +36,27 @@ class DeviceType:
     compiles_flex: bool = False
 
 
-# "rocm" is no type of torch's: its builds for AMD call their devices cuda, and so the libraries of AMD read the same variable.
+# Where these are from (looked up on 2026-11-30):
+# - cuda: "rocm" is no type of torch's, whose builds for AMD call their devices cuda. HIP reads CUDA_VISIBLE_DEVICES, too
+#   (rocm.docs.amd.com/projects/HIP/en/latest/reference/env_variables.html).
+# - npu, xpu, mlu, sdaa, musa, hpu: what other libraries that run there set, see docs/concepts/devices.md. The backend of musa
+#   is in the README of torch_musa, that of hpu in docs.habana.ai, "Distributed Backend Initialization".
+# - tpu: torch_tpu's `common/environment.cc`: it sets TPU_VISIBLE_CHIPS itself, and of TPU_VISIBLE_DEVICES it takes a single
+#   number alone; with a list each process takes the device of its local rank, so no variable hides several.
 DEVICES = {
     "cpu": DeviceType("cpu", "CPU process", backend="gloo", is_numbered=False, has_streams=False),
     "meta": DeviceType("meta", is_numbered=False, has_streams=False),
     "cuda": DeviceType("cuda", "GPU", "CUDA_VISIBLE_DEVICES", "nccl", compiles_flex=True),
-    "rocm": DeviceType("cuda", "GPU", "CUDA_VISIBLE_DEVICES", "nccl", compiles_flex=True),
     "xpu": DeviceType("xpu", "XPU", "ZE_AFFINITY_MASK", "xccl", compiles_flex=True),
     "npu": DeviceType("npu", "NPU", "ASCEND_RT_VISIBLE_DEVICES", "hccl", "torch_npu"),
     "hpu": DeviceType("hpu", "HPU", "HABANA_VISIBLE_MODULES", "hccl", "habana_frameworks.torch"),
     "mps": DeviceType("mps", "MPS", backend="gloo", is_numbered=False, has_streams=False),
-    "tpu": DeviceType("tpu", "TPU", "TPU_VISIBLE_CHIPS", "tpu_dist", "torch_tpu"),
+    "tpu": DeviceType("tpu", "TPU", "", "tpu_dist", "torch_tpu"),
     "mlu": DeviceType("mlu", "MLU", "MLU_VISIBLE_DEVICES", "cncl", "torch_mlu"),
     "musa": DeviceType("musa", "GPU", "MUSA_VISIBLE_DEVICES", "mccl", "torch_musa"),
     "sdaa": DeviceType("sdaa", "SDAA", "SDAA_VISIBLE_DEVICES", "tccl", "torch_sdaa"),
 }
-ACCELERATORS = tuple(dict.fromkeys(row.name for row in DEVICES.values() if row.name not in ("cpu", "meta")))
+ACCELERATORS = tuple(name for name in DEVICES if name not in ("cpu", "meta"))
 
 
 def device_type(name: str) -> DeviceType:

@@ -36,7 +36,9 @@ from paceline.world.layout import AXES, DATA_AXES, Axis, given_axes, listed_axes
 # these files and never imports them.
 PRECISIONS = Registry("paceline.precisions", "precision")
 
-_OFFLOAD = r"no|optimizer|all|activations|optimizer\+activations|all\+activations|(activations\+)?optimizer=disk:.+"
+_OFFLOAD = (
+    r"no|optimizer|all|activations|optimizer\+activations|all\+activations|(activations\+)?(optimizer|all)=disk:.+"
+)
 OnHang = Literal["report", "restart", "leave"]
 
 # Other launchers count the processes of all nodes together under this name; `procs` counts those of each node.
@@ -200,12 +202,12 @@ class RunSettings:
         "no",
         matching(
             _OFFLOAD,
-            "no, optimizer, all, activations, optimizer+activations, all+activations, optimizer=disk:FOLDER or "
-            "activations+optimizer=disk:FOLDER",
-            "no|optimizer|all|activations|optimizer=disk:FOLDER",
+            "no, optimizer, all, activations, optimizer+activations, all+activations, optimizer=disk:FOLDER, "
+            "all=disk:FOLDER, or one of the last two behind activations+",
+            "no|optimizer|all|activations|optimizer=disk:FOLDER|all=disk:FOLDER",
         ),
         "Keeps in the host's memory what is not needed at the moment: optimizer states, or also parameters and gradients "
-        "(all); activations, alone or with these. Or keeps optimizer states in files.",
+        "(all); activations, alone or with these. Or keeps optimizer states, or also parameters, in files.",
         _MEMORY,
     )  # fmt: skip
     compile: bool = setting(False, YES_NO, "Compiles the repeated blocks, one by one.", _MEMORY)

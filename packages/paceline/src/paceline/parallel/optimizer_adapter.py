@@ -115,9 +115,9 @@ class OptimizerAdapter:
         self._install_step()
 
     @property
-    def steps_in_parts(self) -> bool:
-        """Whether `step_in_parts` was called, as for another model of the same optimizer."""
-        return self._parts is not None
+    def parts(self) -> Parts | None:
+        """What `step_in_parts` was called with, as for another model of the same optimizer."""
+        return self._parts
 
     def after_step(self, act: Act) -> None:
         """Calls `act` after each step, before the user's hooks."""

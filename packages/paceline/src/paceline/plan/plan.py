@@ -48,7 +48,8 @@ class Plan:
             every K-th block.
         compile: whether the repeated blocks are compiled.
         offload: what waits in the host's memory while it is not needed: "no", "optimizer", "all" or "activations", or
-            "activations" behind a + with one of the others; or "optimizer=disk:FOLDER", with "activations+" before it.
+            "activations" behind a + with one of the others; or "optimizer=disk:FOLDER" or "all=disk:FOLDER", with
+            "activations+" before it.
         open: settings that were asked to be chosen when the models are known; () once they are.
         strategies: names of the model passes, in the order in which they are applied.
         options: options of each strategy, by its name.
@@ -81,8 +82,13 @@ class Plan:
         return self.offload not in ("no", "activations")
 
     @property
-    def states_folder(self) -> str:
-        """The folder of the files in which optimizer states are kept; "" where they are in memory."""
+    def offloads_parameters(self) -> bool:
+        """Whether parameters that FSDP2 divides wait in the host's memory or on its disk. In memory it moves all or nothing."""
+        return self.fully_sharded and self.offloads_states and "optimizer=disk:" not in self.offload
+
+    @property
+    def disk_folder(self) -> str:
+        """The folder of the files in which optimizer states, and parameters, are kept; "" where they are in memory."""
         return self.offload.partition("=disk:")[2]
 
     @property

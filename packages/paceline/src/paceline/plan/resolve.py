@@ -132,7 +132,7 @@ def _sizes(settings: RunSettings, world_size: int) -> tuple[dict[str, int], dict
         rest = max(1, world_size // others)
     # A user who asks for a ZeRO stage or for offload wants the ranks to share one copy of the model. Otherwise each rank has
     # its own.
-    divides = settings.zero not in ("auto", 0) or settings.offload.startswith("all")
+    divides = settings.zero not in ("auto", 0) or "all" in settings.offload.partition("=")[0]
     takes_rest = "replicate"
     if "replicate" in given or (divides and "shard" not in given):
         takes_rest = "shard"

@@ -89,12 +89,14 @@ TABLE = {
         _row("l40s-48GB", 48, 362e12, 91e12, 0.864e12, 32e9, 25e9, float8=_ROWS),
         _row("mi250x-64GB", 64, 191e12, 48e12, 1.6e12, 100e9, 25e9),
         _row("mi300x-192GB", 192, 1307e12, 163e12, 5.3e12, 448e9, float8=_ROWS),
-        _row("gaudi2-96GB", 96, 432e12, 54e12, 2.45e12, 262e9, 37e9),
-        _row("gaudi3-128GB", 128, 1835e12, 115e12, 3.7e12, 525e9, 75e9),
-        # Google publishes no rate of float32: a product takes six passes in bf16.
+        # Intel, Hot Chips 2024: matrix rates, memory, and 24 ports of 100 and 200 Gbit/s, of which 21 stay within the host.
+        _row("gaudi2-96GB", 96, 432e12, 54e12, 2.46e12, 262e9, 37e9),
+        _row("gaudi3-128GB", 128, 1835e12, 115e12, 3.67e12, 525e9, 75e9),
+        # docs.cloud.google.com/tpu/docs/v5e, v5p, v6e; links are half of what is published for both directions. No rate of
+        # float32 is published: a product takes six passes in bf16.
         _row("v5e-16GB", 16, 197e12, 33e12, 0.819e12, 200e9, 25e9),
         _row("v5p-95GB", 95, 459e12, 76e12, 2.765e12, 600e9, 25e9),
-        _row("v6e-32GB", 32, 918e12, 153e12, 1.64e12, 448e9, 25e9),
+        _row("v6e-32GB", 32, 918e12, 153e12, 1.64e12, 400e9, 25e9),
         _row("cpu-64GB", 64, 2e12, 1e12, 50e9, 10e9, 3e9),
     )
 }

@@ -141,7 +141,7 @@ class Shard(Strategy):
             decisions.append(
                 Decision("shard.reduce_dtype", "float32", "derived", reason="sums of gradients lose nothing")
             )
-        if plan.offloads_states and not plan.states_folder:
+        if plan.offloads_parameters and not plan.disk_folder:
             text = "shards, their gradients and optimizer states wait in the host's memory; on a CPU they do already"
             decisions.append(Decision("shard.offload", "all", "derived", reason=text))
         return decisions

@@ -72,9 +72,9 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
         output = DTYPES[options.output_dtype]
     precision = MixedPrecisionPolicy(param_dtype(plan, options), reduce_dtype(plan, options), output)
     keywords: dict[str, Any] = {"mesh": mesh, "ignored_params": set(alone) or None}
-    moves_parameters = plan.offloads_states and not plan.states_folder
-    if moves_parameters and context.device.type != "cpu":
-        keywords["offload_policy"] = CPUOffloadPolicy()
+    if plan.offloads_parameters and context.device.type != "cpu":
+        # Memory that is a file cannot be page-locked.
+        keywords["offload_policy"] = CPUOffloadPolicy(pin_memory=not plan.disk_folder)
 
     # A pipeline stage lacks some of the modules.
     present: dict[str, Any] = dict(model.named_modules())
@@ -119,7 +119,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
             unit.set_modules_to_forward_prefetch(following)
             unit.set_modules_to_backward_prefetch(previous[::-1])
     applied = DividedUnits(model, context, alone, keeps=reshard is False)
-    applied.parameters_on_host = moves_parameters
+    applied.parameters_on_host = plan.offloads_parameters
     # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
     collectives = context.collectives if plan.layout.pp == 1 else None
     with_statements = transport_of(group, context.device).is_pairwise or context.collectives.debug
