@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from paceline.base.errors import Problem
 from paceline.parallel.strategy import Averaging, Strategy
 from paceline.plan.cost import Bytes
-from paceline.plan.facts import ModelFacts
+from paceline.plan.facts import BALANCE, ModelFacts
 from paceline.plan.fqn import listed
 from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
@@ -85,7 +85,7 @@ class ExpertParallel(Strategy):
                 f"{', '.join(limited)}: each rank drops tokens by its own samples, and results depend on their number"
             )
             decisions.append(Decision("experts.capacity", "of each rank", "derived", reason=reason))
-        if facts.auxiliary_loss:
+        if facts.auxiliary_loss and not any(BALANCE in kind for _, kind in facts.batch_layers):
             reason = (
                 f"{facts.auxiliary_loss}: the loss that balances experts is a product of two means. Each rank computes it over "
                 "its own tokens, and the mean over ranks is not quite that of the whole batch. Computed in the loop, from "

@@ -59,7 +59,7 @@ STRATEGIES = Registry("paceline.strategies", "strategy")
 # What a plan must have for a strategy to be of use: several ranks along one of these axes, or a value of one of these fields
 # that is not the default. Most plans use few strategies, and import no others. A strategy that is not listed is always asked.
 _OF_USE: dict[str, tuple[str, ...]] = {
-    "batch_layers": DATA_AXES,
+    "batch_layers": GRADIENT_AXES,
     "batch_norm": tuple(AXES),
     "compile": ("compile",),
     "context": ("cp",),

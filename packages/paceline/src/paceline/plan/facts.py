@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from inspect import unwrap
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from paceline.plan.experts import Experts
 
 # In names of attributes that count heads, or query heads for each key-value head, or features.
+# The function of transformers for the loss that balances experts.
+BALANCE = "load_balancing_loss_func"
+
 _NUMBERS = ("head", "n_rep", "group", "per_kv", "dim", "size", "embd", "width", "model")
 
 
@@ -77,7 +81,8 @@ class ModelFacts:
         buffers: number of buffers.
         batch_norms: names of the modules that keep batch statistics of their own.
         batch_layers: name and kind of other modules whose training pass depends on the whole batch, or changes them by it:
-            embeddings with `max_norm` or `scale_grad_by_freq`, instance norms with running statistics.
+            embeddings with `max_norm` or `scale_grad_by_freq`, instance norms with running statistics, and models that
+            add a loss which balances their experts.
         spectral_norms: names of the modules in which each forward pass in training makes a step towards a spectral norm.
         random_layers: name and kind of the modules that say of themselves that they draw random numbers in training.
         sparse: whether some gradient is sparse.
@@ -297,7 +302,19 @@ def _seen_of_batch(module: torch.nn.Module) -> str:
             return "scale_grad_by_freq"
     elif "_InstanceNorm" in classes and getattr(module, "running_mean", None) is not None:
         return "track_running_stats"
+    elif _balances_experts(module):
+        return BALANCE
     return ""
+
+
+def _balances_experts(module: torch.nn.Module) -> bool:
+    """Whether the forward of a module calls the function by which transformers balances experts, or one of that form."""
+    function = unwrap(type(module).forward)
+    if BALANCE not in getattr(getattr(function, "__code__", None), "co_names", ()):
+        return False
+    called = getattr(function, "__globals__", {}).get(BALANCE)
+    arguments = getattr(getattr(called, "__code__", None), "co_varnames", ())
+    return tuple(arguments[:4]) == ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 def _randomness(module: torch.nn.Module) -> str:
