@@ -282,6 +282,18 @@ def test_evaluation_whole_parameters_and_what_is_refused() -> None:
         assert refusal(error) == "experts-balance"
         names["load_balancing_loss_func"] = known
 
+        # A list is declared by the option.
+        options = {"experts": {"modules": "*parts"}}
+        accelerator = Accelerator(cpu=True, plan={"ep": 2}, options=options)
+        layer = Unroutable(lambda layer, x: layer.parts[0](x) + layer.parts[1](x))
+        layer.parts = layer.experts
+        del layer.experts
+        wanted = layer(torch.ones(3, 4))
+        layer = accelerator.prepare(layer)
+        assert is_sharded(layer.parts[0].weight)
+        torch.testing.assert_close(layer(torch.ones(3, 4)), wanted)
+        accelerator = Accelerator(cpu=True, plan={"ep": 2})
+
         calls = {
             "keyword": lambda layer, x: layer.experts[0](input=x),
             "other tokens": lambda layer, x: layer.experts[layer.runs % 2](x),

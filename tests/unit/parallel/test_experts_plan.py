@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from parity_models import Experts, Mixture
+from parity_models import Experts, ListedExperts, Mixture
 from torch import nn
 
 from paceline.plan.cost import Bytes
@@ -136,11 +136,16 @@ def test_other_problems():
 
 
 def test_the_option_names_some_of_them():
-    facts = model_facts(Mixture())
-    some = Plan(Layout(ep=2), options={"experts": {"modules": "blocks.1.*"}})
-    assert [row.name for row in STRATEGY.chosen(some, facts)] == ["blocks.1.experts"]
-    none = Plan(Layout(ep=2), options={"experts": {"modules": "layers.*"}})
-    assert codes(Mixture(), none) == ["experts-none"]
+    assert [row.name for row in find_experts(Mixture(), ["blocks.1.*"])] == ["blocks.1.experts"]
+    assert find_experts(Mixture(), ["layers.*"]) == ()
+    # A list whose name does not say so is declared.
+    model = nn.Module()
+    model.moe = ListedExperts(4, 2)
+    model.moe.parts = model.moe.experts
+    del model.moe.experts
+    assert find_experts(model) == ()
+    (row,) = find_experts(model, ["*.parts"])
+    assert (row.name, row.number, row.caller, row.problem) == ("moe.parts", 2, "moe", "")
 
 
 def test_memory_counts_the_experts_of_one_rank():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from inspect import unwrap
 from math import prod
@@ -145,8 +145,13 @@ class ModelFacts:
         return elements
 
 
-def model_facts(model: torch.nn.Module) -> ModelFacts:
-    """Reads the facts of a model; changes nothing and computes nothing on its device."""
+def model_facts(model: torch.nn.Module, experts: Sequence[str] = ()) -> ModelFacts:
+    """Reads the facts of a model; changes nothing and computes nothing on its device.
+
+    Args:
+        model: whose facts are read.
+        experts: name patterns of the modules that hold experts; empty for all that are found.
+    """
     from paceline.torch_internals.modules import iterates
 
     # A tied parameter stands under several names, and counts once, under the first.
@@ -239,7 +244,7 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         tensor_plan=_tensor_plan(model),
         hooked=tuple(hooked),
         lazy=tuple(lazy),
-        experts=_experts(model),
+        experts=_experts(model, experts),
         auxiliary_loss=_auxiliary_loss(model),
     )
 
@@ -393,14 +398,14 @@ def _tensor_plan(model: torch.nn.Module) -> tuple[tuple[str, str], ...]:
     return tuple((str(pattern), str(style)) for pattern, style in own.items())
 
 
-def _experts(model: torch.nn.Module) -> tuple[Experts, ...]:
+def _experts(model: torch.nn.Module, patterns: Sequence[str]) -> tuple[Experts, ...]:
     """The experts of a model. How they are found is a subject of its own, which most models do not load."""
-    may_be = any("expert" in name.lower() for name, _ in model.named_modules())
+    may_be = bool(patterns) or any("expert" in name.lower() for name, _ in model.named_modules())
     if not may_be and not any(parameter.dim() == 3 for parameter in model.parameters() if not _is_lazy(parameter)):
         return ()
     from paceline.plan.experts import find_experts
 
-    return find_experts(model)
+    return find_experts(model, patterns)
 
 
 def _auxiliary_loss(model: torch.nn.Module) -> str:
