@@ -5,11 +5,11 @@ import torch
 from parity_models import Experts, ListedExperts, Mixture
 from torch import nn
 
+from paceline.parallel.data import balance
 from paceline.plan.cost import Bytes
 from paceline.plan.experts import find_experts
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan
-from paceline.parallel.data import balance
 from paceline.world.layout import Layout
 from paceline_large.experts.experts import STRATEGY
 from paceline_large.pipeline.pipeline import STRATEGY as PIPELINE

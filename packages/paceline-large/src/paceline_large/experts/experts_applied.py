@@ -22,7 +22,6 @@ from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded
-from paceline_large.experts.experts import STRATEGY
 from paceline_large.experts.listed import ListedExperts
 from paceline_large.experts.travel import ExpertRanks
 

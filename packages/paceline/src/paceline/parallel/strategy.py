@@ -46,7 +46,7 @@ from paceline.plan.options import NoOptions, read
 from paceline.plan.plan import Decision, Plan
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
-from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES
+from paceline.world.layout import AXES, GRADIENT_AXES
 from paceline.world.mesh import Mesh
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.runtime import Runtime

@@ -32,7 +32,7 @@ class Experts:
         caller: of a list, the name of the module whose forward calls the experts.
         problem: what keeps their tokens from being sent to other ranks; "" if nothing does.
         capacity: the attribute by which the layer limits the tokens of an expert, with its value; "" without one.
-        says_so: whether the structure of the module or a name says that these are experts. Other lists are declared by an option.
+        says_so: whether the structure of the module or a name says that these are experts. An option declares others.
     """
 
     name: str

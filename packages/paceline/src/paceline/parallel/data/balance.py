@@ -34,7 +34,8 @@ def balanced_forward(self: nn.Module, original: Callable[..., Any], *args: objec
     peers: BatchPeers | None = getattr(self, PEERS)
     if peers is None or peers.paused or peers.ranks == 1 or not self.training:
         return original(*args, **kwargs)
-    names = unwrap(type(self).forward).__globals__
+    function: Any = unwrap(type(self).forward)
+    names = function.__globals__
     own = names[BALANCE]
 
     def balance(
@@ -59,7 +60,7 @@ def balanced_forward(self: nn.Module, original: Callable[..., Any], *args: objec
 
 
 def _sums(gate_logits: tuple[Tensor, ...], num_experts: int, top_k: int, attention_mask: Tensor | None) -> Tensor:
-    """Returns what this rank adds. Shape: logits each [T, E], mask [B, S], B * S = T; returns [2 E + 1]: chosen, shares, rows."""
+    """Returns what this rank adds: chosen, shares and rows. Shape: logits each [T, E], mask [B, S], B S = T; [2 E + 1]."""
     device = gate_logits[0].device
     sums = torch.zeros(2 * num_experts + 1, device=device)
     for logits in gate_logits:
