@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -205,26 +206,32 @@ class Unroutable(nn.Module):
         return self.call(self, x)
 
 
-def router_gradients(
-    model: nn.Module, tokens: torch.Tensor, backward: Callable[[torch.Tensor], None]
-) -> list[torch.Tensor]:
-    """Gradients of routers by a loss that balances experts, a product of two means over the tokens of all ranks."""
-    logits: list[torch.Tensor] = []
-    with ExitStack() as stack:
-        for name, module in model.named_modules():
-            if name.endswith("gate"):
-                hook = module.register_forward_hook(lambda _, inputs, output: logits.append(output))
+def load_balancing_loss_func(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+    """Has the name and the arguments of the function of transformers."""
+    shares = torch.cat(gate_logits).softmax(-1)
+    chosen = nn.functional.one_hot(shares.topk(top_k).indices, num_experts).float().sum(1)
+    return num_experts * (chosen.mean(0) * shares.mean(0)).sum()
+
+
+class Balanced(Mixture):
+    """Returns the loss that balances its experts."""
+
+    def forward(self, x):
+        logits: list[torch.Tensor] = []
+        with ExitStack() as stack:
+            for block in self.blocks:
+                hook = block.gate.register_forward_hook(lambda _, inputs, output: logits.append(output))
                 stack.callback(hook.remove)
-        model(tokens)
-    backward(torch.stack([each.view(len(tokens), -1) for each in logits], 1))
+            super().forward(x)
+        return load_balancing_loss_func(tuple(logits), 4, 2)
+
+
+def router_gradients(
+    model: nn.Module, loss: torch.Tensor, backward: Callable[[torch.Tensor], None]
+) -> list[torch.Tensor]:
+    model.zero_grad()
+    backward(loss)
     return [whole(parameter.grad) for name, parameter in model.named_parameters() if ".gate." in name]
-
-
-def balance(logits: torch.Tensor) -> torch.Tensor:
-    """Shape: logits [samples, layers, positions x experts]."""
-    shares = logits.unflatten(2, (-1, 4)).softmax(-1)
-    chosen = nn.functional.one_hot(shares.argmax(-1), 4).float()
-    return (chosen.mean((0, 1, 2)) * shares.mean((0, 1, 2))).sum()
 
 
 def test_evaluation_whole_parameters_and_what_is_refused() -> None:
@@ -249,18 +256,43 @@ def test_evaluation_whole_parameters_and_what_is_refused() -> None:
                 pass
             assert refusal(error) == "experts-uneven"
 
-        # A loss that is no mean over samples is exact if it is made of the rows of all ranks.
+        # A product of two means over tokens is that of the whole batch, also if one of the ranks has no sample.
+        torch.manual_seed(7)
+        single = Balanced()
+        accelerator = Accelerator(cpu=True, plan={"ep": 2}, split_batches=True)
+        model, loader = accelerator.prepare(deepcopy(single), DataLoader(TensorDataset(data()[:5][0]), 4))
+        for (rows,), whole_batch in zip(loader, (data()[:4][0], data()[4:5][0]), strict=True):
+            got = router_gradients(model, model(rows), accelerator.backward)
+            wanted = router_gradients(single, single(whole_batch), torch.Tensor.backward)
+            torch.testing.assert_close(got, wanted, atol=CLOSE, rtol=0)
+        # Parts of sequences are filled up.
+        accelerator = Accelerator(cpu=True, plan={"cp": 2})
+        model = accelerator.prepare(deepcopy(single))
+        with pytest.raises(TrainError) as error:
+            model(data()[:2][0])
+        assert refusal(error) == "experts-sequence"
+        # A loss of another form under this name.
         accelerator = Accelerator(cpu=True, plan={"ep": 2})
-        torch.manual_seed(7)
-        model = accelerator.prepare(Mixture())
-        rows = data()[:5][0]
-        own = rows[:3] if accelerator.is_main_process else rows[3:]
-        torch.manual_seed(7)
-        wanted = router_gradients(Mixture(), rows, lambda logits: balance(logits).backward())
-        got = router_gradients(
-            model, own, lambda logits: accelerator.backward(balance(accelerator.gather(logits, with_gradient=True)))
-        )
-        torch.testing.assert_close(got, wanted, atol=CLOSE, rtol=0)
+        model = accelerator.prepare(deepcopy(single))
+        names = Balanced.forward.__globals__
+        known = names["load_balancing_loss_func"]
+        names["load_balancing_loss_func"] = lambda *args: 2 * known(*args)
+        with pytest.raises(TrainError) as error:
+            model(data()[:2][0])
+        assert refusal(error) == "experts-balance"
+        names["load_balancing_loss_func"] = known
+
+        # A list is declared by the option.
+        options = {"experts": {"modules": "*parts"}}
+        accelerator = Accelerator(cpu=True, plan={"ep": 2}, options=options)
+        layer = Unroutable(lambda layer, x: layer.parts[0](x) + layer.parts[1](x))
+        layer.parts = layer.experts
+        del layer.experts
+        wanted = layer(torch.ones(3, 4))
+        layer = accelerator.prepare(layer)
+        assert is_sharded(layer.parts[0].weight)
+        torch.testing.assert_close(layer(torch.ones(3, 4)), wanted)
+        accelerator = Accelerator(cpu=True, plan={"ep": 2})
 
         calls = {
             "keyword": lambda layer, x: layer.experts[0](input=x),

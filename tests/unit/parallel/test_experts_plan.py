@@ -2,15 +2,17 @@
 
 import pytest
 import torch
-from parity_models import Experts, Mixture
+from parity_models import Experts, ListedExperts, Mixture
 from torch import nn
 
+from paceline.parallel.data import balance
 from paceline.plan.cost import Bytes
 from paceline.plan.experts import find_experts
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan
 from paceline.world.layout import Layout
 from paceline_large.experts.experts import STRATEGY
+from paceline_large.pipeline.pipeline import STRATEGY as PIPELINE
 
 
 class Stacked(nn.Module):
@@ -134,11 +136,16 @@ def test_other_problems():
 
 
 def test_the_option_names_some_of_them():
-    facts = model_facts(Mixture())
-    some = Plan(Layout(ep=2), options={"experts": {"modules": "blocks.1.*"}})
-    assert [row.name for row in STRATEGY.chosen(some, facts)] == ["blocks.1.experts"]
-    none = Plan(Layout(ep=2), options={"experts": {"modules": "layers.*"}})
-    assert codes(Mixture(), none) == ["experts-none"]
+    assert [row.name for row in find_experts(Mixture(), ["blocks.1.*"])] == ["blocks.1.experts"]
+    assert find_experts(Mixture(), ["layers.*"]) == ()
+    # A list whose name does not say so is declared.
+    model = nn.Module()
+    model.moe = ListedExperts(4, 2)
+    model.moe.parts = model.moe.experts
+    del model.moe.experts
+    assert find_experts(model) == ()
+    (row,) = find_experts(model, ["*.parts"])
+    assert (row.name, row.number, row.caller, row.problem) == ("moe.parts", 2, "moe", "")
 
 
 def test_memory_counts_the_experts_of_one_rank():
@@ -159,3 +166,22 @@ def test_what_depends_on_the_division_is_named():
     assert list(decisions) == ["experts.layers", "experts.capacity", "experts.auxiliary_loss"]
     assert "capacity_factor=1.25" in decisions["experts.capacity"].reason
     assert "router_aux_loss_coef=0.01" in decisions["experts.auxiliary_loss"].reason
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_loss_of_transformers_is_known(masked):
+    from transformers import MixtralConfig, MixtralForCausalLM
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+    config = MixtralConfig(
+        vocab_size=8, hidden_size=8, intermediate_size=8, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
+    )  # fmt: skip
+    facts = model_facts(MixtralForCausalLM(config))
+    assert [kind.split()[1] for _, kind in facts.batch_layers] == ["load_balancing_loss_func"]
+    assert [row.field for row in STRATEGY.decide(Plan(Layout(ep=2)), facts)] == ["experts.layers"]
+    assert "pipeline-balance" in {problem.code for problem in PIPELINE.check(Plan(Layout(pp=2)), facts)}
+    logits = (torch.randn(6, 4), torch.randn(6, 4))
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]]) if masked else None
+    ours = balance._loss(balance._sums(logits, 4, 2, mask))
+    torch.testing.assert_close(ours, load_balancing_loss_func(logits, 4, 2, mask))

@@ -172,9 +172,13 @@ def test_a_models_own_plan():
     found = division(model)
     assert found.source == "model" and found.styles["blocks.1.mlp.fc1"] == "colwise"
     assert found.styles["tok"] == "vocabulary"  # it shares the head's weight
-    model.tp_plan |= {"blocks.*.attn": "mla_kv_a_proj"}
+    # A latent attention stays whole.
+    model.tp_plan |= {"blocks.*.attn.out": "rowwise", "blocks.*.attn.kv": "mla_kv_a_proj"}
+    latent = division(model)
+    assert latent.styles == found.styles and "blocks.*.attn" in latent.whole
+    model.tp_plan |= {"blocks.*.attn": "embedding_colwise"}
     (problem,) = problems(model)
-    assert problem.code == "tensor-style" and "mla_kv_a_proj" in problem.what
+    assert problem.code == "tensor-style" and "embedding_colwise" in problem.what
 
 
 def test_a_table_wins():

@@ -45,8 +45,8 @@ def test_seconds_are_amounts_by_rates():
     assert seconds(0, 0) == 0
     assert seconds(0, 5000) == 2500
     assert seconds(60_000, 6, is_attention=True, calibration=replace(CALIBRATION, attention=0.5)) == 4000
-    fused = replace(CALIBRATION, fused=0.5)
-    assert (seconds(0, 5000, calibration=fused), seconds(60_000, 6, calibration=fused)) == (1250, 2000)
+    joined = replace(CALIBRATION, joined=0.5)
+    assert seconds(0, 7000, calibration=joined, joined_bytes=3000) == 2500
     assert CALIBRATION.optimizer_seconds(8) == 2
     assert replace(CALIBRATION, optimizer=0.0).optimizer_seconds(5000) == 2500
     assert CALIBRATION.links["allreduce"].seconds(200, calls=3) == 2.75

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from parity_models import Mixture
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from paceline import Accelerator
@@ -28,7 +28,7 @@ def operations_of_prepare(plan: dict[str, int], ranks: int, file: Path) -> int:
     """Returns how many operations rank 0 of `ranks` carries out in `prepare`, of a rehearsal that does no more."""
 
     def work() -> None:
-        model = nn.Sequential(nn.Linear(8, 20), nn.Linear(20, 8))
+        model = Mixture()
         accelerator = Accelerator(plan=plan)
         with OperationCount() as count:
             accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
@@ -38,8 +38,20 @@ def operations_of_prepare(plan: dict[str, int], ranks: int, file: Path) -> int:
     return int(file.read_text())
 
 
-@pytest.mark.parametrize("axis", ["shard", "replicate"])
-def test_prepare_takes_as_many_operations_on_few_ranks_as_on_many(axis: str, tmp_path: Path) -> None:
-    few = operations_of_prepare({axis: 8}, 8, tmp_path / "few")
-    many = operations_of_prepare({axis: 256}, 256, tmp_path / "many")
-    assert many == few > 0
+@pytest.mark.parametrize(
+    "few, many",
+    [
+        ({"shard": 8}, {"shard": 256}),
+        ({"replicate": 8}, {"replicate": 256}),
+        ({"replicate": 2, "shard": 4}, {"replicate": 32, "shard": 8}),
+        ({"tp": 2, "replicate": 4}, {"tp": 2, "replicate": 128}),
+        ({"cp": 2, "ep": 2, "shard": 2}, {"cp": 2, "ep": 2, "shard": 64}),
+    ],
+    ids=lambda plan: "-".join(plan),
+)
+def test_prepare_takes_as_many_operations_on_few_ranks_as_on_many(
+    few: dict[str, int], many: dict[str, int], tmp_path: Path
+) -> None:
+    of_few = operations_of_prepare(few, 8, tmp_path / "few")
+    of_many = operations_of_prepare(many, 256, tmp_path / "many")
+    assert of_many == of_few > 0

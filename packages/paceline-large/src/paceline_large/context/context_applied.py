@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextvars
 from collections.abc import Callable
 from copy import copy, deepcopy
 from dataclasses import replace
@@ -203,7 +204,8 @@ class _BlockSpan:
         assert region is not None
         if number in self.untried and self.sample is not None:
             self.untried.discard(number)
-            try_block(call, self.sample, region, sizes, number)
+            # In a context without variables, in which transformers keeps what it records of a pass, such as router logits.
+            contextvars.Context().run(try_block, call, self.sample, region, sizes, number)
 
         def part(tensor: Tensor, name: str, hidden: bool) -> Tensor:
             if hidden:

@@ -15,19 +15,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import TYPE_CHECKING
 
 from paceline.base.errors import Problem
 from paceline.parallel.strategy import Averaging, Strategy
 from paceline.plan.cost import Bytes
-from paceline.plan.facts import ModelFacts
+from paceline.plan.facts import BALANCE, ModelFacts
 from paceline.plan.fqn import listed
-from paceline.plan.options import names_of, option
+from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
-
-if TYPE_CHECKING:
-    from paceline.plan.experts import Experts
 
 
 @dataclass(frozen=True)
@@ -37,8 +32,8 @@ class ExpertOptions:
     modules: str | Sequence[str] = option(
         (),
         None,
-        "Name patterns of the modules whose weights are stacked experts; empty: found by their structure. Each has a forward "
-        "of tokens, chosen experts and their weights.",
+        "Name patterns of the modules that hold experts; empty: those found by their structure and their names. A pattern that "
+        "matches none of these declares a list of modules.",
     )
 
 
@@ -58,23 +53,16 @@ class ExpertParallel(Strategy):
         result="the mean of the rank's own experts, a DTensor; the other axes are left to `replicate` or `shard`",
     )
 
-    def chosen(self, plan: Plan, facts: ModelFacts) -> tuple[Experts, ...]:
-        """Returns the experts that are divided: those that the option names, or all that were found."""
-        patterns = names_of(self.options(plan).modules)
-        if not patterns:
-            return facts.experts
-        return tuple(row for row in facts.experts if any(fnmatchcase(row.name, pattern) for pattern in patterns))
-
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """Refuses models without experts, numbers that do not divide, code that cannot send tokens, and other axes."""
         # A plan without ep does not load it.
         from paceline_large.experts.problems import problems_of
 
-        return problems_of(plan, facts, self.chosen(plan, facts))
+        return problems_of(plan, facts)
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Says which experts are divided, and what in the model depends on how a batch is divided over ranks."""
-        experts = self.chosen(plan, facts)
+        experts = facts.experts
         ep = plan.layout.ep
         number = experts[0].number
         reason = f"{len(experts)} layers of {facts.name} with {number} experts, {number // ep} on each rank"
@@ -85,7 +73,7 @@ class ExpertParallel(Strategy):
                 f"{', '.join(limited)}: each rank drops tokens by its own samples, and results depend on their number"
             )
             decisions.append(Decision("experts.capacity", "of each rank", "derived", reason=reason))
-        if facts.auxiliary_loss:
+        if facts.auxiliary_loss and not any(BALANCE in kind for _, kind in facts.batch_layers):
             reason = (
                 f"{facts.auxiliary_loss}: the loss that balances experts is a product of two means. Each rank computes it over "
                 "its own tokens, and the mean over ranks is not quite that of the whole batch. Computed in the loop, from "
@@ -96,7 +84,7 @@ class ExpertParallel(Strategy):
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Counts the experts of one rank. What is sent depends on the tokens of a batch, and is not counted."""
-        return before.with_divided(facts.elements_of(self.chosen(plan, facts)), facts, plan.layout.ep)
+        return before.with_divided(facts.elements_of(facts.experts), facts, plan.layout.ep)
 
 
 STRATEGY = ExpertParallel()

@@ -22,7 +22,6 @@ from paceline.plan.plan import Decision, Plan
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded
-from paceline_large.experts.experts import STRATEGY
 from paceline_large.experts.listed import ListedExperts
 from paceline_large.experts.travel import ExpertRanks
 
@@ -32,7 +31,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     mesh = context.mesh.along("ep")
     group = context.mesh.layers_group("ep")
     present = dict(model.named_modules())  # a pipeline stage lacks some
-    for row in STRATEGY.chosen(context.plan, context.facts):
+    for row in context.facts.experts:
         if row.name not in present:
             continue
         module = present[row.name]

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import Context
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,7 +73,8 @@ class ListedExperts:
             return original(*args, **kwargs)
         noted = _Calls()
         with self._answering(noted), _without_traces(layer, tensors((args, kwargs))):
-            original(*args, **kwargs)
+            # In a context without variables, in which transformers keeps what it records of a pass, such as router logits.
+            Context().run(original, *args, **kwargs)
         # Some of the layer's input without a row, so that this rank takes part in both passes without a call, too.
         first = next(tensor for tensor in tensors((args, kwargs)) if tensor.is_floating_point())
         results = self._computed(experts, noted, first.reshape(-1, first.shape[-1])[:0])

@@ -12,8 +12,9 @@ from paceline.plan.plan import Plan
 from paceline.plan.rules import origin
 
 
-def problems_of(plan: Plan, facts: ModelFacts, experts: Sequence[Experts]) -> list[Problem]:
-    """Returns the problems of dividing these experts of a model over the `ep` axis."""
+def problems_of(plan: Plan, facts: ModelFacts) -> list[Problem]:
+    """Returns the problems of dividing the experts of a model over the `ep` axis."""
+    experts = facts.experts
     problems = []
     if not experts:
         problems.append(

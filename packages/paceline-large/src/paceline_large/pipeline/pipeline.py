@@ -19,10 +19,11 @@ from paceline.base.errors import Problem
 from paceline.config.kinds import one_of, whole
 from paceline.parallel.strategy import Averaging, Strategy
 from paceline.plan.cost import Bytes
-from paceline.plan.facts import ModelFacts
+from paceline.plan.facts import BALANCE, ModelFacts
 from paceline.plan.fqn import inside, listed
 from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
+from paceline.plan.rules import origin
 from paceline_large.pipeline.split import SCHEDULES, balanced, chain, even, loads, matching, rank_of
 from paceline_large.pipeline.timetable import PipelineTimetable
 
@@ -80,7 +81,7 @@ class Pipeline(Strategy):
             return problems
         count = plan.layout.pp * per_rank(options)
         blocks = chain(facts, names_of(options.blocks), count)
-        problems = _block_problems(options, facts, blocks, count)
+        problems = [*_block_problems(options, facts, blocks, count), *_balance_problems(plan, facts)]
         return problems or _split_problems(options, facts, blocks, count)
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
@@ -107,7 +108,8 @@ class Pipeline(Strategy):
             Decision("pipeline.schedule", schedule.name, "derived", _where(plan, "schedule"), waits),
             Decision("pipeline.split", " | ".join(parts), "derived", _where(plan, "split"), split),
         ]
-        layers = [*facts.batch_norms, *(name for name, _ in facts.batch_layers), *facts.spectral_norms]
+        batch_layers = [name for name, kind in facts.batch_layers if BALANCE not in kind]
+        layers = [*facts.batch_norms, *batch_layers, *facts.spectral_norms]
         if layers:
             reason = (
                 "statistics, frequencies and steps to a spectral norm are those of each micro-batch: other numbers than one "
@@ -236,6 +238,21 @@ def _schedule_problems(options: PipelineOptions, ranks: int) -> list[Problem]:
             )
         )
     return problems
+
+
+def _balance_problems(plan: Plan, facts: ModelFacts) -> list[Problem]:
+    """Refuses a loss over the routers of all blocks, of which a stage has some."""
+    if not facts.auxiliary_loss:
+        return []
+    return [
+        Problem(
+            "pipeline-balance",
+            f"{facts.name} adds a loss over the routers of all its blocks.",
+            why=f"{origin(plan, 'pp')}, so each stage has the routers of its own blocks alone; {facts.auxiliary_loss} and "
+            "output_router_logits=True in the model's config",
+            fix="set `model.config.output_router_logits = False`, or pp to 1",
+        )
+    ]
 
 
 def _block_problems(options: PipelineOptions, facts: ModelFacts, blocks: Sequence[str], stages: int) -> list[Problem]:

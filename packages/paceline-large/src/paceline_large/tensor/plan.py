@@ -61,6 +61,8 @@ OWN_STYLES = {
     "packed_rowwise": "replicated",
     "moe_tp_experts": "replicated",
 }
+# The layer of a latent attention whose output all heads read: one part of its gradient is whole on each rank, the other is not.
+_LATENT = "mla_kv_a_proj"
 _EXAMPLE = 'options={"tensor": {"plan": {"*.fc1": "colwise", "*.fc2": "rowwise"}}}'
 
 
@@ -113,8 +115,7 @@ def _divide(
             rules = table
         else:
             source = "model"
-            # An unknown style keeps its name, for the error.
-            rules = tuple((pattern, OWN_STYLES.get(style, style)) for pattern, style in facts.tensor_plan)
+            rules = _own_rules(facts, whole)
         problems += _unknown_styles(rules, source, facts)
         styles = _matched(rules, facts, source, problems)
         groups = _grouped(styles, facts, source, problems)
@@ -190,6 +191,17 @@ def _block_of(name: str, facts: ModelFacts) -> str:
 
 
 # -- a table, the user's or the model's ---------------------------------------------------------------------------
+
+
+def _own_rules(facts: ModelFacts, whole: dict[str, str]) -> tuple[tuple[str, str], ...]:
+    """Returns the model's own plan in our styles, without attentions that are left whole, which `whole` gets."""
+    latent = {parent(pattern) for pattern, style in facts.tensor_plan if style == _LATENT}
+    for module in latent:
+        whole[module] = "all heads read the latents and the rotary keys that one layer computes"
+    # An unknown style keeps its name, for the error.
+    return tuple(
+        (pattern, OWN_STYLES.get(style, style)) for pattern, style in facts.tensor_plan if parent(pattern) not in latent
+    )
 
 
 def _unknown_styles(rules: Iterable[tuple[str, Any]], source: str, facts: ModelFacts) -> list[Problem]:

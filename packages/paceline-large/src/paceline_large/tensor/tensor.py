@@ -32,9 +32,7 @@ def experts_over_ep(plan: Plan, facts: ModelFacts) -> list[str]:
     """Returns the FQNs of the experts that `ep` divides. Ranks along `tp` hold the same ones, whole."""
     if plan.layout.ep == 1:
         return []
-    from paceline_large.experts.experts import STRATEGY as EXPERTS
-
-    return [row.name for row in EXPERTS.chosen(plan, facts)]
+    return [row.name for row in facts.experts]
 
 
 def division_of(plan: Plan, facts: ModelFacts, options: TensorOptions) -> LayerDivision:

@@ -107,8 +107,7 @@ class Calibration:
         attention: the rate of attention kernels, as a share of that of other products.
         prefetches: whether divided parameters travel while blocks compute, as FSDP2 sends them on accelerators; over gloo it
             waits for them.
-        fused: the share of the bytes of other operations than products that is still moved; below 1 where a compiler joins
-            these operations.
+        joined: the share of what a compiler could join of the operations between products that it does join; 0 without one.
         missing: what could not be measured, and why.
         noise: by which share a probe took longer in the middle round than in the fastest one; half of the probes were worse.
     """
@@ -125,7 +124,7 @@ class Calibration:
     alone: float = 1.0
     attention: float = 1.0
     prefetches: bool = False
-    fused: float = 1.0
+    joined: float = 0.0
     missing: tuple[str, ...] = ()
     noise: float = 0.0
 
@@ -134,9 +133,10 @@ class Calibration:
 
         A dtype without a measurement uses the rate of float32.
         """
-        moving = computation.bytes / rate_at(self.memory, computation.bytes) if computation.bytes else 0.0
+        count = round(computation.bytes + self.joined * (computation.joined_bytes - computation.bytes))
+        moving = count / rate_at(self.memory, count) if count else 0.0
         if not computation.flops:
-            return self.fused * moving
+            return moving
         curve = self.matrix.get(computation.dtype) or self.matrix["float32"]
         # By arithmetic intensity, in FLOP for each byte that is moved.
         rate = rate_at(curve, computation.flops / max(1, computation.bytes))

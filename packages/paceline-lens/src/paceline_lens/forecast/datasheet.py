@@ -24,22 +24,26 @@ class Efficiency:
         attention: the rate of attention kernels, as a share of that of products.
         memory: of its memory's bytes/s, in operations that compute little.
         links: of the bytes/s of its links, in large messages.
+        joined: under torch.compile, the share of what can be joined of operations that is joined.
         hidden: the share of communication that is hidden by computing, where it may travel beside it.
-        fused: under torch.compile, the share of bytes that operations other than products still move.
     """
 
     products: float
     attention: float
     memory: float
     links: float
+    joined: float
     hidden: float
-    fused: float
 
 
-SLOW = Efficiency(products=0.60, attention=0.6, memory=0.70, links=0.6, hidden=0.8, fused=0.7)
-FAST = Efficiency(products=0.75, attention=0.7, memory=0.85, links=0.8, hidden=1.0, fused=0.5)
+SLOW = Efficiency(products=0.60, attention=0.6, memory=0.70, links=0.6, joined=0.7, hidden=0.8)
+FAST = Efficiency(products=0.75, attention=0.7, memory=0.85, links=0.8, joined=1.0, hidden=1.0)
 
-_HALF_OR_LESS = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2")
+_HALF = ("bfloat16", "float16")
+_FLOAT8 = ("float8_e4m3fn", "float8_e5m2")
+_FLOAT8_RATE = (
+    2.0  # times that of half precision, in datasheets; the scaling of tensors is counted as the bytes that it moves
+)
 _LATENCY_S = 30e-6  # of a collective
 _KERNEL_S = 3e-6  # of an operation that has next to nothing to compute, on a device that never waits for the host
 
@@ -52,13 +56,16 @@ def calibration_of(device: Device, efficiency: Efficiency, plan: Plan) -> Calibr
         efficiency: `SLOW` or `FAST`.
         plan: its precision, and whether `torch.compile` compiles the model.
     """
-    half_rate = device.rate(plan) if plan.half else device.half
-    half = ((1.0, half_rate * efficiency.products),)
+    half = ((1.0, device.half * efficiency.products),)
+    float8 = half
+    # An emulated recipe computes in half precision.
+    if plan.options.get("fp8", {}).get("recipe", "rowwise_with_gw_hp") in device.float8:
+        float8 = ((1.0, device.half * _FLOAT8_RATE * efficiency.products),)
     single = ((1.0, device.single * efficiency.products),)
     return Calibration(
         Machine("", device.name, "", 0, 0),
         measured=0.0,
-        matrix={"float32": single, **dict.fromkeys(_HALF_OR_LESS, half)},
+        matrix={"float32": single, **dict.fromkeys(_HALF, half), **dict.fromkeys(_FLOAT8, float8)},
         memory=((1.0, device.bandwidth * efficiency.memory),),
         optimizer=device.bandwidth * efficiency.memory,
         overhead_s=_KERNEL_S,
@@ -69,5 +76,5 @@ def calibration_of(device: Device, efficiency: Efficiency, plan: Plan) -> Calibr
         overlap=efficiency.hidden,
         attention=efficiency.attention,
         prefetches=True,
-        fused=efficiency.fused if plan.compile else 1.0,
+        joined=efficiency.joined if plan.compile else 0.0,
     )

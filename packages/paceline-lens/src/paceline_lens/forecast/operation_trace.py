@@ -25,6 +25,7 @@ from paceline.torch_internals import dispatch
 from paceline.torch_internals.dispatch import Operation
 from paceline.world.tree import tensors as tensors_in
 from paceline_lens.forecast.allocation_trace import AllocationTrace
+from paceline_lens.forecast.joined import JoinedBytes
 from paceline_lens.forecast.work import Computation, Message, Work
 from paceline_lens.observe.flops import formulas
 from paceline_lens.torch_internals.fake import FakeTensor, FakeTensorMode, fake_view, make_fake
@@ -87,6 +88,7 @@ class OperationTrace(dispatch.TorchDispatchMode):
         self.in_optimizer = False
         self._fakes = fakes
         self._local_size = local_size
+        self._joined = JoinedBytes()
 
     def __torch_dispatch__(
         self, operation: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
@@ -144,6 +146,7 @@ class OperationTrace(dispatch.TorchDispatchMode):
         name = operation.name()
         returned = _tensors((result,))
         if name.startswith(("c10d::", "_c10d_functional", "_dtensor::")):
+            self._joined.of_others(inputs)
             self._enter_communication(name, args, result, _fakes_among([*inputs, *returned]))
             return
         formula = formulas().get(dispatch.overloads_of(operation))
@@ -157,16 +160,23 @@ class OperationTrace(dispatch.TorchDispatchMode):
         if not written:
             return  # the operation only returns a property, such as `prim::device`
         moved = 0
+        joined = 0
         if not dispatch.is_view(operation) and dispatch.overloads_of(operation) not in _ALLOCATIONS:
             # A lookup reads no more of a table than it writes.
-            read = written if dispatch.overloads_of(operation) in _LOOKUPS else inputs
+            is_lookup = dispatch.overloads_of(operation) in _LOOKUPS
+            read = written if is_lookup else inputs
             moved = _bytes_of(read) + _bytes_of(written)
+            if flops or is_lookup:
+                joined = moved + self._joined.of_others(inputs)
+            else:
+                joined = self._joined.of_joined(name, self._phase, inputs, written, moved)
         if operation is _aten.embedding.default and self._phase == "forward":
             table, indices = args[:2]
             self.traffic.work.lookups[len(table)] += indices.numel()
         first = inputs[0] if inputs else written[0]
         dtype = str(first.dtype).removeprefix("torch.")
-        self.traffic.work.computations[Computation(self._phase, dtype, flops, moved, is_attention)] += 1
+        computation = Computation(self._phase, dtype, flops, moved, is_attention, joined)
+        self.traffic.work.computations[computation] += 1
 
     @property
     def _phase(self) -> str:

@@ -19,6 +19,7 @@ class Computation:
         flops: floating-point operations of matrix products; 0 for all others.
         bytes: read and written.
         is_attention: whether it is an attention kernel, whose products are smaller than those of layers.
+        joined_bytes: read and written where a compiler joins operations, see `joined`.
     """
 
     phase: str
@@ -26,6 +27,7 @@ class Computation:
     flops: int
     bytes: int
     is_attention: bool = False
+    joined_bytes: int = 0
 
 
 @dataclass(frozen=True)

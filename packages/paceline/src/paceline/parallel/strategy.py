@@ -46,7 +46,7 @@ from paceline.plan.options import NoOptions, read
 from paceline.plan.plan import Decision, Plan
 from paceline.world.collectives import Collectives
 from paceline.world.events import Events
-from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES
+from paceline.world.layout import AXES, GRADIENT_AXES
 from paceline.world.mesh import Mesh
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.runtime import Runtime
@@ -59,7 +59,7 @@ STRATEGIES = Registry("paceline.strategies", "strategy")
 # What a plan must have for a strategy to be of use: several ranks along one of these axes, or a value of one of these fields
 # that is not the default. Most plans use few strategies, and import no others. A strategy that is not listed is always asked.
 _OF_USE: dict[str, tuple[str, ...]] = {
-    "batch_layers": DATA_AXES,
+    "batch_layers": GRADIENT_AXES,
     "batch_norm": tuple(AXES),
     "compile": ("compile",),
     "context": ("cp",),

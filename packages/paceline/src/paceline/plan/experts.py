@@ -7,7 +7,9 @@ list       a `ModuleList` of modules that are alike. The module around it calls 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from inspect import Parameter, signature
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,7 @@ class Experts:
         caller: of a list, the name of the module whose forward calls the experts.
         problem: what keeps their tokens from being sent to other ranks; "" if nothing does.
         capacity: the attribute by which the layer limits the tokens of an expert, with its value; "" without one.
+        says_so: whether the structure of the module or a name says that these are experts. An option declares others.
     """
 
     name: str
@@ -39,16 +42,31 @@ class Experts:
     caller: str = ""
     problem: str = ""
     capacity: str = ""
+    says_so: bool = True
 
 
-def find_experts(model: torch.nn.Module) -> tuple[Experts, ...]:
-    """Returns the experts of a model, in the order of its modules."""
-    experts = []
+def find_experts(model: torch.nn.Module, patterns: Sequence[str] = ()) -> tuple[Experts, ...]:
+    """Returns the experts of a model, in the order of its modules.
+
+    Args:
+        model: whose modules are looked at.
+        patterns: of names. Only experts that one of them matches are returned. A pattern that matches none of those whose
+            structure or name says that they are experts declares lists of modules. Empty for all that say so.
+    """
+    rows = []
     for name, module in model.named_modules():
         found = _stacked(name, module) or _listed(name, module, model)
-        if found is None:
+        if found is not None:
+            rows.append(found)
+    named = [row.name for row in rows if row.says_so]
+    declared = [pattern for pattern in patterns if not any(fnmatchcase(name, pattern) for name in named)]
+    experts = []
+    for found in rows:
+        matching = (patterns or ["*"]) if found.says_so else declared
+        if not any(fnmatchcase(found.name, pattern) for pattern in matching):
             continue
-        around = model.get_submodule(name.rpartition(".")[0])
+        module = model.get_submodule(found.name)
+        around = model.get_submodule(found.name.rpartition(".")[0])
         problem = found.problem or _foreign_code(model, module, found)
         experts.append(replace(found, problem=problem, capacity=_capacity(around) or _capacity(module)))
     return tuple(experts)
@@ -93,8 +111,7 @@ def _listed(name: str, module: torch.nn.Module, model: torch.nn.Module) -> Exper
     kinds = {type(child) for child in children.values()}
     if not classes & {"ModuleList", "ModuleDict"} or len(children) < 2 or len(kinds) != 1:
         return None
-    if "expert" not in f"{name.rpartition('.')[2]} {kinds.pop().__name__}".lower():
-        return None
+    says_so = "expert" in f"{name.rpartition('.')[2]} {kinds.pop().__name__}".lower()
     first, *others = ([(key, weight.shape) for key, weight in _weights(child)] for child in children.values())
     if not first or any(shapes != first for shapes in others):
         return None
@@ -102,7 +119,7 @@ def _listed(name: str, module: torch.nn.Module, model: torch.nn.Module) -> Exper
     inner = name[len(caller) :].lstrip(".")
     parameters = tuple(key for key, _ in _weights(module))
     modules = tuple(f"{inner}.{child}".lstrip(".") for child in children)
-    return Experts(name, len(children), parameters, modules, caller, _problem_of_list(module))
+    return Experts(name, len(children), parameters, modules, caller, _problem_of_list(module), says_so=says_so)
 
 
 def _weights(module: torch.nn.Module) -> list[tuple[str, torch.Tensor]]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from inspect import unwrap
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Row = TypeVar("Row")
+
+# The function of transformers for the loss that balances experts.
+BALANCE = "load_balancing_loss_func"
 
 # In names of attributes that count heads, or query heads for each key-value head, or features.
 _NUMBERS = ("head", "n_rep", "group", "per_kv", "dim", "size", "embd", "width", "model")
@@ -80,7 +84,8 @@ class ModelFacts:
         buffers: number of buffers.
         batch_norms: names of the modules that keep batch statistics of their own.
         batch_layers: name and kind of other modules whose training pass depends on the whole batch, or changes them by it:
-            embeddings with `max_norm` or `scale_grad_by_freq`, instance norms with running statistics.
+            embeddings with `max_norm` or `scale_grad_by_freq`, instance norms with running statistics, and models that
+            add a loss which balances their experts.
         spectral_norms: names of the modules in which each forward pass in training makes a step towards a spectral norm.
         random_layers: name and kind of the modules that say of themselves that they draw random numbers in training.
         sparse: whether some gradient is sparse.
@@ -143,8 +148,13 @@ class ModelFacts:
         return elements
 
 
-def model_facts(model: torch.nn.Module) -> ModelFacts:
-    """Reads the facts of a model; changes nothing and computes nothing on its device."""
+def model_facts(model: torch.nn.Module, experts: Sequence[str] = ()) -> ModelFacts:
+    """Reads the facts of a model; changes nothing and computes nothing on its device.
+
+    Args:
+        model: whose facts are read.
+        experts: name patterns of the modules that hold experts; empty for all that are found.
+    """
     from paceline.torch_internals.modules import iterates
 
     # A tied parameter stands under several names, and counts once, under the first.
@@ -188,7 +198,7 @@ def model_facts(model: torch.nn.Module) -> ModelFacts:
         tensor_plan=_tensor_plan(model),
         hooked=tuple(name for name, parameter in trained.items() if _has_foreign_hook(parameter)),
         lazy=tuple(first for parameter, (first, *_) in names.items() if _is_lazy(parameter)),
-        experts=_experts(model),
+        experts=_experts(model, experts),
         auxiliary_loss=_auxiliary_loss(model),
     )
 
@@ -260,7 +270,19 @@ def _seen_of_batch(name: str, module: torch.nn.Module) -> tuple[str, str] | None
             option = "scale_grad_by_freq"
     elif "_InstanceNorm" in classes and getattr(module, "running_mean", None) is not None:
         option = "track_running_stats"
+    elif _balances_experts(module):
+        option = BALANCE
     return (name, f"{type(module).__name__} {option}") if option else None
+
+
+def _balances_experts(module: torch.nn.Module) -> bool:
+    """Whether the forward of a module calls the function by which transformers balances experts, or one of that form."""
+    function = unwrap(type(module).forward)
+    if BALANCE not in getattr(getattr(function, "__code__", None), "co_names", ()):
+        return False
+    called = getattr(function, "__globals__", {}).get(BALANCE)
+    arguments = getattr(getattr(called, "__code__", None), "co_varnames", ())
+    return tuple(arguments[:4]) == ("gate_logits", "num_experts", "top_k", "attention_mask")
 
 
 def _randomness(name: str, module: torch.nn.Module) -> tuple[str, str] | None:
@@ -346,14 +368,14 @@ def _tensor_plan(model: torch.nn.Module) -> tuple[tuple[str, str], ...]:
     return tuple((str(pattern), str(style)) for pattern, style in own.items())
 
 
-def _experts(model: torch.nn.Module) -> tuple[Experts, ...]:
+def _experts(model: torch.nn.Module, patterns: Sequence[str]) -> tuple[Experts, ...]:
     """The experts of a model. How they are found is a subject of its own, which most models do not load."""
-    may_be = any("expert" in name.lower() for name, _ in model.named_modules())
+    may_be = bool(patterns) or any("expert" in name.lower() for name, _ in model.named_modules())
     if not may_be and not any(parameter.dim() == 3 for parameter in model.parameters() if not _is_lazy(parameter)):
         return ()
     from paceline.plan.experts import find_experts
 
-    return find_experts(model)
+    return find_experts(model, patterns)
 
 
 def _auxiliary_loss(model: torch.nn.Module) -> str:

@@ -36,6 +36,7 @@ from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import Context, strategies_for, strategies_of
 from paceline.plan.facts import ModelFacts, model_facts
+from paceline.plan.options import names_of
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft_beside, resolve
 from paceline.planner.exhausted import watch
@@ -201,9 +202,10 @@ class Preparation:
         run = self.run
         run.events.preparing([module for module, _ in models])
         new: list[_NewModel] = []
+        declared = names_of((other or run.plan).options.get("experts", {}).get("modules", ()))
         for module, is_moved in models:
             if run.prepared.find(module) is None and not self._take_up_again(module):
-                facts = model_facts(module)
+                facts = model_facts(module, declared)
                 new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts), trains))
         # Names are recorded before anything changes, since a strategy may replace every parameter. `rebind` then finds the
         # new parameter of each old one by its name.

@@ -3,6 +3,7 @@
     Embedding, EmbeddingBag with max_norm      the rows that ANY rank looks up are renormalised, on all ranks, before the lookup
     the same with scale_grad_by_freq           counts how often a row is looked up on all ranks
     InstanceNorm with track_running_stats      running statistics are means over the samples of all ranks
+    the loss that balances experts             is a product of means over the tokens of all ranks (`balance.py`)
 
 Each costs one small all-reduce in each training pass. In evaluation nothing communicates, so one rank may evaluate alone: there
 the rows of an embedding that are too long are shortened in the output, and the weight is left as it is.
@@ -19,7 +20,7 @@ from paceline.parallel.strategy import Strategy
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
-from paceline.world.layout import DATA_AXES
+from paceline.world.layout import GRADIENT_AXES
 
 
 class BatchLayers(Strategy):
@@ -30,8 +31,8 @@ class BatchLayers(Strategy):
     applied = "paceline.parallel.data.batch_layers_applied"
 
     def wanted(self, plan: Plan) -> bool:
-        """Wanted where ranks read different samples."""
-        return plan.layout.size(*DATA_AXES) > 1
+        """Wanted where ranks read different samples, or parts of them."""
+        return plan.layout.size(*GRADIENT_AXES) > 1
 
     def concerns(self, models: Iterable[ModelFacts]) -> bool:
         """Returns whether some model has such a layer."""
@@ -54,7 +55,8 @@ class BatchLayers(Strategy):
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
         """Names the layers."""
-        if plan.layout.size(*DATA_AXES) == 1 or not facts.batch_layers:
+        ranks = plan.layout.size(*GRADIENT_AXES)
+        if ranks == 1 or not facts.batch_layers:
             return []
         shown = [f"{name or 'the model itself'} ({kind})" for name, kind in facts.batch_layers]
         text = ", ".join(shown[:3])
@@ -64,16 +66,10 @@ class BatchLayers(Strategy):
         if plan.layout.pp > 1:
             batch = "the micro-batch"
         reason = (
-            f"over {batch} of all {plan.layout.size(*DATA_AXES)} data-parallel ranks, as on one process; it costs one small "
+            f"over {batch} of all {ranks} data-parallel ranks, as on one process; it costs one small "
             "all-reduce per layer in each forward pass"
         )
         return [Decision(f"batch_layers({facts.name})", text, "derived", reason=reason)]
-
-
-# -- instance norms ------------------------------------------------------------------------------------------------------
-
-
-# -- embeddings ----------------------------------------------------------------------------------------------------------
 
 
 STRATEGY = BatchLayers()

@@ -15,22 +15,30 @@ from torch.nn import functional
 from paceline.parallel.data.peers import PEERS, BatchPeers, ReplacedCalls
 from paceline.parallel.divided_parameters import group_parameters, part_of
 from paceline.parallel.strategy import AppliedStrategy, Context
+from paceline.plan.facts import BALANCE
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.dispatch import has_no_values
 from paceline.torch_internals.modules import InstanceNormBase
 from paceline.world.forward import override_forward
+from paceline.world.layout import GRADIENT_AXES
 from paceline.world.sharded import is_sharded, local
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     """Replaces what these layers compute, in place. Ranks: all."""
-    group = context.mesh.statistics_group
+    kinds = dict(context.facts.batch_layers)
     all_peers: list[BatchPeers] = []
-    for module in model.modules():
+    for name, module in model.named_modules():
         calls = _calls_of(module)
+        group = context.mesh.statistics_group
+        if kinds.get(name, "").endswith(BALANCE):
+            from paceline.parallel.data.balance import balanced_forward
+
+            calls = balanced_forward
+            group = context.mesh.layers_group(*GRADIENT_AXES)
         if calls is None:
             continue
-        peers = _LayerPeers(group, dist.get_world_size(group), context.idle, model=model)
+        peers = _LayerPeers(group, dist.get_world_size(group), context.idle, context.plan.layout.cp, model=model)
         if not hasattr(module, PEERS):
             override_forward(module, "batch_layers", calls)
         setattr(module, PEERS, peers)

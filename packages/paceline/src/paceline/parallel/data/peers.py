@@ -24,13 +24,23 @@ class BatchPeers:
         group: their process group.
         ranks: their number.
         idle: returns whether this rank's rows are filler: at the end of an epoch there may be fewer samples than ranks.
+        parts: how many ranks divide the positions of a sample in the blocks of the model.
+        compared: whether the layer's own function was compared with the one in its place.
         paused: the number of open contexts in which each rank sees its own batch alone.
     """
 
     group: dist.ProcessGroup
     ranks: int
     idle: Callable[[], bool]
+    parts: int = 1
+    compared: bool = False
     paused: int = 0
+
+    def compares(self) -> bool:
+        """Returns True once."""
+        was_compared = self.compared
+        self.compared = True
+        return not was_compared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Returns None: a copy of a layer, such as an average of weights, must not wait for other ranks."""
