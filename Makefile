@@ -20,7 +20,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Where it is set, each process of a test compiles all of our sources anew (0.15 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-all test-long test-torch huggingface check ranks loops programs hosts trackers gpu simulated-device docs coverage mutants package release bench bench-deepspeed sweep chaos clean
+.PHONY: help setup quickstart test test-all test-long test-torch huggingface check ranks ranks-alone loops programs hosts trackers gpu simulated-device docs coverage mutants package release bench bench-deepspeed sweep chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -138,6 +138,9 @@ check: setup  ## format, lint, types, shape and unit tests, before each commit; 
 
 ranks: setup  ## tests on several real processes, over gloo on this machine
 	$(PYTEST) tests/ranks $(ARGS)
+
+ranks-alone: setup  ## the same, with fresh processes for each case: each night
+	SHARED_RANKS=no $(SUITE) tests/ranks $(ARGS)
 
 SEEDS ?= 100
 START ?= 0

@@ -12,13 +12,13 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import long_cases
 import pytest
 import warm_python
 from free_ports import port  # noqa: F401  (fixture)
 from late_module import LateModule
-from one_group import one_group, results_of_groups  # noqa: F401  (fixtures)
 from s3_server import s3, s3_server  # noqa: F401  (fixtures)
 
 # Set by pytest itself, and by libraries (OpenMP, scikit-learn, torch) when they are first imported.
@@ -45,6 +45,21 @@ def pytest_configure(config: pytest.Config) -> None:
     """One server of commands for all workers, each of which would need two seconds and 700 MB for one of its own."""
     if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         config.add_cleanup(warm_python.share_between_workers().close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker has all files of tests/shape, so that our sources are parsed once; of the others a worker has a file."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWorkerForShape(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return "tests/shape" if scope.startswith("tests/shape/") else scope
+
+    return OneWorkerForShape(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -78,6 +93,14 @@ def short_collections(request: pytest.FixtureRequest) -> None:
             value.load()
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ends_shared_ranks() -> Iterator[None]:
+    yield
+    shared_ranks = sys.modules.get("shared_ranks")
+    if shared_ranks is not None:
+        shared_ranks.end_groups(keep=0)
 
 
 @pytest.fixture(autouse=True)

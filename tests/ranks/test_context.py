@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as imported_early
 
 from paceline import Accelerator, PlanError, TrainError, set_seed
-from paceline.testing import run_ranks
 
 WIDTH, VOCABULARY = 24, 17
 

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
-from one_group import OneGroup, RanksCall
+from shared_ranks import run_ranks
 from torch import nn
 
+from paceline import testing
 from paceline.base.errors import DataError, PlanError, TrainError
 from paceline.parallel.strategy import STRATEGIES
-from paceline.testing import RankFailed, run_ranks
 from paceline.world.sharded import local, whole
 from paceline_deepspeed.initialize import initialize
 from paceline_deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
@@ -197,15 +197,10 @@ def compare(outcome: Any, expected: Any, tolerance: float = 1e-6) -> None:
         ("plain", 2, 2, 2, 0, {"partition_method": "profile", "example_inputs": torch.zeros(2, 6)}),
     ],
 )
-def test_the_numbers_of_one_process(kind, world, stages, gas, zero, options, one_group: OneGroup) -> None:
-    def call_of(kind, world, stages, gas, zero, options) -> RanksCall:
-        return RanksCall("pipe", partial(trained, kind, stages, gas, config(gas, zero), **options), world)
-
-    def compare_steps(outcome: Any) -> None:
-        compare(outcome, alone(kind, max(1, world // stages), gas))
-        assert [result[4] for result in outcome] == [STEPS] * world
-
-    one_group.check(call_of, compare_steps)
+def test_the_numbers_of_one_process(kind, world, stages, gas, zero, options) -> None:
+    outcome = run_ranks(partial(trained, kind, stages, gas, config(gas, zero), **options), world, timeout_s=80)
+    compare(outcome, alone(kind, max(1, world // stages), gas))
+    assert [result[4] for result in outcome] == [STEPS] * world
 
 
 def test_clipping_over_all_stages() -> None:
@@ -322,7 +317,7 @@ def from_a_dataset() -> Any:
 
 def test_a_dataset_is_read_in_order_and_again() -> None:
     printed: list[str] = []
-    ranks = run_ranks(from_a_dataset, world=2, output=printed)
+    ranks = testing.run_ranks(from_a_dataset, world=2, output=printed)
     assert ranks[0][:2] == ranks[1][:2]
     assert [rank[2] for rank in ranks] == [(True, False, 2, 0), (False, True, 2, 1)]
     lines = [line for line in "".join(printed).splitlines() if line.startswith("steps: ")]
@@ -513,5 +508,5 @@ def saved_on_rank_0(folder: str) -> None:
 
 
 def test_a_save_on_one_rank_while_others_train_does_not_hang(tmp_path) -> None:
-    with pytest.raises(RankFailed, match="checkpoint-ranks-missing"):
-        run_ranks(saved_on_rank_0, world=2, args=(str(tmp_path),))
+    with pytest.raises(testing.RankFailed, match="checkpoint-ranks-missing"):
+        testing.run_ranks(saved_on_rank_0, world=2, args=(str(tmp_path),))

@@ -5,6 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from late_module import LateModule
 
 from paceline import Accelerator, CollectiveError
 from paceline.base.errors import PrepareError
@@ -18,10 +19,12 @@ from paceline_accelerate.divided_models import (
     train_divided_encoders,
 )
 
+# Loaded before ranks are forked, each of which needs two seconds for it.
+gpt2 = LateModule("transformers.models.gpt2.modeling_gpt2")
+
 
 def _trained(plan):
     """A language model after one step; its forward pass, and so the next step, works as before whatever was called."""
-    pytest.importorskip("transformers.models.gpt2.modeling_gpt2")
     import transformers
 
     if not hasattr(transformers.PreTrainedModel.save_pretrained, "__wrapped__"):

@@ -12,13 +12,13 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 from parity_models import GPT, ConvNet
 from safetensors.torch import load_file, save_file
+from shared_ranks import run_ranks
 from torch import nn
 
-from paceline import Accelerator
+from paceline import Accelerator, testing
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.weights import export
 from paceline.checkpoint.weights.divided import DividedModel
-from paceline.testing import run_ranks
 from paceline.world.layout import AXES
 
 SINGLE = [
@@ -117,7 +117,7 @@ def test_rows_in_small_turns(tmp_path, monkeypatch) -> None:
         inner[1].running_mean.add_(accelerator.process_index)  # ranks differ: the lowest one's counts
         accelerator.save_model(model, tmp_path, "100B")
 
-    run_ranks(work, world=3)
+    testing.run_ranks(work, world=3)
     want = {name: tensor for name, tensor in divided().state_dict().items()}
     found = {}
     for path in tmp_path.glob("*.safetensors"):
@@ -150,7 +150,7 @@ def test_no_rank_is_given_more_than_a_turn(tmp_path, monkeypatch) -> None:
         DividedModel.fetch = fetch
         return max(sizes), rounds
 
-    (first, rounds), (second, _) = run_ranks(work, world=2)
+    (first, rounds), (second, _) = testing.run_ranks(work, world=2)
     assert 0 < first <= 1 << 18 and second == 0  # one file: one writer
     assert rounds == pytest.approx(8e6 / (1 << 18), rel=0.1)
 

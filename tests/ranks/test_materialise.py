@@ -9,9 +9,10 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor
 from parity_models import GPT, ConvNet, loss_of
+from shared_ranks import run_ranks
 from torch import nn
 
-from paceline.testing import run_ranks
+from paceline import testing
 
 PLANS: list[dict[str, Any]] = [
     {"replicate": 2},
@@ -80,6 +81,6 @@ def peak(plan: dict[str, Any]) -> tuple[int, int]:
 
 
 def test_a_rank_never_holds_the_whole_model() -> None:
-    for grown, size in run_ranks(peak, world=4, args=({"shard": 4},)):
+    for grown, size in testing.run_ranks(peak, world=4, args=({"shard": 4},)):
         # The rank's own quarter is larger than what memory that was free before could have taken.
         assert size / 8 <= grown < size / 2

@@ -5,11 +5,11 @@ from functools import cache
 import pytest
 import torch
 from parity_models import GPT, loss_of
+from shared_ranks import run_ranks
 
 from paceline import Accelerator
 from paceline.base.errors import PrepareError
 from paceline.optim import Muon
-from paceline.testing import run_ranks
 from paceline.world.sharded import whole
 
 PLANS = {

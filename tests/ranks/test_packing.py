@@ -6,13 +6,13 @@ from functools import cache
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, RandomSampler
 
-from paceline import Accelerator, PackedDocuments, TokenBatchSampler, pack_documents
+from paceline import Accelerator, PackedDocuments, TokenBatchSampler, pack_documents, testing
 from paceline.base.errors import DataError
-from paceline.testing import RankFailed, run_ranks
 
 TOKENS, WORDS = 24, 11
 
@@ -206,6 +206,6 @@ def test_ranks_with_other_lengths_are_refused():
         loader = DataLoader(Documents(), batch_sampler=TokenBatchSampler(Documents(), TOKENS, lengths))
         Accelerator(cpu=True).prepare(loader)
 
-    with pytest.raises(RankFailed) as caught:
-        run_ranks(prepare, world=2)
+    with pytest.raises(testing.RankFailed) as caught:
+        testing.run_ranks(prepare, world=2)
     assert isinstance(caught.value.__cause__, DataError) and caught.value.__cause__.code == "data-ranks-differ"

@@ -11,12 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from one_group import OneGroup, RanksCall
 from parity_models import ON_CPU
+from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-
-from paceline.testing import run_ranks
 
 
 class Net(nn.Module):
@@ -172,21 +170,14 @@ RUNS = [(case, world) for case in CASES for world in (2, 3) if world == 2 or cas
 TOLERANCES = {"no": 2e-6, "bf16": 2e-2, "fp16": 2e-3}
 
 
-def call_under_plan(case: Case, plan: dict[str, int], world: int) -> RanksCall:
-    sizes = {key: value if key == "zero" else world for key, value in plan.items()}
-    return RanksCall(str(plan), ours, world, (case, sizes), has_group=ON_CPU)
-
-
 @pytest.mark.parametrize("plan", PLANS, ids=named)
 @pytest.mark.parametrize(("case", "world"), RUNS, ids=[f"{case.name}-{world}" for case, world in RUNS])
-def test_equals_one_plain_process(case: Case, plan: dict[str, int], world: int, one_group: OneGroup) -> None:
-    def checked(ranks: list[dict[str, Any]]) -> None:
-        # The order of shuffled samples is ours, so that the reference is one process under Paceline.
-        expected = one_under_paceline(case) if case.shuffle else reference(case)
-        for got in ranks:
-            compare(got, expected, TOLERANCES[case.precision])
-
-    one_group.check(call_under_plan, checked)
+def test_equals_one_plain_process(case: Case, plan: dict[str, int], world: int) -> None:
+    # The order of shuffled samples is ours, so that the reference is one process under Paceline.
+    expected = one_under_paceline(case) if case.shuffle else reference(case)
+    sizes = {key: value if key == "zero" else world for key, value in plan.items()}
+    for got in run_ranks(ours, world, args=(case, sizes), timeout_s=80, group=ON_CPU):
+        compare(got, expected, TOLERANCES[case.precision])
 
 
 @cache
@@ -194,10 +185,6 @@ def one_under_paceline(case: Case) -> dict[str, Any]:
     return run_ranks(ours, world=1, args=(case, {}), group=ON_CPU)[0]
 
 
-def call_of_one_process(case: Case) -> RanksCall:
-    return RanksCall("one process", ours, 1, (case, {}), has_group=ON_CPU)
-
-
 @pytest.mark.parametrize("case", [case for case in CASES if not case.shuffle], ids=lambda case: case.name)
-def test_one_process_under_paceline_equals_none(case: Case, one_group: OneGroup) -> None:
-    one_group.check(call_of_one_process, lambda ranks: compare(ranks[0], reference(case), TOLERANCES[case.precision]))
+def test_one_process_under_paceline_equals_none(case: Case) -> None:
+    compare(one_under_paceline(case), reference(case), TOLERANCES[case.precision])

@@ -15,14 +15,13 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
-from one_group import OneGroup, RanksCall
 from parity_models import GPT, ON_CPU, ConvNet, loss_of
+from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
-from paceline.testing import run_ranks
 
 Plan = dict[str, Any]
 MODELS = {
@@ -168,11 +167,6 @@ def compare_all(case: Case, ranks: list[dict[str, Any]]) -> None:
         compare(got, reference(case), {"no": 3e-6, "bf16": 3e-2}[case.precision])
 
 
-def call_of(case: Case, plan: Plan) -> RanksCall:
-    """All cases of a plan share their processes."""
-    return RanksCall(str(plan), ours, num_ranks(plan), (for_stages(case, plan), plan), has_group=ON_CPU)
-
-
 def plan_name(plan: Plan) -> str:
     return "-".join(f"{key}{value}" for key, value in plan.items())
 
@@ -200,8 +194,8 @@ WAYS = [Case(accumulate=2, clip=0.05), Case("tied", clip=0.5), Case(items=True, 
 
 @pytest.mark.parametrize("plan", ALONE, ids=plan_name)
 @pytest.mark.parametrize("case", [Case(), *WAYS], ids=str)
-def test_one_axis_on_two(case: Case, plan: Plan, one_group: OneGroup) -> None:
-    one_group.check(call_of, lambda ranks: compare_all(for_stages(case, plan), ranks))
+def test_one_axis_on_two(case: Case, plan: Plan) -> None:
+    check(case, plan)
 
 
 SEVERAL_FORMS = [plan for plan in ALONE if "replicate" not in plan]
@@ -221,18 +215,14 @@ def test_as_a_gpu_communicates_in_debug_mode() -> None:
 TIED = Case("tied", accumulate=2, clip=0.05)
 
 
-def call_of_any_plan(plan: Plan) -> RanksCall:
-    return RanksCall("tied", ours, num_ranks(plan), (for_stages(TIED, plan), plan), has_group=ON_CPU)
-
-
 @pytest.mark.parametrize("plan", FOUR, ids=plan_name)
-def test_one_axis_on_four(plan: Plan, one_group: OneGroup) -> None:
-    one_group.check(call_of_any_plan, lambda ranks: compare_all(for_stages(TIED, plan), ranks))
+def test_one_axis_on_four(plan: Plan) -> None:
+    check(TIED, plan)
 
 
 @pytest.mark.parametrize("plan", PAIRS, ids=plan_name)
-def test_two_axes_on_four(plan: Plan, one_group: OneGroup) -> None:
-    one_group.check(call_of_any_plan, lambda ranks: compare_all(for_stages(TIED, plan), ranks))
+def test_two_axes_on_four(plan: Plan) -> None:
+    check(TIED, plan)
 
 
 @pytest.mark.parametrize("plan", EIGHT, ids=plan_name)
@@ -243,29 +233,15 @@ def test_on_eight(plan: Plan) -> None:
 DATA = [plan for plan in [*ALONE, *FOUR, *PAIRS] if not {"tp", "cp", "pp"} & plan.keys()]
 
 
-CONV = Case("conv", clip=0.5)
-
-
-def call_of_batch_norm(plan: Plan) -> RanksCall:
-    return RanksCall("conv", ours, num_ranks(plan), (CONV, plan), has_group=ON_CPU)
-
-
 @pytest.mark.parametrize("plan", DATA, ids=plan_name)
-def test_batch_norm(plan: Plan, one_group: OneGroup) -> None:
-    one_group.check(call_of_batch_norm, lambda ranks: compare_all(CONV, ranks))
-
-
-CLIPPED = Case("tied", clip=0.05)
-
-
-def call_of_recomputed(plan: Plan, recompute: str) -> RanksCall:
-    return RanksCall("recomputed", ours, num_ranks(plan), (CLIPPED, {**plan, "recompute": recompute}), has_group=ON_CPU)
+def test_batch_norm(plan: Plan) -> None:
+    check(Case("conv", clip=0.5), plan)
 
 
 @pytest.mark.parametrize("plan", [{"replicate": 2}, {"shard": 2}, {"tp": 2}, {"cp": 2}, {"pp": 2}], ids=plan_name)
 @pytest.mark.parametrize("recompute", ["blocks", "selective"])
-def test_recomputed(plan: Plan, recompute: str, one_group: OneGroup) -> None:
-    one_group.check(call_of_recomputed, lambda ranks: compare_all(CLIPPED, ranks))
+def test_recomputed(plan: Plan, recompute: str) -> None:
+    check(Case("tied", clip=0.05), {**plan, "recompute": recompute})
 
 
 def overflowing(plan: Plan) -> list[Any]:
@@ -293,22 +269,15 @@ def overflowing(plan: Plan) -> list[Any]:
 
 
 @pytest.mark.parametrize("plan", ALONE, ids=plan_name)
-def test_an_overflow_on_one_rank_is_one_on_all(plan: Plan, one_group: OneGroup) -> None:
-    def checked(ranks: list[list[Any]]) -> None:
-        for got in ranks:
-            assert [each[:2] for each in got] == [(False, 1024.0), (True, 1024.0), (False, 512.0)]
-            assert got[2][2] == pytest.approx(overflowing_alone()[2][2], abs=1e-3)
-
-    one_group.check(call_that_overflows, checked)
+def test_an_overflow_on_one_rank_is_one_on_all(plan: Plan) -> None:
+    for got in run_ranks(overflowing, world=2, args=(plan,), group=ON_CPU):
+        assert [each[:2] for each in got] == [(False, 1024.0), (True, 1024.0), (False, 512.0)]
+        assert got[2][2] == pytest.approx(overflowing_alone()[2][2], abs=1e-3)
 
 
 @cache
 def overflowing_alone() -> list[Any]:
     return run_ranks(overflowing, world=1, args=({},), group=ON_CPU)[0]
-
-
-def call_that_overflows(plan: Plan) -> RanksCall:
-    return RanksCall("overflow", overflowing, 2, (plan,), has_group=ON_CPU)
 
 
 def test_every_strategy_is_held_to_these_numbers() -> None:

@@ -10,14 +10,13 @@ import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
-from one_group import RanksCall
 from parity_models import GPT, loss_of
+from shared_ranks import run_ranks
 from torch import nn
 
 from paceline import Accelerator
 from paceline.base.errors import PlanError
 from paceline.parallel.strategy import STRATEGIES
-from paceline.testing import run_ranks
 from paceline_large.pipeline.timing import measure
 
 list(STRATEGIES)  # imported here, not by each rank of each test
@@ -183,11 +182,6 @@ def ours(kind, accumulate, clip, rows, plan, options, items=False):
     }  # fmt: skip
 
 
-def call_of(kind, plan, options=None, accumulate=1, clip=0.5, rows=(ROWS,) * STEPS, items=False):
-    world = math.prod(plan.get(axis, 1) for axis in ("pp", "replicate", "shard", "tp"))
-    return RanksCall(str(plan), ours, world, (kind, accumulate, clip, rows, plan, options or {}, items))
-
-
 def compare(want, results, tolerance=2e-6):
     for got in results:
         assert got["losses"] == pytest.approx(want["losses"], abs=tolerance)
@@ -201,7 +195,8 @@ def compare(want, results, tolerance=2e-6):
 
 
 def check(kind, plan, options=None, *, accumulate=1, clip=0.5, rows=(ROWS,) * STEPS, items=False, tolerance=2e-6):
-    results = call_of(kind, plan, options, accumulate, clip, rows, items).run_alone()
+    world = math.prod(plan.get(axis, 1) for axis in ("pp", "replicate", "shard", "tp"))
+    results = run_ranks(ours, world, args=(kind, accumulate, clip, rows, plan, options or {}, items), timeout_s=80)
     compare(plain(kind, accumulate, clip, tuple(rows)), results, tolerance)
     return results
 
@@ -210,14 +205,9 @@ SCHEDULES = ["gpipe", "1f1b", "breadth-first", "interleaved", "zero-bubble", "zb
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_schedules_on_two(schedule, one_group):
-    def compare_parts(results):
-        compare(plain("gpt tied", 1, 0.5, (ROWS,) * STEPS), results)
-        assert all(len(got["own"]) < len(results[0]["weights"]) for got in results)  # each holds a part
-
-    one_group.check(
-        lambda schedule: call_of("gpt tied", {"pp": 2}, {"schedule": schedule, "microbatches": 4}), compare_parts
-    )
+def test_schedules_on_two(schedule):
+    results = check("gpt tied", {"pp": 2}, {"schedule": schedule, "microbatches": 4})
+    assert all(len(got["own"]) < len(results[0]["weights"]) for got in results)  # each holds a part
 
 
 def test_zero_bubble_of_several_stages_a_rank():

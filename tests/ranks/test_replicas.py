@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
@@ -13,7 +14,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Accelerator, PacelineError, set_seed
 from paceline.base.errors import TrainError
 from paceline.base.log import forget_warnings
-from paceline.testing import run_ranks
 
 HARMLESS = ("nothing", "reduced rate", "shared noise", "all skip")
 HARMFUL = (

@@ -11,12 +11,12 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 from parity_models import GPT, loss_of
+from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
-from paceline.testing import run_ranks
 from paceline.world.layout import AXES
 
 Plan = dict[str, Any]

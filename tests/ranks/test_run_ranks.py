@@ -10,6 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks as run_shared_ranks
 
 from paceline import Accelerator
 from paceline.base import env as environment
@@ -168,3 +169,34 @@ def test_workers_of_a_loader_inside() -> None:
         return [batch.tolist() for batch in data]
 
     assert run_ranks(work, 2) == [[[0, 1, 2, 3], [4, 5, 6, 7]]] * 2
+
+
+def test_shared_ranks_stay_for_the_next_case_and_form_a_group_of_its_own() -> None:
+    def work():
+        os.environ["COLOUR"] = "red"
+        torch.set_default_dtype(torch.float64)
+        dist.new_group([0])
+        return os.getpid(), len(os.listdir("/proc/self/task"))
+
+    found = run_shared_ranks(work, 2)
+    assert run_shared_ranks(work, 2) == found
+    assert (
+        run_shared_ranks(lambda: (os.environ.get("COLOUR"), torch.get_default_dtype()), 2)
+        == [(None, torch.float32)] * 2
+    )
+
+
+def test_a_case_that_fails_in_shared_ranks_runs_again_in_fresh_ones() -> None:
+    def leaves() -> None:
+        assert not hasattr(environment, "_left")
+        environment._left = True
+
+    def fails() -> None:
+        raise ValueError(str(dist.get_rank()))
+
+    run_shared_ranks(leaves, 2)
+    with pytest.raises(pytest.fail.Exception, match="behind other cases"):
+        run_shared_ranks(leaves, 2)
+    with pytest.raises(RankFailed, match="ValueError"):
+        run_shared_ranks(fails, 2)
+    run_shared_ranks(leaves, 2)

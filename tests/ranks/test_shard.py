@@ -7,21 +7,20 @@ import logging
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.fsdp
 import torch.distributed.tensor
-from one_group import OneGroup, RanksCall
 from parity_models import GPT, loss_of
+from shared_ranks import run_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from paceline import Accelerator
 from paceline.base.errors import PlanError, PrepareError, TrainError
-from paceline.testing import run_ranks
 
 ROWS, STEPS = 8, 3
 
@@ -153,12 +152,6 @@ def reference(case: Case) -> dict[str, Any]:
     return run_ranks(plain, world=1, args=(case,))[0]
 
 
-def call_of(case: Case, options: dict[str, Any] | None = None, plan: dict[str, Any] | None = None) -> RanksCall:
-    plan = plan or {"shard": 2}
-    world = plan.get("shard", 1) * plan.get("replicate", 1) * plan.get("cp", 1)
-    return RanksCall(str(plan), ours, world, (case, plan, options or {}))
-
-
 def compare(case: Case, ranks: list[dict[str, Any]]) -> None:
     want = reference(Case(case.model, case.optimizer, 1, case.clip, case.precision))
     tolerance = {"no": 2e-6, "bf16": 2e-2, "fp16": 4e-3}[case.precision]
@@ -175,7 +168,9 @@ def compare(case: Case, ranks: list[dict[str, Any]]) -> None:
 
 
 def check(case: Case, options: dict[str, Any] | None = None, plan: dict[str, Any] | None = None) -> None:
-    compare(case, call_of(case, options, plan).run_alone())
+    plan = plan or {"shard": 2}
+    world = plan.get("shard", 1) * plan.get("replicate", 1) * plan.get("cp", 1)
+    compare(case, run_ranks(ours, world, args=(case, plan, options or {}), timeout_s=80))
 
 
 def case_of_model(model: str, accumulate: int) -> Case:
@@ -183,8 +178,8 @@ def case_of_model(model: str, accumulate: int) -> Case:
 
 
 @pytest.mark.parametrize(("model", "accumulate"), [("tied", 2), ("odd", 1), ("odd", 2), ("twins", 2)])
-def test_models(model: str, accumulate: int, one_group: OneGroup) -> None:
-    one_group.check(lambda **given: call_of(case_of_model(**given)), partial(compare, case_of_model(model, accumulate)))
+def test_models(model: str, accumulate: int) -> None:
+    check(case_of_model(model, accumulate))
 
 
 @pytest.mark.parametrize("plan", [{"shard": 4}, {"replicate": 2, "shard": 2}], ids=["four", "hybrid"])
@@ -205,9 +200,8 @@ def test_four(plan: dict[str, Any]) -> None:
     ],
     ids=str,
 )
-def test_options(options: dict[str, Any], one_group: OneGroup) -> None:
-    case = Case("gpt", accumulate=2, clip=0.3)
-    one_group.check(partial(call_of, case), partial(compare, case))
+def test_options(options: dict[str, Any]) -> None:
+    check(Case("gpt", accumulate=2, clip=0.3), options)
 
 
 def test_ignored_layers_that_freeze_in_a_window() -> None:
@@ -245,14 +239,8 @@ def test_optimizers(optimizer: str) -> None:
     [("bf16", {}), ("bf16", {"param_dtype": "none"}), ("fp16", {}), ("fp16", {"ignored": "head"})],
     ids=str,
 )
-def test_half_precision(precision: str, options: dict[str, Any], one_group: OneGroup) -> None:
-    def case_of(precision: str, options: dict[str, Any]) -> Case:
-        return Case("tied" if not options else "gpt", "SGD" if options else "AdamW", 2, 0.3, precision)
-
-    one_group.check(
-        lambda precision, options: call_of(case_of(precision, options), options),
-        partial(compare, case_of(precision, options)),
-    )
+def test_half_precision(precision: str, options: dict[str, Any]) -> None:
+    check(Case("tied" if not options else "gpt", "SGD" if options else "AdamW", 2, 0.3, precision), options)
 
 
 def odd_calls() -> dict[str, Any]:

@@ -15,11 +15,11 @@ import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 from parity_models import GPT, loss_of
 from safetensors.torch import load_file
+from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
-from paceline.testing import run_ranks
 from paceline.world.layout import AXES
 from paceline.world.sharded import whole
 

@@ -8,12 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from one_group import RanksCall
+from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import paceline
-from paceline.testing import RankFailed, run_ranks
+from paceline import testing
 
 VOCABULARY, POSITIONS, WIDTH, HEADS = 24, 8, 16, 4
 STEPS, BATCH = 3, 4
@@ -340,13 +340,10 @@ def huggingface_tied():
 
 
 @pytest.mark.parametrize("make", [GPT, tied, fused, odd, Torch, huggingface, huggingface_tied, transformers_gpt2])
-def test_two_ranks_give_the_numbers_of_one(make, one_group):
-    def compare(ranks):
-        for found in ranks:
-            same(plain(make), found)
-            assert not found[4]
-
-    one_group.check(lambda make: RanksCall("tp", ours, 2, (make,)), compare)
+def test_two_ranks_give_the_numbers_of_one(make):
+    for found in run_ranks(ours, 2, args=(make,), timeout_s=80):
+        same(plain(make), found)
+        assert not found[4]
 
 
 def test_grouped_heads_and_norms_inside_an_attention():
@@ -623,8 +620,8 @@ def test_a_sequence_that_cannot_be_shared_is_refused():
         model = Accelerator(plan={"tp": 2}, options={"tensor": {"sequence": True}}, cpu=True).prepare(GPT())
         model(torch.zeros(2, 7, dtype=torch.long))
 
-    with pytest.raises(RankFailed, match="tensor-positions"):
-        run_ranks(compute, 2)
+    with pytest.raises(testing.RankFailed, match="tensor-positions"):
+        testing.run_ranks(compute, 2)
 
 
 def test_a_checkpoint_resumes(tmp_path):
@@ -671,7 +668,7 @@ def test_four_sums_a_layer(monkeypatch):
         return len(sums)
 
     layers, embedding_and_head = 2, 2
-    assert run_ranks(compute, 2) == [4 * layers + embedding_and_head] * 2
+    assert testing.run_ranks(compute, 2) == [4 * layers + embedding_and_head] * 2
 
 
 def test_together_with_shards_of_the_divided_parameters():

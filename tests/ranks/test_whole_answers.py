@@ -7,12 +7,12 @@ import math
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, CheckpointError
-from paceline.testing import run_ranks
 
 DIVIDED = [(2, {"zero": 2}), (2, {"shard": 2}), (3, {"shard": 3})]
 WHOLE = [(2, {"replicate": 2}), (2, {"zero": 1}), (2, {"zero": 2}), (3, {"replicate": 3})]

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import nn
 from torch_sweep.own_optimizers import BlockWise, Prodigy, Shampoo, Soap
 from torch_sweep.runs import DATA_PARALLEL, FEATURES, PLANS, Case, sweep
 
 from paceline import Accelerator
 from paceline.base.errors import PacelineError
-from paceline.testing import run_ranks
 
 
 class Net(nn.Module):

@@ -6,12 +6,12 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from torch import nn
 from torch.nn.functional import mse_loss
 
 from paceline import Accelerator
 from paceline.base.errors import TrainError
-from paceline.testing import run_ranks
 from paceline.world.sharded import is_sharded, whole
 from paceline_large.optim.lamb import Lamb
 from paceline_large.optim.lion import Lion

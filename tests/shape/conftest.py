@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 
 import pytest
@@ -14,17 +14,18 @@ from choose_tests import names_of
 ROOT = Path(__file__).parents[2]
 
 
-def statements(tree: ast.AST, *, into_functions: bool) -> Iterator[ast.AST]:
-    """All nodes below `tree`, but for `if TYPE_CHECKING:` blocks and, on request, the bodies of functions."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
-            for other in node.orelse:
-                yield from statements(other, into_functions=into_functions)
-            continue
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and not into_functions:
-            continue
-        yield node
-        yield from statements(node, into_functions=into_functions)
+def import_statements(tree: ast.Module, *, into_functions: bool) -> Iterator[ast.Import | ast.ImportFrom]:
+    """All imports of a file, but for those in `if TYPE_CHECKING:` blocks and, on request, in the bodies of functions."""
+    waiting: list[ast.AST] = [tree]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield node
+        elif isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING"):
+            waiting += node.orelse
+        elif into_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            for block in ("body", "orelse", "handlers", "finalbody", "cases"):
+                waiting += getattr(node, block, [])
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Module:
     @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.text)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """All nodes of the tree, which are walked once for all tests."""
+        return list(ast.walk(self.tree))
 
     @property
     def where(self) -> str:
@@ -60,13 +66,13 @@ class Module:
             return package
         return rest.partition(".")[0] or "__init__"
 
+    @cache  # noqa: B019  (a module lives as long as the tests)
     def imported(self, *, into_functions: bool = True) -> list[tuple[int, str]]:
         """Line and dotted name of each import."""
         package = self.name if self.path.name == "__init__.py" else self.name.rpartition(".")[0]
         return [
             (node.lineno, name)
-            for node in statements(self.tree, into_functions=into_functions)
-            if isinstance(node, ast.Import | ast.ImportFrom)
+            for node in import_statements(self.tree, into_functions=into_functions)
             for name in names_of(node, package)
         ]
 
@@ -76,8 +82,7 @@ def _modules() -> list[Module]:
     for source in sorted(ROOT.glob("packages/*/src")):
         for path in sorted(source.rglob("*.py")):
             parts = path.relative_to(source).with_suffix("").parts
-            if "for_children" not in parts:  # it has another library's name
-                found.append(Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
+            found.append(Module(".".join(parts[:-1] if parts[-1] == "__init__" else parts), path))
     return found
 
 
@@ -88,8 +93,14 @@ def root() -> Path:
 
 
 @pytest.fixture(scope="session")
-def modules() -> dict[str, Module]:
-    """All modules of all parts by name."""
-    found = {module.name: module for module in _modules()}
+def files() -> list[Module]:
+    """All files of all parts."""
+    return _modules()
+
+
+@pytest.fixture(scope="session")
+def modules(files: list[Module]) -> dict[str, Module]:
+    """All modules of all parts by name, but for those that have another library's name."""
+    found = {module.name: module for module in files if ".for_children." not in module.name}
     assert "paceline.base.errors" in found, "the package was not found"
     return found

@@ -75,10 +75,10 @@ def test_the_lists_only_shrink(modules) -> None:
     assert not stale, "remove these entries:\n" + "\n".join(stale)
 
 
-def private_names(tree: ast.AST) -> set[str]:
+def private_names(nodes: list[ast.AST]) -> set[str]:
     """Private attributes and methods that the classes of a module define."""
     names = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef):
             names.add(node.name)
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
@@ -96,14 +96,14 @@ def test_doors_use_public_names_of_the_core(modules) -> None:
     of_library: dict[str, set[str]] = {}
     for module in modules.values():
         if module.room not in DOORS:
-            of_core |= private_names(module.tree)
+            of_core |= private_names(module.nodes)
         else:
-            of_library.setdefault(library_of(module), set()).update(private_names(module.tree))
+            of_library.setdefault(library_of(module), set()).update(private_names(module.nodes))
     wrong = []
     for module in modules.values():
         if module.room not in DOORS:
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.Attribute) and node.attr in of_core - PRIVATE - OF_TORCH:
                 owner = ast.unparse(node.value)
                 # The modules of one library may reach into each other's classes.

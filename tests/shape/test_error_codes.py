@@ -15,13 +15,20 @@ MAKERS = {name for name, thing in vars(errors).items() if isinstance(thing, type
 CODE = re.compile(r"[a-z0-9]+(-[a-z0-9]+)*")
 
 
+def last_name(called: ast.expr) -> str:
+    """The last part of the name that is called; nothing where what is called has no name."""
+    if isinstance(called, ast.Attribute):
+        return called.attr
+    return called.id if isinstance(called, ast.Name) else ""
+
+
 def calls(modules):
     """Module, call and first argument of each call that makes an error or a problem."""
     for module in modules.values():
         if module.name == "paceline.base.errors":
             continue
-        for node in ast.walk(module.tree):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in MAKERS:
+        for node in module.nodes:
+            if isinstance(node, ast.Call) and last_name(node.func) in MAKERS:
                 first = node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "code"), None)
                 if not isinstance(first, ast.Starred):  # a problem that came from another rank, put together again
                     yield module, node, first

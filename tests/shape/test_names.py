@@ -18,7 +18,7 @@ def test_no_vague_names(modules) -> None:
             continue
         if VAGUE_MODULES & set(module.name.split(".")):
             wrong.append(f"{module.where}: what does it hold?")
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef) and node.name.endswith(VAGUE_CLASSES):
                 wrong.append(f"{module.where}:{node.lineno} class {node.name}: what is it?")
     assert not wrong, "find the noun:\n" + "\n".join(wrong)
@@ -29,7 +29,7 @@ def test_only_base_env_touches_the_environment(modules) -> None:
     for module in modules.values():
         if module.name == "paceline.base.env":
             continue
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             by_attribute = (
                 isinstance(node, ast.Attribute) and node.attr in ENVIRONMENT and ast.unparse(node.value) == "os"
             )
@@ -48,7 +48,7 @@ def test_paths_of_users_are_expanded_in_one_way(modules) -> None:
     wrong = [
         f"{module.where}:{node.lineno}"
         for module in modules.values()
-        for node in ast.walk(module.tree)
+        for node in module.nodes
         if isinstance(node, ast.Attribute) and node.attr == "expanduser" and ast.unparse(node.value) != "os.path"
     ]
     assert not wrong, "`Path.expanduser` raises RuntimeError for ~unknown; use base.files.expanded:\n" + "\n".join(

@@ -9,9 +9,9 @@ from pathlib import Path
 from paceline.base.ours import is_our_module
 
 
-def dotted_names(tree: ast.AST) -> Iterator[str]:
+def dotted_names(nodes: list[ast.AST]) -> Iterator[str]:
     """Texts handed to calls that could be looked up as a name of ours, such as "paceline.run.states.States.load"."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Call):
             for argument in node.args:
                 if isinstance(argument, ast.Constant) and isinstance(argument.value, str):
@@ -33,10 +33,10 @@ def names_something(text: str, src: Path) -> bool:
     return False
 
 
-def modules_of_ours(tree: ast.Module, src: Path) -> set[str]:
+def modules_of_ours(nodes: list[ast.AST], src: Path) -> set[str]:
     """Names in a file that stand for modules of ours."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.ImportFrom) and is_our_module(node.module or ""):
             package = src.joinpath(*(node.module or "").split("."))
             for alias in node.names:
@@ -45,26 +45,23 @@ def modules_of_ours(tree: ast.Module, src: Path) -> set[str]:
     return names
 
 
-def test_no_name_of_ours_is_replaced_as_a_text(root: Path) -> None:
+def test_no_name_of_ours_is_replaced_as_a_text(root: Path, files) -> None:
     patched: list[str] = []
-    for path in sorted(root.glob("packages/*/src/**/*.py")):
-        src = root.joinpath(*path.relative_to(root).parts[:3])
-        for text in dotted_names(ast.parse(path.read_text(encoding="utf-8"))):
+    for module in files:
+        src = root.joinpath(*module.path.relative_to(root).parts[:3])
+        for text in dotted_names(module.nodes):
             if names_something(text, src):
-                patched.append(f"{path.relative_to(root)}: {text}")
+                patched.append(f"{module.where}: {text}")
     assert not patched, f"let the run look up its `Runtime` (world/runtime.py) instead: {patched}"
 
 
-def test_no_module_of_ours_gets_another_function(root: Path) -> None:
+def test_no_module_of_ours_gets_another_function(root: Path, files) -> None:
     assigned: list[str] = []
-    for path in sorted(root.glob("packages/*/src/**/*.py")):
-        src = root.joinpath(*path.relative_to(root).parts[:3])
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        ours = modules_of_ours(tree, src)
-        stores = [
-            node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
-        ]
+    for module in files:
+        src = root.joinpath(*module.path.relative_to(root).parts[:3])
+        ours = modules_of_ours(module.nodes, src)
+        stores = [node for node in module.nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)]
         for node in stores:
             if isinstance(node.value, ast.Name) and node.value.id in ours:
-                assigned.append(f"{path.relative_to(root)}:{node.lineno}")
+                assigned.append(f"{module.where}:{node.lineno}")
     assert not assigned, assigned

@@ -20,9 +20,9 @@ PRIVATE_MODULE = re.compile(r"torch(\.\w+)*\._(?!_)\w+(\.\w+)*")
 LOOKUPS = {"getattr", "hasattr", "setattr", "delattr"}
 
 
-def defined(tree: ast.AST) -> Iterator[str]:
+def defined(nodes: list[ast.AST]) -> Iterator[str]:
     """Names that a module gives to functions, classes and variables, and to attributes of its own objects."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             yield node.name
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -31,9 +31,9 @@ def defined(tree: ast.AST) -> Iterator[str]:
             yield node.attr
 
 
-def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def used(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Lines, and the attributes and names of torch's modules that they use."""
-    for node in ast.walk(tree):
+    for node in nodes:
         if isinstance(node, ast.Attribute):
             yield node.lineno, node.attr
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in LOOKUPS:
@@ -50,18 +50,18 @@ def used(tree: ast.AST) -> Iterator[tuple[int, str]]:
 def test_private_names_of_torch_stand_in_torch_internals(modules) -> None:
     known = {name for names in OTHERS.values() for name in names.split()}
     for module in modules.values():
-        known.update(defined(module.tree))
+        known.update(defined(module.nodes))
     wrong = [
         f"{module.where}:{line} {name}"
         for module in modules.values()
         if module.room != "torch_internals"
-        for line, name in used(module.tree)
+        for line, name in used(module.nodes)
         if PRIVATE_MODULE.fullmatch(name) or (PRIVATE.fullmatch(name) and name not in known)
     ]
     assert not wrong, "give these a function in torch_internals/, and a contract test:\n" + "\n".join(wrong)
 
 
 def test_no_name_of_another_library_is_listed_in_vain(modules) -> None:
-    names = {name for module in modules.values() for _, name in used(module.tree)}
+    names = {name for module in modules.values() for _, name in used(module.nodes)}
     listed = {name for row in OTHERS.values() for name in row.split()}
     assert listed <= names, sorted(listed - names)

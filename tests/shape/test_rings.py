@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from functools import cache
 from pathlib import Path
 
 from choose_tests import text_of
@@ -82,14 +83,18 @@ def test_a_ring_is_seen() -> None:
     assert rings_of({"a": {"b", "c"}, "b": {"d"}, "c": {"d"}, "d": set()}) == []
 
 
-def assignments(tree: ast.AST, of_class: str = "") -> Iterator[tuple[str, ast.Attribute]]:
+@cache
+def assignments(tree: ast.AST) -> list[tuple[str, ast.Attribute]]:
     """Each attribute that is assigned to or deleted, with the class in whose body it happens."""
-    for node in ast.iter_child_nodes(tree):
+    found = []
+    waiting: list[tuple[str, ast.AST]] = [("", tree)]
+    while waiting:
+        of_class, node = waiting.pop()
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del):
+            found.append((of_class, node))
         inside = node.name if isinstance(node, ast.ClassDef) else of_class
-        is_written = isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
-        if is_written:
-            yield of_class, node
-        yield from assignments(node, inside)
+        waiting += reversed([(inside, child) for child in ast.iter_child_nodes(node)])
+    return found
 
 
 def fields_of(modules) -> dict[str, set[str]]:
@@ -99,7 +104,7 @@ def fields_of(modules) -> dict[str, set[str]]:
         for _, node in assignments(module.tree):
             if ast.unparse(node.value) == "self":
                 files[node.attr].add(module.name)
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef):
                 for statement in node.body:
                     if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):

@@ -73,7 +73,7 @@ def test_strategies_of_different_axes_do_not_import_each_other(modules) -> None:
     for name, module in modules.items():
         packages = {axis for axis in AXES if name.startswith(f"paceline.parallel.{axis}.")}
         others = tuple(f"paceline.parallel.{axis}." for axis in AXES if axis not in packages)
-        for node in ast.walk(module.tree) if packages else ():
+        for node in module.nodes if packages else ():
             if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(others):
                 wrong.append(f"{name}: {node.module}")
     assert not wrong, wrong

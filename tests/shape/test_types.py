@@ -164,7 +164,7 @@ def test_few_parameters_are_of_any_kind(modules) -> None:
     of_any_kind: Counter[str] = Counter()
     for module in modules.values():
         package = module.room if "/" in module.where.removeprefix("packages/paceline/src/paceline/") else "the facade"
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
             given = node.args
