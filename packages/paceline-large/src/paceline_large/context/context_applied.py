@@ -22,6 +22,7 @@ from paceline_large.context.block_calls import REGION, BlockCall, divide_attenti
 from paceline_large.context.context import ContextOptions, chosen_method
 from paceline_large.context.sequence_split import SequenceDivision, SequenceRegion, Sizes, sequence_dim
 from paceline_large.context.trial import no_sequence, try_block
+from paceline_large.hooks_on_parts import ALL_HOOKS, ON_INPUTS, HooksOnParts
 from paceline_large.random_streams import RandomStreams
 from paceline_large.same_inputs import SameInputs
 
@@ -145,6 +146,10 @@ class _BlockSpan:
         self.whole = False  # whether each rank computes the whole sequence of this call
         self.sizes = Sizes(0, 0, 0, 0)
         self.sample: Tensor | None = None  # the input of the first block, for the trials
+        self.hooks = HooksOnParts(
+            "the positions of this process, because `cp` divides sequences: what is computed of each position, or is a mean "
+            "over all, is that of one process, and nothing else. What comes before the first block and after the last is whole."
+        )
         self.untried: set[int] = set()  # numbers of the blocks that are still to be tried
         if options.trial:
             self.untried.update(range(len(blocks)))
@@ -164,10 +169,13 @@ class _BlockSpan:
         """Registers the hooks."""
         for number, block in enumerate(self.blocks):
             divide_attention(block)
+            # What is inside of a block is tried. Hooks on the last one get the whole output, since ours stands before them.
+            is_last = number + 1 == len(self.blocks)
+            self.hooks.add(f"block number {number}", block, ON_INPUTS if is_last else ALL_HOOKS)
             block.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True)
             if number + 1 < len(self.blocks):
                 block.register_forward_hook(self.pause)
-        self.blocks[-1].register_forward_hook(self.leave)
+        self.blocks[-1].register_forward_hook(self.leave, prepend=True)
 
     def pause(self, *_: object) -> None:
         """A hook after each block but the last."""
@@ -187,6 +195,7 @@ class _BlockSpan:
             )
         call = BlockCall(block, args, kwargs)
         if number == 0:
+            self.hooks.look()
             self.whole = not self.open(call)
         if self.whole:
             return args, {**kwargs, REGION: None}
