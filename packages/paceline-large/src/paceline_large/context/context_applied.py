@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from paceline.base.errors import PlanError, TrainError
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.fqn import parent
+from paceline.torch_internals.modules import FORWARD, module_hooks
 from paceline.world.forward import override_forward
 from paceline.world.tree import Tree, map_tensors
 from paceline_large.context.block_calls import REGION, BlockCall, divide_attention
@@ -169,13 +170,13 @@ class _BlockSpan:
         """Registers the hooks."""
         for number, block in enumerate(self.blocks):
             divide_attention(block)
-            # What is inside of a block is tried. Hooks on the last one get the whole output, since ours stands before them.
-            is_last = number + 1 == len(self.blocks)
-            self.hooks.add(f"block number {number}", block, ON_INPUTS if is_last else ALL_HOOKS)
+            # What is inside of a block is tried. Later hooks on the last one get what `leave` has gathered.
+            sees_whole = number + 1 == len(self.blocks) and not module_hooks(block)[FORWARD]
+            self.hooks.add(f"block number {number}", block, ON_INPUTS if sees_whole else ALL_HOOKS)
             block.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True)
             if number + 1 < len(self.blocks):
                 block.register_forward_hook(self.pause)
-        self.blocks[-1].register_forward_hook(self.leave, prepend=True)
+        self.blocks[-1].register_forward_hook(self.leave)
 
     def pause(self, *_: object) -> None:
         """A hook after each block but the last."""

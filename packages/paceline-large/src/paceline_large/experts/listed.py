@@ -63,8 +63,8 @@ class ListedExperts:
         self._dtype = dtype
         self._calls: _Calls | None = None  # while the layer runs
         self._hooks = HooksOnParts(
-            "the tokens of all processes along `ep`, on the one that computes this expert: what it keeps for a loss is missing on "
-            "the others. Take the output of the layer."
+            "the tokens of all processes along `ep`, on the one that computes this expert: what it keeps for a loss is missing "
+            "on the others. Take the output of the layer."
         )
         for number, name in enumerate(experts):
             for inner_name, inner in layer.get_submodule(name).named_modules(prefix=f"{type(layer).__name__}.{name}"):
