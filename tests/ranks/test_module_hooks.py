@@ -38,8 +38,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(24, 16), nn.Linear(16, 24)
+        self.embed = nn.Embedding(24, 16)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(16, 24)
 
     def forward(self, tokens):
         x = self.embed(tokens)
@@ -89,8 +90,7 @@ HOOKS = (
     "gradients of parameters",
     "accumulated gradients",
 )
-# Of the first block, and of what is in it.
-MODULES = ("blocks.0", "blocks.0.norm1", "blocks.0.mlp.up_proj", "blocks.0.mlp.down_proj")
+BLOCK, NORM, UP, DOWN = "blocks.0", "blocks.0.norm1", "blocks.0.mlp.up_proj", "blocks.0.mlp.down_proj"
 
 
 def trained(accelerator: Accelerator | None, make: type[nn.Module], name: str, how: str) -> list[float]:
@@ -154,33 +154,26 @@ def listed() -> nn.Module:
     return Mixture(listed=True)
 
 
-PARTS = {
-    "shard": {"shard": {"ignored": ["blocks.0.norm1", "blocks.0.mlp.up_proj"]}},
-    "tensor": {"tensor": {"sequence": True}},
-}
-
-
 @pytest.mark.parametrize(
-    ("plan", "options"),
+    ("plan", "options", "modules"),
     [
-        ({"shard": 2, "zero": 2}, {}),
-        ({"shard": 2}, PARTS["shard"]),
-        ({"tp": 2}, {}),
-        ({"tp": 2}, PARTS["tensor"]),
-        ({"cp": 2}, {}),
-        ({"pp": 2}, {}),
+        ({"shard": 2}, {"shard": {"ignored": [NORM]}}, (NORM, UP)),
+        ({"tp": 2}, {}, (NORM, UP, DOWN)),
+        ({"tp": 2}, {"tensor": {"sequence": True}}, (BLOCK, NORM, DOWN)),
+        ({"cp": 2}, {}, (BLOCK,)),
+        ({"pp": 2}, {}, (BLOCK,)),
     ],
     ids=str,
 )
-def test_hooks_see_what_one_process_sees_or_it_is_told(plan, options) -> None:
-    (wrong, told), _ = run_ranks(wrong_and_told, 2, args=(plan, options, Decoder, MODULES), timeout_s=120)
+def test_hooks_see_what_one_process_sees_or_it_is_told(plan, options, modules) -> None:
+    (wrong, told), _ = run_ranks(wrong_and_told, 2, args=(plan, options, Decoder, modules), timeout_s=120)
     assert wrong <= told
     # Hooks on parameters get the mean of whole tensors everywhere; where only samples are divided, all hooks are right.
     assert not any("parameters" in hook or "accumulated" in hook for hook in wrong | told)
-    assert bool(told) == (not {"shard", "replicate"} & plan.keys())
+    assert bool(told) == ("shard" not in plan)
 
 
 def test_hooks_on_experts_are_told_of() -> None:
-    modules = ("blocks.0.moe.experts.0.0",)
+    modules = (f"{BLOCK}.moe.experts.0.0",)
     (wrong, told), _ = run_ranks(wrong_and_told, 2, args=({"ep": 2}, {}, listed, modules), timeout_s=120)
     assert wrong <= told and told

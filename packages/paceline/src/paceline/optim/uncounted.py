@@ -72,6 +72,10 @@ _ITEMS_TEXT = (
     "a loss that was passed with `num_items` is no sum over its items: an item counts more on one process than on another. "
     "Pass the sum, or the mean times the number that it divides by: `accelerator.backward(loss * n, num_items=n)`"
 )
+_COUNT_TEXT = (
+    "a sum over {rows} samples was passed with `num_items={divisor:g}`, which does not follow their number. It counts the items "
+    "of this process and micro-batch, and Paceline adds up those of all. Pass the number of items in the sum, such as `len(x)`"
+)
 _CONSTANT_TEXT = (
     "a sum over the samples of a micro-batch is divided by {divisor:g}, which does not follow the number of samples on this "
     "process. Losses of processes are averaged, so its gradients depend on the number of processes. Divide by the samples of "
@@ -125,16 +129,20 @@ class SeenLoss:
         number: of the pass in the run; the micro-batches of a pass have the same.
         window: identifies the window, and which of its losses this is.
         rows: the samples of this rank; 0 if it has none.
-        has_items: whether it was passed with `num_items`.
+        items: what it was passed with as `num_items`; None without it.
         place: file and line of the script.
     """
 
     number: int
     window: tuple[int, ...]
     rows: int
-    has_items: bool
+    items: float | None
     place: str
     parts: tuple[SeenPart, ...]
+
+    @property
+    def has_items(self) -> bool:
+        return self.items is not None
 
 
 @dataclass
@@ -192,7 +200,7 @@ class _PassLookedAt:
     number: int
     window: tuple[int, ...]
     rows: int
-    has_items: bool
+    items: float | Tensor | None
     place: str
     parts: list[_PartOfLoss]
     handles: list[Any]
@@ -210,7 +218,8 @@ class _PassLookedAt:
     def seen(self) -> SeenLoss:
         rows = self.rows if self.factor else 0
         parts = tuple(part.seen(self.factor) for part in self.parts)
-        return SeenLoss(self.number, self.window, rows, self.has_items, self.place, parts)
+        items = None if self.items is None else float(self.items)
+        return SeenLoss(self.number, self.window, rows, items, self.place, parts)
 
 
 @dataclass
@@ -223,7 +232,9 @@ class LossWeights:
     _noted: list[_PassLookedAt] = field(default_factory=list)
     _judged: deque[Sequence[SeenLoss]] = field(default_factory=lambda: deque(maxlen=_JUDGED))  # each by rank
 
-    def look(self, loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool = False) -> None:
+    def look(
+        self, loss: Tensor, number: int, window: tuple[int, ...], rows: int, items: float | Tensor | None = None
+    ) -> None:
         """Called before a backward pass.
 
         Args:
@@ -231,12 +242,12 @@ class LossWeights:
             number: of the pass in the run, from 1.
             window: identifies the window, and which of its losses this is.
             rows: the samples that this rank has in the micro-batch.
-            has_items: whether the loss was passed with `num_items`.
+            items: what the loss was passed with as `num_items`.
         """
         self._rows = rows
         frame = user_frame()
         place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        self._open = [_look_at(loss, number, window, rows, has_items, place)]
+        self._open = [_look_at(loss, number, window, rows, items, place)]
 
     def look_inside(self, loss: Tensor, rows: int | None) -> None:
         """Called before the backward pass of each micro-batch of the pass, whose losses are parts of one.
@@ -247,8 +258,8 @@ class LossWeights:
         """
         if self._open and rows and loss.grad_fn is not None:
             whole = self._open[0]
-            counted = 1 if whole.has_items else rows
-            self._open.append(_look_at(loss, whole.number, whole.window, counted, whole.has_items, whole.place))
+            counted = rows if whole.items is None else 1
+            self._open.append(_look_at(loss, whole.number, whole.window, counted, whole.items, whole.place))
 
     def wants(self, number: int, rows: int) -> bool:
         """Returns whether a pass is one of the first, or has another number of samples than the last that was looked at.
@@ -269,7 +280,7 @@ class LossWeights:
             factor: what the loss was multiplied by before it; 0 if this rank has no sample.
         """
         micro_batches = self._open[1:]
-        if micro_batches and not micro_batches[0].has_items:
+        if micro_batches and micro_batches[0].items is None:
             factor /= len(micro_batches)
         for each in micro_batches or self._open:
             each.close(factor)
@@ -315,11 +326,11 @@ def is_compared(number: int) -> bool:
 
 
 def _look_at(
-    loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool, place: str
+    loss: Tensor, number: int, window: tuple[int, ...], rows: int, items: float | Tensor | None, place: str
 ) -> _PassLookedAt:
     parts = _parts_of(loss)
     handles = [part.node.register_prehook(part.see) for part in parts]
-    return _PassLookedAt(number, window, rows, has_items, place, parts, handles)
+    return _PassLookedAt(number, window, rows, items, place, parts, handles)
 
 
 @dataclass(frozen=True)
@@ -468,8 +479,10 @@ def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], w
         is_sure: see `LossWeights.judge`.
     """
     part = seen.parts[number]
-    if part.is_mean or part.is_penalty or part.is_curved or seen.has_items or not seen.rows:
+    if part.is_mean or part.is_penalty or part.is_curved or not seen.rows:
         return None
+    if seen.has_items:
+        return _of_items(seen, part, judged)
     # Tokens of all samples may have become one dimension. A sum over something else is that of a penalty.
     if not part.sizes or part.sizes[0] % seen.rows:
         return None
@@ -496,6 +509,19 @@ def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], w
     if width == 2 and not is_sure:
         return None
     return (_GLOBAL_TEXT + _MEANT_TEXT).format(**words)
+
+
+def _of_items(seen: SeenLoss, part: SeenPart, judged: Iterable[Sequence[SeenLoss]]) -> str | None:
+    """Returns what is to be said of `num_items` that is the same number while that of the samples differs, or no multiple."""
+    assert seen.items is not None
+    # Fewer items than elements are those of a mask; more may be the tokens of samples of one length.
+    if len(part.sizes) != 1 or part.sizes[0] != seen.rows or seen.items <= seen.rows or part.divisors:
+        return None
+    numbers = {(each.rows, each.items) for own in judged for each in own if each.rows and each.place == seen.place}
+    has_one_count = len({items for _, items in numbers}) == 1
+    if not has_one_count or (len({rows for rows, _ in numbers}) == 1 and _is_whole(seen.items / seen.rows)):
+        return None
+    return _COUNT_TEXT.format(divisor=seen.items, rows=seen.rows)
 
 
 def _is_whole(quotient: float) -> bool:
