@@ -73,8 +73,8 @@ _ITEMS_TEXT = (
     "Pass the sum, or the mean times the number that it divides by: `accelerator.backward(loss * n, num_items=n)`"
 )
 _COUNT_TEXT = (
-    "a sum over {rows} samples was passed with `num_items={divisor:g}`, which does not follow their number. It counts the items "
-    "of this process and micro-batch, and Paceline adds up those of all. Pass the number of items in the sum, such as `len(x)`"
+    "a sum over {rows} samples was passed with `num_items={divisor:g}`, which does not follow their number. It counts those "
+    "of this process and micro-batch; all are added up. Pass the number of items in the sum, such as `len(x)`"
 )
 _CONSTANT_TEXT = (
     "a sum over the samples of a micro-batch is divided by {divisor:g}, which does not follow the number of samples on this "
