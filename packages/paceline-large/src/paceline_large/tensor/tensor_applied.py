@@ -353,7 +353,7 @@ class _Divider:
         ends = {group.last for group in self.division.groups}
         inner = {group.module for group in self.division.groups}
         for name, module in self.modules[block].named_modules(prefix=block):
-            kinds = ALL_HOOKS
+            kinds: tuple[str, ...] = ALL_HOOKS
             if name in ends or (name == block and first):
                 kinds = ON_OUTPUTS
             elif name == block and last:

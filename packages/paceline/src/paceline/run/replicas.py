@@ -87,7 +87,7 @@ class Replicas:
         self._number = next(_NUMBERS)
         self._looks = 0
         self._passes_at_look = 0
-        run.events.loop_over.subscribe(lambda loader, finished: self._look())
+        run.events.loop_over.subscribe(lambda loader, finished: self._look() if finished else None)
         run.events.gathered.subscribe(self._look)
         self._histories: weakref.WeakKeyDictionary[PreparedOptimizer, int] = weakref.WeakKeyDictionary()
 
@@ -167,13 +167,13 @@ class Replicas:
             return
         store = rendezvous.part(f"replicas/{self._number}/{self._looks}")
         size = self._run.world.size
-        told = pickle.dumps((self._passes, self._state(())))
+        told = pickle.dumps((self._passes, self._state(()))).hex()
         # The store is on rank 0, which may have ended.
         with contextlib.suppress(dist.DistNetworkError):
             store.set(str(self._run.world.rank), told)
             if store.add("told", 1) < size:
                 return
-            answers = [pickle.loads(store.get(str(rank))) for rank in range(size)]
+            answers = [pickle.loads(bytes.fromhex(store.get(str(rank)).decode())) for rank in range(size)]
             # A rank may run a loop alone.
             in_one_place = len({(passes, state.position) for passes, state in answers}) == 1
             why = difference([state for _, state in answers]) if in_one_place else []

@@ -95,8 +95,8 @@ class Units(AppliedStrategy):
         self._noted: set[torch.Tensor] = set()
         self._computed: set[torch.Tensor] = set()
         # The script's hooks on gradients, which are called with the mean of a pass.
-        self._hooks: dict[torch.Tensor, GradientHooks] = {}
-        self._later_hooks: dict[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]] = {}
+        self._hooks: dict[nn.Parameter, GradientHooks] = {}
+        self._later_hooks: dict[nn.Parameter, dict[int, Callable[[torch.Tensor], None]]] = {}
         for parameters in self._groups:
             internals.carry_values(parameters, _refuse_values)
             internals.call_before_reduction(parameters, self._set_aside)
@@ -300,7 +300,7 @@ class Units(AppliedStrategy):
             self._communicate(True)
             internals.reduce_pending(self._root, reversed(self._groups))
 
-    def _shards(self) -> Iterator[torch.Tensor]:
+    def _shards(self) -> Iterator[nn.Parameter]:
         return map(internals.sharded_parameter, self._parameters)
 
     def _take_hooks_alone(self) -> None:
@@ -309,7 +309,7 @@ class Units(AppliedStrategy):
             self._take_hooks(self._alone)
             self._take_hooks(filter(has_hooks_after, self._alone), always=True)
 
-    def _take_hooks(self, parameters: Iterable[torch.Tensor], always: bool = False) -> None:
+    def _take_hooks(self, parameters: Iterable[nn.Parameter], always: bool = False) -> None:
         for parameter in parameters:
             if parameter not in self._hooks and (always or has_users_gradient_hooks(parameter)):
                 self._hooks[parameter] = GradientHooks(parameter)
