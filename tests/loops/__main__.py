@@ -15,7 +15,7 @@ from typing import get_args
 from loops.check import DOORS, PLANS, Case, cases_of_door, check, references
 from loops.compare import Outcome
 from loops.draw import draw
-from loops.programs import Statement, uses
+from loops.programs import Program, Statement, uses
 from loops.report import Tally, page
 from loops.script import standalone
 from loops.shrink import shrink
@@ -68,8 +68,7 @@ def run_chunk(
     """Draws and runs the programs of some seeds; with `using`, only those that have a statement of this name."""
     programs = [draw(seed, shuffle) for seed in seeds]
     if using:
-        kind = next(kind for kind in get_args(Statement) if kind.__name__ == using)
-        programs = [program for program in programs if uses(program, kind)]
+        programs = [program for program in programs if _has(program, using)]
     programs = [program for program in map(DOORS[door].adapted, programs) if program is not None]
     wants = references(programs, door)
     valid = [program for program, want in zip(programs, wants, strict=True) if want is not None]
@@ -77,6 +76,12 @@ def run_chunk(
     tally = Tally(programs=len(valid), unclear=len(programs) - len(valid))
     tally.add(cases, check(cases, dict(zip(programs, wants, strict=True))))
     return tally
+
+
+def _has(program: Program, name: str) -> bool:
+    """Whether a program has a statement of this name; "Hook" stands for hooks."""
+    kinds = [kind for kind in get_args(Statement) if kind.__name__ == name]
+    return (name == "Hook" and bool(program.hooks)) or any(uses(program, kind) for kind in kinds)
 
 
 def _note(failures: Sequence[tuple[Case, Outcome]], path: Path) -> None:

@@ -28,6 +28,7 @@ from loops.programs import (
     ForwardBackward,
     Freeze,
     Hook,
+    HookKind,
     Loader,
     Loop,
     Model,
@@ -504,9 +505,12 @@ class _Drawing:
         in_no_optimizer = Slice(model, "head") in [each for each, _ in self._parameters_in_none()]
         if one_pass and in_no_optimizer and self.chance(0.5):
             return (Hook(model, "fused"),)
-        if not self.chance(0.06):
+        if not self.chance(0.1):
             return ()
-        return (Hook(model, self.random.choice(["double", "clamp"]) if one_pass else "double"),)  # type: ignore[arg-type]
+        kinds: list[HookKind] = ["double", "input", "output", "input gradient", "output gradient"]
+        if one_pass:
+            kinds.append("clamp")
+        return (Hook(model, self.random.choice(kinds)),)
 
     def _with_writes(self, program: Program) -> Program:
         """Weights that the script writes, at any place of the body."""

@@ -158,7 +158,11 @@ class Interpreter:
 
     def run(self) -> dict[str, Any]:
         for hook in self.program.hooks:
-            for parameter in self.models[hook.model].head.parameters():
+            head = self.models[hook.model].head
+            if hook.kind.startswith(("input", "output")):
+                _add_module_hook(head, hook.kind)
+                continue
+            for parameter in head.parameters():
                 _add_hook(parameter, hook.kind)
         loop = self.program.loop
         if loop.kind == "next":
@@ -354,7 +358,7 @@ class Interpreter:
         own = {parameter for model in models for parameter in self.models[model].parameters()}
         if self.reached - own:
             raise Unclear("a backward call reaches models of another window")
-        if any(hook.kind != "double" for hook in self.program.hooks):
+        if any(hook.kind in ("clamp", "fused") for hook in self.program.hooks):
             raise Unclear("a hook that changes finished gradients")
 
     def _use(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -548,6 +552,17 @@ def _with_last(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         before.append(batch)
     if before:
         yield before.pop(), True
+
+
+def _add_module_hook(head: nn.Module, kind: str) -> None:
+    if kind == "input":
+        head.register_forward_pre_hook(lambda _, inputs: (1.25 * inputs[0],))
+    elif kind == "output":
+        head.register_forward_hook(lambda _, inputs, output: 0.75 * output)
+    elif kind == "input gradient":
+        head.register_full_backward_hook(lambda _, inputs, outputs: tuple(g if g is None else 0.5 * g for g in inputs))
+    else:
+        head.register_full_backward_pre_hook(lambda _, outputs: tuple(0.5 * g for g in outputs))
 
 
 def _add_hook(parameter: nn.Parameter, kind: str) -> None:

@@ -83,17 +83,21 @@ class Loader:
         return self.rows // self.batch if self.drop_last else -(-self.rows // self.batch)
 
 
+HookKind = Literal["double", "clamp", "fused", "input", "output", "input gradient", "output gradient"]
+
+
 @dataclass(frozen=True)
 class Hook:
-    """A hook on the parameters of a model's head.
+    """A hook on a model's head, or on its parameters.
 
     Attributes:
         kind: "double" doubles each gradient as it is computed (`register_hook`), "clamp" limits it after it was added up
-            (`register_post_accumulate_grad_hook`), "fused" steps in the backward pass.
+            (`register_post_accumulate_grad_hook`), "fused" steps in the backward pass. "input" and "output" scale what goes
+            into the head and comes out of it, "input gradient" and "output gradient" what comes back.
     """
 
     model: int
-    kind: Literal["double", "clamp", "fused"]
+    kind: HookKind
 
 
 @dataclass(frozen=True)

@@ -111,6 +111,12 @@ def size_of_gradients(model):
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
     return sum(float(gradient.abs().sum()) for gradient in whole if gradient is not None)
 """
+_HEAD_HOOKS = {
+    "input": "head.register_forward_pre_hook(lambda _, inputs: (1.25 * inputs[0],))",
+    "output": "head.register_forward_hook(lambda _, inputs, output: 0.75 * output)",
+    "input gradient": "head.register_full_backward_hook(lambda _, i, o: tuple(g if g is None else 0.5 * g for g in i))",
+    "output gradient": "head.register_full_backward_pre_hook(lambda _, outputs: tuple(0.5 * g for g in outputs))",
+}
 _HOOKS = {
     "double": ("parameter.register_hook(lambda gradient: 2 * gradient)",),
     "clamp": ("parameter.register_post_accumulate_grad_hook(lambda p: p.grad.clamp_(-0.01, 0.01))",),
@@ -238,7 +244,11 @@ def script(
         f"{', '.join(names)} = accelerator.prepare({', '.join(names)})\n",
     ]
     for hook in program.hooks:
-        text.append(f"for parameter in accelerator.unwrap_model(model{hook.model}).head.parameters():\n")
+        text.append(f"head = accelerator.unwrap_model(model{hook.model}).head\n")
+        if hook.kind in _HEAD_HOOKS:
+            text.append(f"{_HEAD_HOOKS[hook.kind]}\n")
+            continue
+        text.append("for parameter in head.parameters():\n")
         text += [f"{INDENT}{line}\n" for line in _HOOKS[hook.kind]]
     if _takes_next(program):
         loaders = ", ".join(f"loader{number}" for number in range(len(program.loaders)))

@@ -74,6 +74,7 @@ EXPECTED = {
     *("loop for", "loop zip", "loop next", "loader map", "loader iterable", "loader sized", "loader endless"),
     *("short last batch", "drop_last", "batch of a rank", "window 1", "window 2", "window 3", "window 4"),
     *("precision no", "precision bf16", "precision fp16", "hook double", "hook clamp", "hook fused", "save"),
+    *("hook input", "hook output", "hook input gradient", "hook output gradient"),
     *(
         "items None",
         "items int",

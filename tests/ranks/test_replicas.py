@@ -101,6 +101,53 @@ def test_ranks_that_come_apart_are_refused(plan: dict[str, int], tmp_path) -> No
     assert run_ranks(outcomes, 2, args=(plan, tuple(expected), str(tmp_path))) == [expected] * 2
 
 
+def by_hand(accelerator: Accelerator, how: str) -> None:
+    """Weights that the loop writes itself, without any backward pass of the accelerator."""
+    set_seed(0)
+    data = TensorDataset(torch.randn(32, 4), torch.arange(32) % 3)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+    model, loader = accelerator.prepare(model, DataLoader(data, 4))
+    draws = torch.Generator().manual_seed(accelerator.process_index if how == "own noise" else 0)
+    if how == "own first weights":
+        x, _ = next(iter(loader))
+        with torch.no_grad():
+            model[2].bias.sub_(model(x).mean(0))
+    for x, y in loader:
+        gradients = torch.autograd.grad(F.cross_entropy(model(x), y), model.parameters())
+        if how != "own gradients":
+            gradients = accelerator.reduce(gradients, "mean")
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.1 * gradient
+                parameter += 0.01 * torch.randn(parameter.shape, generator=draws)
+
+
+def told_of_weights(plan: dict[str, int]) -> set[str]:
+    seen = set()
+    # Under `shard` each line that writes is looked at after 1, 2, 4, 8, ... writes, and one loop writes 32 times.
+    for how in ("own gradients", "own noise", "reduced gradients", "own first weights"):
+        forget_warnings()
+        said: list[str] = []
+        for name in ("paceline.train", "paceline.parallel"):
+            logger = logging.getLogger(name)
+            logger.handlers = [handler := logging.Handler(logging.WARNING)]
+            handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]  # noqa: B023
+        accelerator = Accelerator(cpu=True, plan=plan)
+        by_hand(accelerator, how)
+        accelerator.wait_for_everyone()
+        if any("come apart" in text or "differs between the processes" in text for text in said):
+            seen.add(how)
+        accelerator.free_memory()
+    return seen
+
+
+@pytest.mark.parametrize("plan", [{}, {"shard": 2, "zero": 2}, {"shard": 2}], ids=str)
+def test_weights_that_a_loop_writes_by_own_samples_are_told_of(plan: dict[str, int]) -> None:
+    # Under `replicate` and ZeRO the last rank says it, under `shard` rank 0.
+    one, other = run_ranks(told_of_weights, 2, args=(plan,))
+    assert one | other == {"own gradients", "own noise", "own first weights"}
+
+
 def words_of_the_error() -> list[str]:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(TrainError) as caught:

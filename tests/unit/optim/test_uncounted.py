@@ -23,7 +23,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def seen(
-    loss: Tensor, rows: int, number: int = 1, window: tuple[int, ...] = (0, 1, 0), items: bool = False
+    loss: Tensor, rows: int, number: int = 1, window: tuple[int, ...] = (0, 1, 0), items: float | None = None
 ) -> SeenLoss:
     """What one rank sees of a loss."""
     weights = LossWeights()
@@ -41,7 +41,7 @@ def told(by_rank: Sequence[Sequence[SeenLoss]], monkeypatch: pytest.MonkeyPatch,
     return "; ".join(words)
 
 
-def of_ranks(loss: Loss, rows: Sequence[int] = (4, 4), items: bool = False, number: int = 1) -> list[list[SeenLoss]]:
+def of_ranks(loss: Loss, rows: Sequence[int] = (4, 4), items: float = 0, number: int = 1) -> list[list[SeenLoss]]:
     """What ranks see that have so many samples each."""
     torch.manual_seed(number)
     ranks = []
@@ -51,7 +51,7 @@ def of_ranks(loss: Loss, rows: Sequence[int] = (4, 4), items: bool = False, numb
         own = slice(begin, begin + count)
         begin += count
         result = loss(torch.randn(count, 2) @ weight, TARGETS[own], SOME[own])
-        ranks.append([seen(result, 1 if items else count, number, items=items)])
+        ranks.append([seen(result, count, number, items=items or None)])
     return ranks
 
 
@@ -162,8 +162,20 @@ def test_a_penalty_on_weights_is_no_loss(penalty: Callable[[Tensor], Tensor], mo
     ],
 )  # fmt: skip
 def test_a_mean_with_num_items_is_told(loss: Loss, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    text = told(of_ranks(loss, items=True), monkeypatch)
+    text = told(of_ranks(loss, items=4), monkeypatch)
     assert bool(text) is bool(words) and words in text
+
+
+@pytest.mark.parametrize(
+    ("items", "rows", "is_told"),
+    [(8, (4, 4), False), (8, (4, 3), True), (7, (4, 4), True), (3, (4, 3), False)],
+    ids=["as many tokens in each", "all samples of a pass", "no multiple", "a mask"],
+)
+def test_a_number_of_items_that_does_not_follow_the_samples_is_told(
+    items: int, rows: tuple[int, int], is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = of_ranks(lambda z, y, m: F.cross_entropy(z, y, reduction="sum"), rows, items=items)
+    assert bool(told(ranks, monkeypatch)) is is_told
 
 
 def test_a_part_in_the_micro_batches_of_one_window_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

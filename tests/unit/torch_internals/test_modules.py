@@ -35,12 +35,21 @@ def test_tensors_are_replaced_under_their_names() -> None:
     assert module[0].weight.dtype == module[1].running_mean.dtype == torch.float64
 
 
-def test_forward_hooks_are_known_in_their_order() -> None:
+def test_hooks_are_known_by_their_kind_in_their_order() -> None:
     module = nn.Linear(2, 2)
-    assert modules.forward_hooks(module) == []
+    assert not any(modules.module_hooks(module).values())
     module.register_forward_hook(first := lambda *_: None)
     module.register_forward_hook(second := lambda *_: None)
-    assert modules.forward_hooks(module) == [first, second]
+    module.register_forward_pre_hook(before := lambda *_: None)
+    module.register_full_backward_hook(after := lambda *_: None)
+    module.register_full_backward_pre_hook(earlier := lambda *_: None)
+    found = {kind: list(hooks) for kind, hooks in modules.module_hooks(module).items()}
+    assert found == {
+        modules.FORWARD_PRE: [before],
+        modules.FORWARD: [first, second],
+        modules.BACKWARD_PRE: [earlier],
+        modules.BACKWARD: [after],
+    }
 
 
 def test_what_loads_a_state_dict_is_known() -> None:

@@ -17,12 +17,14 @@ from torch import Tensor, nn
 from paceline.base.errors import PlanError, TrainError
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.fqn import parent
+from paceline.torch_internals.modules import FORWARD, module_hooks
 from paceline.world.forward import override_forward
 from paceline.world.tree import Tree, map_tensors
 from paceline_large.context.block_calls import REGION, BlockCall, divide_attention
 from paceline_large.context.context import ContextOptions, chosen_method
 from paceline_large.context.sequence_split import SequenceDivision, SequenceRegion, Sizes, sequence_dim
 from paceline_large.context.trial import no_sequence, try_block
+from paceline_large.hooks_on_parts import ALL_HOOKS, ON_INPUTS, HooksOnParts
 from paceline_large.random_streams import RandomStreams
 from paceline_large.same_inputs import SameInputs
 
@@ -146,6 +148,10 @@ class _BlockSpan:
         self.whole = False  # whether each rank computes the whole sequence of this call
         self.sizes = Sizes(0, 0, 0, 0)
         self.sample: Tensor | None = None  # the input of the first block, for the trials
+        self.hooks = HooksOnParts(
+            "the positions of this process, because `cp` divides sequences: what is computed of each position, or is a mean "
+            "over all, is that of one process, and nothing else. What comes before the first block and after the last is whole."
+        )
         self.untried: set[int] = set()  # numbers of the blocks that are still to be tried
         if options.trial:
             self.untried.update(range(len(blocks)))
@@ -165,6 +171,9 @@ class _BlockSpan:
         """Registers the hooks."""
         for number, block in enumerate(self.blocks):
             divide_attention(block)
+            # What is inside of a block is tried. Later hooks on the last one get what `leave` has gathered.
+            sees_whole = number + 1 == len(self.blocks) and not module_hooks(block)[FORWARD]
+            self.hooks.add(f"block number {number}", block, ON_INPUTS if sees_whole else ALL_HOOKS)
             block.register_forward_pre_hook(partial(self.enter, number), with_kwargs=True)
             if number + 1 < len(self.blocks):
                 block.register_forward_hook(self.pause)
@@ -188,6 +197,7 @@ class _BlockSpan:
             )
         call = BlockCall(block, args, kwargs)
         if number == 0:
+            self.hooks.look()
             self.whole = not self.open(call)
         if self.whole:
             return args, {**kwargs, REGION: None}

@@ -30,6 +30,7 @@ from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded, local
 from paceline.world.tree import map_tensors, tensors
 from paceline_large.experts.travel import ExpertRanks, Route
+from paceline_large.hooks_on_parts import HooksOnParts
 
 
 @dataclass
@@ -62,7 +63,13 @@ class ListedExperts:
         self._ranks = ranks
         self._dtype = dtype
         self._calls: _Calls | None = None  # while the layer runs
+        self._hooks = HooksOnParts(
+            "the tokens of all processes along `ep`, on the one that computes this expert: what it keeps for a loss is missing "
+            "on the others. Take the output of the layer."
+        )
         for number, name in enumerate(experts):
+            for inner_name, inner in layer.get_submodule(name).named_modules(prefix=f"{type(layer).__name__}.{name}"):
+                self._hooks.add(inner_name, inner)
             override_forward(layer.get_submodule(name), "experts", self._expert_forward(number))
         override_forward(layer, "experts", self._layer_forward)
 
@@ -71,6 +78,7 @@ class ListedExperts:
         experts = [layer.get_submodule(name) for name in self._experts]
         if not _are_divided(experts):  # all experts are on this rank at the moment
             return original(*args, **kwargs)
+        self._hooks.look()
         noted = _Calls()
         with self._answering(noted), _without_traces(layer, tensors((args, kwargs))):
             # In a context without variables, in which transformers keeps what it records of a pass, such as router logits.

@@ -31,11 +31,13 @@ from paceline.parallel.microbatches import BatchPart
 from paceline.parallel.strategy import Runner
 from paceline.plan.facts import ModelFacts
 from paceline.torch_internals.fsdp import kept_gathered
+from paceline.torch_internals.modules import FORWARD, FORWARD_PRE
 from paceline.torch_internals.tensors import put_hooks_by
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.tree import describe, first_rows, map_tensors, tensors
+from paceline_large.hooks_on_parts import HooksOnParts
 from paceline_large.pipeline.copies import Copies
 from paceline_large.pipeline.schedules import build
 from paceline_large.pipeline.sources import ReadPlaceholder, Sources
@@ -408,6 +410,9 @@ class Pipe(Runner):
             _, reports = self._walk(args, kwargs, self.module, True)
         for buffer, before in buffers:
             buffer.copy_(before)
+        for report in reports:
+            for text in report.hooks:
+                warn_once("parallel", text)
         self._shapes[shape] = self.stages.outputs, reports
 
     def _walk(
@@ -500,10 +505,21 @@ class Pipe(Runner):
         for module in self.stages.modules(stage):
             parameters += module.parameters()
         trains = any(parameter.requires_grad for parameter in parameters)
-        sends = None
-        if not is_last:
-            sends = specs(output)
-        return output, _StageReport(recorded, sends, trains)
+        if is_last:
+            return output, _StageReport(recorded, None, trains)
+        return output, _StageReport(recorded, specs(output), trains, self._hooks_before(stage).found())
+
+    def _hooks_before(self, stage: int) -> HooksOnParts:
+        """Returns what tells of hooks of a stage that is not the last one."""
+        hooks = HooksOnParts(
+            f"tensors on the processes of stage {stage} alone. The loss is computed in the last stage, where a penalty or a "
+            "feature that this hook keeps is missing. Compute it from the output of the model, or choose a plan without `pp`."
+        )
+        names = {module: name for name, module in self.module.named_modules()}
+        for unit in self.stages.modules(stage):
+            for module in unit.modules():
+                hooks.add(names[module], module, (FORWARD_PRE, FORWARD))
+        return hooks
 
     def _pass(self, *args: object, **kwargs: object) -> Any:
         """Runs the user's forward up to the end of the current stage."""
@@ -555,11 +571,13 @@ class _StageReport:
         outputs: the outputs of each of its units, as structures of `Spec`.
         sends: the hidden state for the next stage, as a structure of `Spec`; None for the last stage.
         trains: whether it has a parameter that requires a gradient.
+        hooks: what is to be said of hooks of the script's in it.
     """
 
     outputs: dict[str, list[Any]]
     sends: Any
     trains: bool
+    hooks: Sequence[str] = ()
 
 
 def _sendable(error: Exception) -> Exception:

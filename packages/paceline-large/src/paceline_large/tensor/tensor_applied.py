@@ -25,10 +25,10 @@ from paceline.torch_internals.modules import parameter_table
 from paceline.world.forward import override_forward
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
+from paceline_large.hooks_on_parts import ALL_HOOKS, ON_INPUTS, ON_OUTPUTS, HooksOnParts
 from paceline_large.random_streams import RandomStreams
 from paceline_large.same_inputs import SameInputs
 from paceline_large.tensor import styles
-from paceline_large.tensor.inner_hooks import InnerHooks
 from paceline_large.tensor.names import GROUPS, HEADS, KV_HEADS, LOCAL_HEADS, LayerGroup, shape
 from paceline_large.tensor.options import TensorOptions
 from paceline_large.tensor.plan import (
@@ -302,7 +302,7 @@ class _Divider:
         if not group.split or not hasattr(self.modules.get(name), "forward"):
             return
         module = self.modules[name]
-        hooks = InnerHooks(name, module, group.last, region)
+        hooks = _inner_hooks(name, module, group)
         last = self.modules[group.last]
         # The same class with layers of the same names: the blocks of a model have the same code.
         layers = tuple(layer.removeprefix(name) for layer in (*group.first, group.last))
@@ -315,7 +315,8 @@ class _Divider:
         def forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
             if not proof.done:
                 proof.run(self, last, region, original, args, kwargs)
-            hooks.look()
+            if region.split:
+                hooks.look()
             return original(*args, **kwargs)
 
         override_forward(module, "tensor_proof", forward)
@@ -325,6 +326,15 @@ class _Divider:
         for name in sorted(inner):
             if any(inside(name, block) for block in self.context.facts.blocks):
                 override_forward(self.modules[name], "tensor_inner", styles.whole_positions(self.group))
+        hooks = HooksOnParts(
+            "the positions of this process, because `sequence` divides them: what is computed of several positions, such as a "
+            "penalty, is not that of one process. What comes before the first block and after the last one is whole."
+        )
+
+        def begin(positions: int) -> None:
+            self._check_positions(positions)
+            hooks.look()
+
         # Blocks of one list follow each other: the first one splits the positions, the last one gathers them. A model
         # with an encoder and a decoder has two such lists.
         stacks: dict[str, list[str]] = {}
@@ -333,10 +343,24 @@ class _Divider:
                 stacks.setdefault(parent(block), []).append(block)
         for blocks in stacks.values():
             for name in blocks:
-                forward = styles.block_positions(
-                    self.group, self.streams, name == blocks[0], name == blocks[-1], self._check_positions
-                )
+                first, last = name == blocks[0], name == blocks[-1]
+                forward = styles.block_positions(self.group, self.streams, first, last, begin)
                 override_forward(self.modules[name], "tensor_block", forward)
+                self._watch_positions(hooks, name, first, last)
+
+    def _watch_positions(self, hooks: HooksOnParts, block: str, first: bool, last: bool) -> None:
+        """Lets hooks on modules of a block that see a part of the positions be told of."""
+        ends = {group.last for group in self.division.groups}
+        inner = {group.module for group in self.division.groups}
+        for name, module in self.modules[block].named_modules(prefix=block):
+            kinds: tuple[str, ...] = ALL_HOOKS
+            if name in ends or (name == block and first):
+                kinds = ON_OUTPUTS
+            elif name == block and last:
+                kinds = ON_INPUTS
+            elif within_some(name, inner - {name}):
+                continue
+            hooks.add(name, module, kinds)
 
     def _check_positions(self, positions: int) -> None:
         if positions % self.width:
@@ -346,6 +370,24 @@ class _Divider:
                 why=f"options.tensor.sequence with tp={self.width}",
                 fix=f"pad sequences to {-(-positions // self.width) * self.width} positions, or leave `sequence` out",
             )
+
+
+def _inner_hooks(module_name: str, module: nn.Module, group: LayerGroup) -> HooksOnParts:
+    """Returns what tells of hooks between the divided layers of an attention or MLP."""
+    hooks = HooksOnParts(
+        "this process's share of the features, because `tp` divides the layers around it: what is computed of several "
+        f"features, such as a penalty, is not that of one process. The output of {group.last} is whole, and so is the input "
+        f"of {group.first[0]}."
+    )
+    for name, inner in module.named_modules(prefix=module_name):
+        if name in group.first:
+            hooks.add(name, inner, ON_OUTPUTS)
+        elif name == group.last:
+            hooks.add(name, inner, ON_INPUTS)
+        # The module may be a whole block, with norms and an attention beside the layers of its MLP.
+        elif name in group.partial or (inner is not module and next(inner.parameters(), None) is None):
+            hooks.add(name, inner)
+    return hooks
 
 
 def _read_elsewhere(name: str, module: nn.Module) -> bool:

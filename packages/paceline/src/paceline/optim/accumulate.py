@@ -351,7 +351,7 @@ class Accumulation:
         # A rank without a sample in the global batch has a filler row. The loss becomes zero, but the backward pass still runs:
         # the collectives of the other ranks need this rank.
         is_idle = batch is not None and batch.weights[batch.index] == 0
-        self._look(loss, window, batch, num_items is not None)
+        self._look(loss, window, batch, num_items)
         if num_items is not None:
             mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
         elif source is not None:
@@ -372,21 +372,21 @@ class Accumulation:
             return loss
         return loss / divisor
 
-    def _look(self, loss: Tensor, window: Window, batch: BatchInfo | None, has_items: bool) -> None:
+    def _look(self, loss: Tensor, window: Window, batch: BatchInfo | None, items: float | Tensor | None) -> None:
         """Looks at how much each element of a loss counts, where this could be another number elsewhere."""
         order = window.next_loss()
         # The losses of micro-batches come later.
         is_whole = loss.grad_fn is not None
-        if self.width == 1 and is_whole and (has_items or self.steps == 1):
+        if self.width == 1 and is_whole and (items is not None or self.steps == 1):
             return
-        if has_items:
-            rows = 1
-        elif batch is not None:
+        if batch is not None:
             rows = batch.real[batch.index]
+        elif items is not None:
+            rows = 1
         else:
             return
         place = list(self._windows).index(window)
-        self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, has_items)
+        self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, items)
 
     def _scaled_by_script(self, loss: Tensor, share: float) -> Tensor:
         """Returns the loss with the same weight for every micro-batch, times this rank's weight."""

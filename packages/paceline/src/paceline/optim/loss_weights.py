@@ -38,7 +38,9 @@ class LossWeights:
     _noted: list[PassLookedAt] = field(default_factory=list)
     _judged: deque[Sequence[SeenLoss]] = field(default_factory=lambda: deque(maxlen=_JUDGED))  # each by rank
 
-    def look(self, loss: Tensor, number: int, window: tuple[int, ...], rows: int, has_items: bool = False) -> None:
+    def look(
+        self, loss: Tensor, number: int, window: tuple[int, ...], rows: int, items: float | Tensor | None = None
+    ) -> None:
         """Called before a backward pass; looks at it if it is one of the first, or has another number of samples than before.
 
         One after which the ranks compare themselves is looked at, too: factors may come from losses of earlier passes.
@@ -48,7 +50,7 @@ class LossWeights:
             number: of the pass in the run, from 1.
             window: identifies the window, and which of its losses this is.
             rows: the samples that this rank has in the micro-batch.
-            has_items: whether the loss was passed with `num_items`.
+            items: what the loss was passed with as `num_items`.
         """
         if number > _PASSES and not is_compared(number):
             if rows == self._rows or self._others == _OTHER_PASSES:
@@ -59,7 +61,7 @@ class LossWeights:
         self._rows = rows
         frame = user_frame()
         place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        self._open = [look_at(loss, SeenLoss(number, window, rows, has_items, place))]
+        self._open = [look_at(loss, SeenLoss(number, window, rows, items, place))]
 
     def look_inside(self, loss: Tensor, rows: int | None) -> None:
         """Called before the backward pass of each micro-batch of the pass, whose losses are parts of one.

@@ -67,6 +67,10 @@ _ITEMS_TEXT = (
     "a loss that was passed with `num_items` is no sum over its items: an item counts more on one process than on another. "
     "Pass the sum, or the mean times the number that it divides by: `accelerator.backward(loss * n, num_items=n)`"
 )
+_COUNT_TEXT = (
+    "a sum over {rows} samples was passed with `num_items={divisor:g}`, which does not follow their number. It counts those "
+    "of this process and micro-batch; all are added up. Pass the number of items in the sum, such as `len(x)`"
+)
 _CONSTANT_TEXT = (
     "a sum over the samples of a micro-batch is divided by {divisor:g}, which does not follow the number of samples on this "
     "process. Losses of processes are averaged, so its gradients depend on the number of processes. Divide by the samples of "
@@ -120,16 +124,20 @@ class SeenLoss:
         number: of the pass in the run; the micro-batches of a pass have the same.
         window: identifies the window, and which of its losses this is.
         rows: the samples of this rank; 0 if it has none.
-        has_items: whether it was passed with `num_items`.
+        items: what it was passed with as `num_items`; None without it.
         place: file and line of the script.
     """
 
     number: int
     window: tuple[int, ...]
     rows: int
-    has_items: bool
+    items: float | Tensor | None
     place: str
     parts: tuple[SeenPart, ...] = ()
+
+    @property
+    def has_items(self) -> bool:
+        return self.items is not None
 
 
 @dataclass(frozen=True)
@@ -208,7 +216,9 @@ class PassLookedAt:
 
     def seen(self) -> SeenLoss:
         rows = self.loss.rows if self.factor else 0
-        return replace(self.loss, rows=rows, parts=tuple(part.seen(self.factor) for part in self.parts))
+        # Not before the pass, as it waits for the device.
+        items = None if self.loss.items is None else float(self.loss.items)
+        return replace(self.loss, rows=rows, items=items, parts=tuple(part.seen(self.factor) for part in self.parts))
 
 
 def look_at(loss: Tensor, known: SeenLoss) -> PassLookedAt:
@@ -378,8 +388,10 @@ def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], w
         is_sure: see `judge`.
     """
     part = seen.parts[number]
-    if part.is_mean or part.is_penalty or part.is_curved or seen.has_items or not seen.rows:
+    if part.is_mean or part.is_penalty or part.is_curved or not seen.rows:
         return None
+    if seen.has_items:
+        return _of_items(seen, part, judged)
     # Tokens of all samples may have become one dimension. A sum over something else is that of a penalty.
     if not part.sizes or part.sizes[0] % seen.rows:
         return None
@@ -406,6 +418,19 @@ def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], w
     if width == 2 and not is_sure:
         return None
     return (_GLOBAL_TEXT + _MEANT_TEXT).format(**words)
+
+
+def _of_items(seen: SeenLoss, part: SeenPart, judged: Iterable[Sequence[SeenLoss]]) -> str | None:
+    """Returns what is to be said of `num_items` that is the same number while that of the samples differs, or no multiple."""
+    assert seen.items is not None
+    # Fewer items than elements are those of a mask; more may be the tokens of samples of one length.
+    if len(part.sizes) != 1 or part.sizes[0] != seen.rows or seen.items <= seen.rows or part.divisors:
+        return None
+    numbers = {(each.rows, each.items) for own in judged for each in own if each.rows and each.place == seen.place}
+    has_one_count = len({items for _, items in numbers}) == 1
+    if not has_one_count or (len({rows for rows, _ in numbers}) == 1 and _is_whole(seen.items / seen.rows)):
+        return None
+    return _COUNT_TEXT.format(divisor=seen.items, rows=seen.rows)
 
 
 def _is_whole(quotient: float) -> bool:

@@ -14,23 +14,30 @@ backward pass of a prepared model: each rank has a loss of its own, with a facto
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of
 from paceline.torch_internals.dispatch import written_arguments
 from paceline.torch_internals.dtensor import local_tensor, lost_view
 from paceline.torch_internals.tensors import has_gradient_hook, hook_gradient
 from paceline.world.layout import AXES
+from paceline.world.places import user_frame
 from paceline.world.sharded import is_sharded, quietly, whole
 from paceline.world.tree import map_leaves, tensors
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
+
+_WRITES: Counter[str] = Counter()  # by the line of the script
 
 
 def needs_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
@@ -74,6 +81,7 @@ def on_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, 
     for written in tensors(written_arguments(operation, args, keywords)):
         if is_sharded(written):
             _write_parts(written, gathered)
+            _compare_ranks(gathered[written].detach(), written.device_mesh)
     parts = {id(value): part for part, value in gathered.items()}
     return map_leaves(lambda leaf: parts.get(id(leaf), leaf), result)
 
@@ -83,6 +91,31 @@ def _write_parts(written: DTensor, gathered: dict[DTensor, Tensor]) -> None:
     view = lost_view(written)
     if view is not None:
         _write_parts(view[0], gathered)
+
+
+def _compare_ranks(value: Tensor, mesh: DeviceMesh) -> None:
+    """Warns once if ranks have computed different whole tensors, of which each has written its own part.
+
+    Ranks: all of the mesh. A line of the script is looked at after 1, 2, 4, 8, ... writes.
+    """
+    frame = user_frame()
+    place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
+    _WRITES[place] += 1
+    if value.is_meta or _WRITES[place].bit_count() > 1:
+        return
+    norm = torch.linalg.vector_norm(value.double())
+    largest = torch.stack([norm, -norm])
+    for dim in range(mesh.ndim):
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=mesh.get_group(dim))
+    most, least = largest.tolist()
+    if math.isclose(most, -least, rel_tol=1e-5) or math.isnan(most):
+        return
+    warn_once(
+        "parallel",
+        "a tensor that is written into a divided parameter or gradient differs between the processes, of which each keeps its "
+        "part. Write what all of them have: average what comes of a process's own samples, `accelerator.reduce(tensor, "
+        f"'mean')`, and draw by one seed{place}",
+    )
 
 
 def divide_gradient(tensor: DTensor) -> None:

@@ -9,25 +9,33 @@ leaves out, noise that only it draws. The gradients are averaged all the same, a
                          and what its first losses were, which `LossWeights` judges
     must be equal        places, steps and settings on all ranks; norms, up to rounding, on those that hold the same parts
 
+    a loop or a gather   in or after which there was no such pass: a script may write weights itself. Each rank leaves what it
+                         would tell in the store, and the last one warns; no rank waits
+
 The ranks count passes, because all of them take part in each: ranks that have left out different batches are still in the same
 pass, and would wait for each other anywhere else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
+import pickle
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from paceline.base.errors import TrainError
-from paceline.base.log import warn_once
+from paceline.base.log import logger, warn_once
 from paceline.optim.loss_weights import is_compared
 from paceline.plan.plan import Plan
+from paceline.world import rendezvous
 from paceline.world.layout import AXES
 from paceline.world.sharded import local
 
@@ -39,6 +47,7 @@ if TYPE_CHECKING:
 _SURE = 64  # passes after which no other numbers of samples are expected
 # The norms of equal parameters may differ where hosts add in another order.
 _ROUNDING = 1e-5
+_NUMBERS = count()
 
 Settings = tuple[tuple[str, float], ...]  # of one group of parameters
 
@@ -76,6 +85,11 @@ class Replicas:
         self._passes = 0
         self._equal_after = 0  # the last pass after which all were equal
         self._is_uneven = False
+        self._number = next(_NUMBERS)
+        self._looks = 0
+        self._passes_at_look = 0
+        run.events.loop_over.subscribe(lambda loader, finished: self._look() if finished else None)
+        run.events.gathered.subscribe(lambda *_: self._look())
         self._histories: weakref.WeakKeyDictionary[PreparedOptimizer, int] = weakref.WeakKeyDictionary()
 
     @contextmanager
@@ -109,10 +123,9 @@ class Replicas:
         Raises:
             TrainError: `replicas-differ`, on every rank.
         """
-        # Where runs of several widths are compared, an error here would hide what that comparison finds.
-        if self._is_uneven or not self._run.gradients.replicas_equal or self._run.runtime.compares_widths:
+        if not self._are_equal():
             return
-        states: list[Whereabouts] = self._run.collectives.gather_object(self._state())
+        states: list[Whereabouts] = self._run.collectives.gather_object(self._state(self._losses()))
         # Ranks that read the same samples compute the same loss, or one of them does, with the last stage of a pipeline.
         by_data_index: dict[int, tuple[SeenLoss, ...]] = {}
         for rank, state in enumerate(states):
@@ -137,10 +150,45 @@ class Replicas:
             return
         raise TrainError("replicas-differ", what, why=why, fix=fix)
 
+    def _are_equal(self) -> bool:
+        """Returns whether ranks should be equal now."""
+        # Where runs of several widths are compared, an error here would hide what that comparison finds.
+        return not (self._is_uneven or self._run.runtime.compares_widths) and self._run.gradients.replicas_equal
+
+    def _look(self) -> None:
+        """Compares the ranks through the store, if no gradients were averaged since the last look."""
+        was_averaged = self._passes != self._passes_at_look
+        self._passes_at_look = self._passes
+        if was_averaged or not self._run.prepared.models or not self._are_equal():
+            return
+        self._looks += 1
+        if not is_compared(self._looks):
+            return
+        store = rendezvous.part(f"replicas/{self._number}/{self._looks}")
+        size = self._run.world.size
+        told = pickle.dumps((self._passes, self._state(()))).hex()
+        # The store is on rank 0, which may have ended.
+        with contextlib.suppress(dist.DistNetworkError):
+            store.set(str(self._run.world.rank), told)
+            if store.add("told", 1) < size:
+                return
+            answers = [pickle.loads(bytes.fromhex(store.get(str(rank)).decode())) for rank in range(size)]
+            # A rank may run a loop alone.
+            in_one_place = len({(passes, state.position) for passes, state in answers}) == 1
+            why = difference([state for _, state in answers]) if in_one_place else []
+            if why:
+                logger("train").warning(
+                    "ranks that should train the same model have come apart: %s. Average what a loop writes itself, such as "
+                    "gradients of `torch.autograd.grad`: `gradients = accelerator.reduce(gradients, 'mean')`.", why[0],
+                )  # fmt: skip
+
     def _last(self) -> str:
         return f"after pass {self._equal_after}" if self._equal_after else "none"
 
-    def _state(self) -> Whereabouts:
+    def _losses(self) -> Sequence[SeenLoss]:
+        return self._run.gradients.loss_weights.take()
+
+    def _state(self, losses: Sequence[SeenLoss]) -> Whereabouts:
         run = self._run
         position: tuple[int, ...] = ()
         loader = run.active_loaders.top
@@ -152,9 +200,8 @@ class Replicas:
             steps.append((optimizer.steps, self._histories.get(optimizer, 0)))
             settings.append(tuple(map(_numbers, optimizer.param_groups)))
         norms = [_norm(model.module) for model in run.prepared.models]
-        losses = tuple(run.gradients.loss_weights.take())
         part = _part(run.plan, run.world.rank)
-        return Whereabouts(part, position, tuple(steps), tuple(settings), tuple(norms), losses)
+        return Whereabouts(part, position, tuple(steps), tuple(settings), tuple(norms), tuple(losses))
 
 
 def _part(plan: Plan, rank: int) -> tuple[int, ...]:

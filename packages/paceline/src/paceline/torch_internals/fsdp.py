@@ -469,7 +469,7 @@ def follow_shards() -> None:
             if whole is not None:
                 wholes[number] = whole
         if not wholes:
-            return plain(*args, **kwargs)
+            return plain(**{**given, "inputs": inputs})  # an iterator was read above
         gradients = plain(**{**given, "inputs": [*inputs, *wholes.values()], "allow_unused": True})
         results = list(gradients[: len(inputs)])
         for number, gradient in zip(wholes, gradients[len(inputs) :], strict=True):

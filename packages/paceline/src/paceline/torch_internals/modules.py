@@ -9,7 +9,7 @@ and of which classes may have one of their own (`nn.RNNBase`). The public `named
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -21,6 +21,12 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 BatchNormBase = _BatchNorm  # the class of all batch norms, of any number of dims
 InstanceNormBase = _InstanceNorm
+FORWARD_PRE, FORWARD, BACKWARD_PRE, BACKWARD = (
+    "forward pre-hook",
+    "forward hook",
+    "full backward pre-hook",
+    "full backward hook",
+)
 _ORIGINAL = "_orig_mod"  # the child of a module that `torch.compile` has made
 
 
@@ -55,9 +61,14 @@ def loading_functions(module: nn.Module) -> list[Callable[..., Any]]:
     return [module._load_from_state_dict, *hooks]
 
 
-def forward_hooks(module: nn.Module) -> list[Callable[..., Any]]:
-    """Functions that run after each forward pass of a module itself, in order; torch offers no public list of them."""
-    return list(module._forward_hooks.values())
+def module_hooks(module: nn.Module) -> dict[str, Collection[Callable[..., Any]]]:
+    """The hooks on a module itself by their kind, in order; torch offers no public list of them."""
+    return {
+        FORWARD_PRE: module._forward_pre_hooks.values(),
+        FORWARD: module._forward_hooks.values(),
+        BACKWARD_PRE: module._backward_pre_hooks.values(),
+        BACKWARD: module._backward_hooks.values(),
+    }
 
 
 def compiled_original(module: object) -> nn.Module | None:

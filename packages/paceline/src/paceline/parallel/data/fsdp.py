@@ -94,9 +94,9 @@ class Units(AppliedStrategy):
         self._notes = False
         self._noted: set[torch.Tensor] = set()
         self._computed: set[torch.Tensor] = set()
-        # The script's hooks on gradients of shards, which are called with the mean of a pass.
-        self._hooks: dict[torch.Tensor, GradientHooks] = {}
-        self._later_hooks: dict[torch.Tensor, dict[int, Callable[[torch.Tensor], None]]] = {}
+        # The script's hooks on gradients, which are called with the mean of a pass.
+        self._hooks: dict[nn.Parameter, GradientHooks] = {}
+        self._later_hooks: dict[nn.Parameter, dict[int, Callable[[torch.Tensor], None]]] = {}
         for parameters in self._groups:
             internals.carry_values(parameters, _refuse_values)
             internals.call_before_reduction(parameters, self._set_aside)
@@ -110,7 +110,8 @@ class Units(AppliedStrategy):
             internals.reset_unfinished(root)
             for hooks in self._hooks.values():
                 hooks.put_back()
-        self._take_hooks(self._parameters)
+        self._take_hooks(self._shards())
+        self._take_hooks_alone()
         self._refuse_changes()
         # Here, because a parameter may have been unfrozen.
         for parameter in self._parameters:
@@ -142,7 +143,12 @@ class Units(AppliedStrategy):
         if not trained:  # a frozen model has no backward pass, either
             self.reshard()
         for tensor in trained:
-            tensor.register_hook(_refuse_double_backward)
+            tensor.register_hook(self._pass_began)
+
+    def _pass_began(self, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            raise _double_backward()
+        self._take_hooks_alone()  # some may have been registered since the forward pass
 
     def _refuse_changes(self) -> None:
         """Refuses a model in which other parameters stand in the places of divided ones.
@@ -242,7 +248,7 @@ class Units(AppliedStrategy):
 
         Unless hooks of the script's wait for the gradients of each pass.
         """
-        self._take_hooks(self._parameters)
+        self._take_hooks(self._shards())
         self._holding += 1
         self._notes = True
         if self._is_stage or not self._has_hooks():
@@ -294,36 +300,51 @@ class Units(AppliedStrategy):
             self._communicate(True)
             internals.reduce_pending(self._root, reversed(self._groups))
 
-    def _take_hooks(self, parameters: Iterable[internals.FSDPParam]) -> None:
+    def _shards(self) -> Iterator[nn.Parameter]:
+        return map(internals.sharded_parameter, self._parameters)
+
+    def _take_hooks_alone(self) -> None:
+        # Those of a stage wait for the whole batch. Of shards, FSDP2 itself calls hooks after the accumulation.
+        if not self._is_stage:
+            self._take_hooks(self._alone)
+            self._take_hooks(filter(has_hooks_after, self._alone), always=True)
+
+    def _take_hooks(self, parameters: Iterable[nn.Parameter], always: bool = False) -> None:
         for parameter in parameters:
-            shard = internals.sharded_parameter(parameter)
-            if has_users_gradient_hooks(shard):
-                self._hooks[shard] = GradientHooks(shard)
-                # FSDP2 would call these before the others have changed the gradient.
-                self._later_hooks[shard], _ = take_over_hooks(shard, lambda _: None)
+            if parameter not in self._hooks and (always or has_users_gradient_hooks(parameter)):
+                self._hooks[parameter] = GradientHooks(parameter)
+                # These would be called before the others have changed the gradient.
+                self._later_hooks[parameter], _ = take_over_hooks(parameter, lambda _: None)
 
     def _has_hooks(self) -> bool:
         """Returns whether the script has hooks on the gradients of shards."""
-        shards = map(internals.sharded_parameter, self._parameters)
-        return bool(self._hooks) or any(map(has_hooks_after, shards))
+        return bool(self._hooks) or any(map(has_hooks_after, self._shards()))
 
     def _set_aside(self, parameters: Iterable[internals.FSDPParam]) -> None:
         """Called before gradients of a group are reduced."""
-        self._take_hooks(parameters)
-        for parameter in parameters:
-            hooks = self._hooks.get(internals.sharded_parameter(parameter))
-            if hooks is not None:
-                hooks.set_aside()
+        shards = list(map(internals.sharded_parameter, parameters))
+        self._take_hooks(shards)
+        for shard in shards:
+            if shard in self._hooks:
+                self._hooks[shard].set_aside()
 
     def _call_hooks(self) -> None:
         """Called after a backward pass that has reduced gradients. Ranks: all of the group."""
-        for shard, hooks in self._hooks.items():
+        hooked = [parameter for parameter in self._alone if parameter in self._hooks]
+        for same_group, parameters in by_group(hooked, self._group_of).items():
+            # A rank that has not used one has zeros of it.
+            for parameter in parameters:
+                self._hooks[parameter].set_aside()
+            average_gradients(parameters, same_group)
+        for parameter, hooks in self._hooks.items():
             if not hooks.is_open:
                 continue
             hooks.call()
+            is_used = parameter.grad is not None
             hooks.put_back()
-            for hook in list(self._later_hooks[shard].values()):
-                hook(shard)
+            if is_used:
+                for hook in list(self._later_hooks[parameter].values()):
+                    hook(parameter)
 
     def _has_pending(self) -> bool:
         """Returns whether some gradient was not reduced yet."""
@@ -520,12 +541,11 @@ def _converted(how: str, why: str) -> PlanError:
     )
 
 
-def _refuse_double_backward(gradient: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise PlanError(
-            "shard-double-backward",
-            "gradients of gradients cannot be computed where parameters are divided over ranks.",
-            why="a backward pass with create_graph=True went through the model. FSDP2 frees unsharded parameters in it, and "
-            "the second backward pass would need them",
-            fix="use plan={'shard': n, 'zero': 2}, under which every rank holds whole parameters",
-        )
+def _double_backward() -> PlanError:
+    return PlanError(
+        "shard-double-backward",
+        "gradients of gradients cannot be computed where parameters are divided over ranks.",
+        why="a backward pass with create_graph=True went through the model. FSDP2 frees unsharded parameters in it, and "
+        "the second backward pass would need them",
+        fix="use plan={'shard': n, 'zero': 2}, under which every rank holds whole parameters",
+    )
