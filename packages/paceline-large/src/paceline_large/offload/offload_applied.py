@@ -125,3 +125,85 @@ class OffloadedModel(AppliedStrategy):
         return (
             f"{reason}; {rate / 1e6:.0f} MB/s were written there just now, so with Adam a step takes {seconds} longer"
         )
+
+    def _step_on_host(self, adapter: OptimizerAdapter) -> list[Decision]:
+        optimizer = adapter.optimizer
+        field = f"optimizer.{type(optimizer).__name__}.offloaded"
+        if not _moves(self._context, self._options):
+            return [Decision(field, "no", "derived", reason="nothing was moved: the device is the host")]
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise closure_refused(optimizer)
+        for group in optimizer.param_groups:
+            # On the CPU torch's own choice is a slow loop over parameters, so the fused kernel is taken if the choice is open.
+            if group.get("fused", False) is None and group.get("foreach") is None and not group.get("differentiable"):
+                group["fused"] = True
+        pinned = self._options.pin_memory and self._device.type != "cpu"
+        host = _OnHost(self.module, pinned, self._context.events.kept_on_host)
+        adapter.swap(host.stepping)
+        # torch puts loaded states on the device of the parameters.
+        optimizer.register_load_state_dict_post_hook(host.take_states)
+        check_before_step(optimizer)
+        return [Decision(field, "yes", "derived", reason="its states live in the host's memory, and it steps there")]
+
+
+class _OnHost:
+    """Copies on the host of the tensors that one optimizer steps.
+
+    Args:
+        model: the model of the parameters.
+        pinned: whether the copies lie in page-locked memory.
+        kept_on_host: called with each copy.
+    """
+
+    def __init__(self, model: nn.Module, pinned: bool, kept_on_host: Callable[[Tensor], object]) -> None:
+        self._kept_on_host = kept_on_host
+        self._pinned = pinned
+        self._own = set(model.parameters())
+        self._copies: dict[tuple[int, str], Tensor] = {}
+
+    @contextmanager
+    def stepping(self, optimizer: Optimizer) -> Iterator[None]:
+        """While it is open, the optimizer holds copies on the host; afterwards the parameters have their new values."""
+        numbers = count()
+
+        def copy(parameter: Tensor) -> Tensor:
+            place = next(numbers)  # in the order of the groups, so the same in each step
+            if parameter.grad is None or original(parameter) not in self._own:
+                return parameter
+            data = self._copy(place, "data", parameter.detach())
+            return stand_in(parameter, data, self._copy(place, "grad", local(parameter.grad)))
+
+        self.take_states(optimizer)
+        with stand_ins(optimizer, copy) as pairs:
+            # Copies to page-locked memory are asynchronous, and the optimizer on the CPU must not read before they end.
+            if pairs and pairs[0][0].device.type != "cpu":
+                torch.accelerator.synchronize(pairs[0][0].device)
+            yield
+        # No wait here: the next forward pass is queued behind these copies, on the same stream.
+        for parameter, stand in pairs:
+            parameter.detach().copy_(stand.detach(), non_blocking=True)
+
+    def take_states(self, optimizer: Optimizer) -> None:
+        """Moves the states of the model's parameters to the host, also the number of steps: a fused step wants it there."""
+        for parameter, state in optimizer.state.items():
+            if not isinstance(parameter, Tensor) or original(parameter) not in self._own:
+                continue
+            for key, value in state.items():
+                if isinstance(value, Tensor):
+                    state[key] = value.to(_HOST)
+                    self._kept_on_host(state[key])
+
+    def _copy(self, place: int, what: str, tensor: Tensor) -> Tensor:
+        # The memory is used again in each step, because to allocate page-locked memory is slow.
+        copy = self._copies.get((place, what))
+        if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
+            # torch's fused kernels for the CPU need parameter and gradient in one layout (`optim.rebind`).
+            copy = torch.empty_like(
+                tensor, device=_HOST, pin_memory=self._pinned, memory_format=torch.contiguous_format
+            )
+            self._copies[(place, what)] = copy
+            self._kept_on_host(copy)
+        return copy.copy_(tensor, non_blocking=True)
+
+
+_HOST = torch.device("cpu")
