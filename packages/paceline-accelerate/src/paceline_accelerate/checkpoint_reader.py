@@ -46,11 +46,11 @@ def read_folder(
     Raises:
         MissingParts: `compat-checkpoint`, if the folder has fewer objects than were prepared.
     """
-    state = state.narrowed(KINDS - {"window"})
-    state.models = {f"model_{number}" if number else "model": model for number, model in enumerate(models)}
-    state.tied = {name: accelerator.run.prepared.names_of(model)[1] for name, model in state.models.items()}
+    named = {f"model_{number}" if number else "model": model for number, model in enumerate(models)}
+    tied = {name: accelerator.run.prepared.names_of(model)[1] for name, model in named.items()}
     # accelerate saves an optimizer as one object, with what it steps through.
-    state.optimizers = {name: each for name, each in state.optimizers.items() if name.startswith("optimizer")}
+    optimizers = {name: each for name, each in state.optimizers.items() if name.startswith("optimizer")}
+    state = state.narrowed(KINDS - {"window"}).of_parts(named, tied, optimizers)
     reader = _FirstOfEach(store, home, state, RunNames.of(state, peers, home))
     with refused_as(MissingParts, "compat-checkpoint"):
         opened = agreed(peers, f"reading {home}", reader.read)

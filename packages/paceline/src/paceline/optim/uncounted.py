@@ -423,14 +423,15 @@ def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], w
 def _of_items(seen: SeenLoss, part: SeenPart, judged: Iterable[Sequence[SeenLoss]]) -> str | None:
     """Returns what is to be said of `num_items` that is the same number while that of the samples differs, or no multiple."""
     assert seen.items is not None
+    items = float(seen.items)
     # Fewer items than elements are those of a mask; more may be the tokens of samples of one length.
-    if len(part.sizes) != 1 or part.sizes[0] != seen.rows or seen.items <= seen.rows or part.divisors:
+    if len(part.sizes) != 1 or part.sizes[0] != seen.rows or items <= seen.rows or part.divisors:
         return None
     numbers = {(each.rows, each.items) for own in judged for each in own if each.rows and each.place == seen.place}
-    has_one_count = len({items for _, items in numbers}) == 1
-    if not has_one_count or (len({rows for rows, _ in numbers}) == 1 and _is_whole(seen.items / seen.rows)):
+    has_one_count = len({count for _, count in numbers}) == 1
+    if not has_one_count or (len({rows for rows, _ in numbers}) == 1 and _is_whole(items / seen.rows)):
         return None
-    return _COUNT_TEXT.format(divisor=seen.items, rows=seen.rows)
+    return _COUNT_TEXT.format(divisor=items, rows=seen.rows)
 
 
 def _is_whole(quotient: float) -> bool:

@@ -15,7 +15,6 @@ backward pass of a prepared model: each rank has a loss of its own, with a facto
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -36,8 +35,6 @@ from paceline.world.tree import map_leaves, tensors
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Placement
-
-_WRITES: Counter[str] = Counter()  # by the line of the script
 
 
 def needs_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> bool:
@@ -96,12 +93,9 @@ def _write_parts(written: DTensor, gathered: dict[DTensor, Tensor]) -> None:
 def _compare_ranks(value: Tensor, mesh: DeviceMesh) -> None:
     """Warns once if ranks have computed different whole tensors, of which each has written its own part.
 
-    Ranks: all of the mesh. A line of the script is looked at after 1, 2, 4, 8, ... writes.
+    Ranks: all of the mesh.
     """
-    frame = user_frame()
-    place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-    _WRITES[place] += 1
-    if value.is_meta or _WRITES[place].bit_count() > 1:
+    if value.is_meta:
         return
     norm = torch.linalg.vector_norm(value.double())
     largest = torch.stack([norm, -norm])
@@ -110,6 +104,8 @@ def _compare_ranks(value: Tensor, mesh: DeviceMesh) -> None:
     most, least = largest.tolist()
     if math.isclose(most, -least, rel_tol=1e-5) or math.isnan(most):
         return
+    frame = user_frame()
+    place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
     warn_once(
         "parallel",
         "a tensor that is written into a divided parameter or gradient differs between the processes, of which each keeps its "

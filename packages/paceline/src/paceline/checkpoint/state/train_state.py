@@ -152,6 +152,19 @@ class TrainState:
         if problems:
             raise CheckpointError.of(problems)
 
+    def of_parts(
+        self,
+        models: Mapping[str, nn.Module],
+        tied: Mapping[str, Mapping[str, str]],
+        optimizers: Mapping[str, Optimizer],
+    ) -> TrainState:
+        """Returns a copy with other models and optimizers; see the class."""
+        other = copy.copy(self)
+        other.models = dict(models)
+        other.tied = dict(tied)
+        other.optimizers = dict(optimizers)
+        return other
+
     def narrowed(self, kinds: Collection[str]) -> TrainState:
         """Returns a copy that loads only some kinds of state, and leaves the rest of the run as it is.
 
