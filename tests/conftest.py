@@ -22,7 +22,7 @@ from late_module import LateModule
 from s3_server import s3, s3_server  # noqa: F401  (fixtures)
 
 # Set by pytest itself, and by libraries (OpenMP, scikit-learn, torch) when they are first imported.
-_ENVIRONMENT_OF_OTHERS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_")
+_ENVIRONMENT_OF_OTHERS = ("PYTEST_", "KMP_", "TORCHINDUCTOR_", "_TORCHINDUCTOR_")
 # The thread of progress bars, one for the whole process.
 _THREADS_OF_OTHERS = ("TMonitor",)
 # fsspec runs one event loop a process, and asyncio looks up names on threads that it keeps.
