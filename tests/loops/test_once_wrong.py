@@ -203,6 +203,24 @@ SHARED_UNDER_MUON = Program(
     ),
 )
 
+# One rank alone uses an expert in a window that is half over when that of the other model ends, and reduced all gradients.
+A_WINDOW_ENDS_IN_ANOTHER = Program(
+    seed=2026120652,
+    models=(Model("Mlp"), Model("ListedMixture")),
+    optimizers=(Optimizer("SGD", (Slice(1, "all"),)),),
+    loaders=(Loader(rows=43, batch=24, kind="endless"),),
+    body=(
+        Next(0),
+        Accumulate((0,), (Forward(0, 0, 0), Backward((0,)))),
+        Accumulate(
+            (1,), (Zero("optimizer", 0), Forward(1, 1, 0), Backward((1,), "int"), Clip("model", 1, 100.0), Step(0))
+        ),
+    ),
+    loop=Loop("next", steps=4),
+    window=2,
+    split_batches=True,
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -228,6 +246,7 @@ def test_programs_that_were_wrong_once() -> None:
     ):
         cases += [Case(program, 2, plan) for plan in ("replicate", "zero2", "shard")]
     cases.append(Case(STEPPED_BY_A_HOOK, 2, "pp", (1, "one")))
+    cases += [Case(A_WINDOW_ENDS_IN_ANOTHER, 2, plan) for plan in ("replicate", "zero2", "shard")]
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
     outcomes = check(cases)

@@ -25,7 +25,7 @@ The estimate for items is a power of two: to divide by it does not round, so the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -128,7 +128,7 @@ class Accumulation:
         held: returns the parameters, of all models or of those with these numbers, with each of their gradients: the one in
             `.grad`, and those that strategies hold.
         took_part: of the parameters whose gradients have changed, returns those that took part in the last backward pass.
-        finish_reduction: reduces gradients that were held back. Ranks: all.
+        finish_reduction: reduces gradients that were held back, but not of models with these numbers. Ranks: all.
         semantics: says which weight a loss has, and whether the end of an epoch ends a window.
 
     Attributes:
@@ -155,7 +155,7 @@ class Accumulation:
         collectives: Collectives,
         held: _Held = _nothing_held,
         took_part: Callable[[set[Tensor]], set[Tensor]] = lambda changed: changed,
-        finish_reduction: Callable[[], None] = lambda: None,
+        finish_reduction: Callable[[Collection[int]], None] = lambda waiting: None,
         semantics: Semantics = NATIVE,
     ) -> None:
         self.steps = steps
@@ -268,6 +268,11 @@ class Accumulation:
     def is_between_windows(self) -> bool:
         """Whether no window has gradients that wait for further micro-batches."""
         return not any(window.holds_gradients for window in self._windows)
+
+    @property
+    def waiting_models(self) -> set[int]:
+        """The numbers of models whose gradients wait in windows of their own: passes of other windows reduce none of them."""
+        return self._windows.waiting_models
 
     def ends(self, parameters: Iterable[Tensor]) -> bool:
         """Returns whether gradients of these parameters wait for no further micro-batch, so that they may be stepped."""
@@ -555,7 +560,7 @@ class Accumulation:
             ]
             if not window.sync or not open_means:
                 continue
-            self._finish_reduction()
+            self._finish_reduction(self.waiting_models)
             for mean in open_means:
                 self._replace_estimate(window, mean)
 

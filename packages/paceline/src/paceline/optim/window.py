@@ -280,6 +280,15 @@ class Windows:
     def __iter__(self) -> Iterator[Window]:
         return iter(self._by_models.values())
 
+    @property
+    def waiting_models(self) -> set[int]:
+        """The numbers of models that have windows of their own, whose gradients wait for further micro-batches."""
+        waiting: set[int] = set()
+        for models, window in self._by_models.items():
+            if models is not None and window.holds_gradients:
+                waiting |= models
+        return waiting
+
     def of_models(self, models: frozenset[int] | None) -> Window:
         """Returns the window of models, by their numbers; it becomes the current one."""
         if models not in self._by_models:

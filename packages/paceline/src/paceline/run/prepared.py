@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -239,10 +239,17 @@ class Prepared:
             stack.enter_context(entry.chain.hold_gradients())
         return stack
 
-    def finish_reduction(self) -> None:
-        """Finishes the reduction of the gradients of all models. Ranks: all."""
-        for applied in self.applied_strategies():
-            applied.finish_reduction()
+    def finish_reduction(self, waiting: Collection[int] = ()) -> None:
+        """Finishes the reduction of the gradients of all models. Ranks: all.
+
+        Args:
+            waiting: numbers of models that are left out, as their gradients wait for further micro-batches.
+        """
+        for number, entry in enumerate(self.models):
+            if number in waiting:
+                continue
+            for applied in entry.chain:
+                applied.finish_reduction()
 
     def across(self) -> Across | None:
         """Returns the ranks that hold other stages of the models, which a norm of all gradients needs; None without stages."""

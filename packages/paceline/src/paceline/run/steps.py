@@ -167,9 +167,13 @@ class Steps:
 
     def _run_backward(self, loss: torch.Tensor, **keywords: object) -> None:
         with self._run.events.phase("backward"), ExitStack() as stack:
-            if self._gradients.sync:  # `finish_reduction` follows
-                for applied in self._prepared.applied_strategies():
-                    stack.enter_context(applied.finishing_later())
+            waiting = self._gradients.waiting_models
+            for number, entry in enumerate(self._prepared.models):
+                for applied in entry.chain:
+                    if number in waiting:
+                        stack.enter_context(applied.hold_gradients())
+                    elif self._gradients.sync:  # `finish_reduction` follows
+                        stack.enter_context(applied.finishing_later())
             try:
                 loss.backward(**keywords)
             except BaseException as error:
@@ -291,5 +295,5 @@ class Steps:
         self._gradients.passed()
         if self._gradients.sync:
             with self._run.explaining_memory("backward"), self._run.events.phase("reduce"):
-                self._prepared.finish_reduction()
+                self._prepared.finish_reduction(self._gradients.waiting_models)
             self._replicas.passed()
