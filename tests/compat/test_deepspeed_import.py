@@ -265,7 +265,7 @@ def test_the_loss_scale_goes_both_ways(tmp_path):
     # DeepSpeed's own Adam, which this config asks for, counts in numbers.
     assert type(torch.load(tmp_path / "universal" / "zero" / "inner.bias" / "step.pt", weights_only=True)) is int
     with zipfile.ZipFile(tmp_path / "universal" / "zero" / "optimizer_state.pt") as archive:
-        written = archive.read("optimizer_state/data.pkl")
+        written = archive.read("archive/data.pkl")
     assert b"deepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n" in written
     assert not any(name.startswith("deepspeed.runtime") for name in sys.modules)
 

@@ -10,7 +10,6 @@ REPLACEABLE = {
     "available:is_fp8_available": "launch_environment commands.config.questions",
     "available:is_torchao_available": "recipes",
     "available:is_transformer_engine_available": "recipes",
-    "checkpoint_functions:load_custom_state": "checkpoint",
     "commands.config.config_args:load_config_from_file": (
         "commands.config.update commands.env commands.launch_validation commands.tpu"
     ),
@@ -58,7 +57,7 @@ REPLACEABLE = {
     "state:is_initialized": "accelerator_arguments deepspeed_wrappers",
     "surroundings:is_peft_model": "fsdp_modules sharded",
     "surroundings:is_port_in_use": "launch_environment",
-    "surroundings:load": "checkpoint checkpoint_functions",
+    "surroundings:load": "checkpoint_functions",
     "wrapping:clean_state_dict_for_safetensors": "checkpoint_functions",
     "wrapping:extract_model_from_parallel": "accelerator",
     "wrapping:get_model_tp_size": "preparation",

@@ -52,6 +52,12 @@ PHRASES: Phrases = (
     (r"accelerator\.backward\(", "engine.backward("),
     (r"`accelerator\.clear\(\)`, then `prepare`", "`deepspeed.initialize`"),
     (r"accelerator\.device", "engine.device"),
+    (r"`accelerator\.gather\((\w+), with_gradient=True\)`", r"`torch.distributed.nn.functional.all_gather(\1)`"),
+    (r"`accelerator\.reduce\((\w+), 'mean'\)`", r"`deepspeed.comm.all_reduce(\1)` divided by the number of processes"),
+    (
+        r"`gradients = accelerator\.reduce\(gradients, 'mean'\)`",
+        "`deepspeed.comm.all_reduce(gradient)` of each, divided by the number of processes",
+    ),
     (r"(?<![.\w])`?prepare\(optimizer\)`?", "`deepspeed.initialize`"),
     (r"`prepare`", "`deepspeed.initialize`"),
     (r"`load_state\(folder, strict=False\)`", "`engine.load_checkpoint(folder, load_optimizer_states=False)`"),

@@ -39,6 +39,7 @@ class ActiveLoaders:
         self.trained = False
         self.unused = False
         self.takes_ahead = False
+        self._used_place: tuple[int, int] | None = None
         self._events = Events() if events is None else events
         self._runtime = Runtime() if runtime is None else runtime
         self._stack: list[PreparedLoader] = []
@@ -128,6 +129,7 @@ class ActiveLoaders:
         loader = given.loader()
         if loader is None:
             return
+        self._used_place = (given.mark.epoch, given.mark.consumed)
         self._sources.add(loader)
         if not self._is_traced:
             return
@@ -141,6 +143,16 @@ class ActiveLoaders:
                 "one window of micro-batches has ended too early: the script takes batches ahead, which the first loss has "
                 "shown. From here on a window ends with the last batch that is used.",
             )
+
+    @property
+    def place(self) -> tuple[int, ...]:
+        """Epoch and number of samples up to the batch of the last loss; those of the current batch if none was seen.
+
+        It is the same on all ranks, also where a thread takes batches ahead.
+        """
+        if self._used_place is not None:
+            return self._used_place
+        return () if self.top is None else (self.top.position.epoch, self.top.position.samples)
 
     def first_unused(self, loader: PreparedLoader) -> GivenBatch | None:
         """Returns the oldest batch of a loader that a script which takes batches ahead has not used yet."""

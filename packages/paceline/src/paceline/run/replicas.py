@@ -190,10 +190,7 @@ class Replicas:
 
     def _state(self, losses: Sequence[SeenLoss]) -> Whereabouts:
         run = self._run
-        position: tuple[int, ...] = ()
-        loader = run.active_loaders.top
-        if loader is not None:
-            position = (loader.position.epoch, loader.position.samples)
+        position = run.active_loaders.place
         steps = []
         settings = []
         for optimizer in run.prepared.optimizers:
