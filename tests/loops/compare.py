@@ -40,6 +40,8 @@ class Outcome:
 
 
 EQUAL = Outcome("equal")
+# Errors that say that our own numbers are wrong. A drawn program does nothing that could lead to them.
+FAULTS = ("replicas-differ",)
 
 
 def outcome(results: Sequence[Mapping[str, Any] | None], want: Mapping[str, Any], tolerance: float) -> Outcome:
@@ -68,6 +70,8 @@ def _of_errors(errors: Mapping[int, Mapping[str, Any]], results: Sequence[Mappin
     others_finished = [rank for rank, got in enumerate(results) if got is not None and "error" not in got]
     if others_finished:
         return Outcome("failed", f"refused on some ranks: {first['code']}", first["trace"])
+    if first["code"] in FAULTS:
+        return Outcome("failed", first["code"], first["text"])
     if codes == {first["code"]} and len(errors) == len(results):
         return Outcome("refused", first["code"], first["text"])
     return Outcome("failed", f"refused on some ranks: {first['code']}", first["trace"])
