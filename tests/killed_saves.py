@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from paceline.checkpoint import Checkpointer
+from paceline.checkpoint import checkpointer
 from paceline.checkpoint.store import claim, local
 
 
@@ -36,7 +36,7 @@ def kill_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
             return original(*args, **keywords)
 
         monkeypatch.setattr(owner, name, dying)
-        monkeypatch.setattr(Checkpointer, "_discard", lambda *_: None)
+        monkeypatch.setattr(checkpointer, "discard", lambda *_: None)
 
     with pytest.MonkeyPatch.context() as claims:
         yield arm

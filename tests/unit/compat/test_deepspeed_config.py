@@ -69,7 +69,10 @@ def config_for(row, case):
         keys.setdefault("zero_optimization.stage", int(case.stages[0]))
     if row.needs:
         keys.setdefault("zero_optimization.stage", 2)
-        keys[row.needs.partition("=")[0]] = row.needs.partition("=")[2]
+        needed, _, value = row.needs.partition("=")
+        keys[needed] = value
+        if value == "nvme":
+            keys[f"{needed.rpartition('.')[0]}.nvme_path"] = "disk"
     switch = f"{row.name.rpartition('.')[0]}.enabled"
     if switch in by_name():
         keys.setdefault(switch, True)
