@@ -25,4 +25,7 @@ class LateModule:
         return importlib.import_module(self._name)
 
     def __getattr__(self, attribute: str) -> Any:
+        # pytest looks for attributes of its own (`_mock_name`) on everything in a file that it reads.
+        if attribute.startswith("_"):
+            raise AttributeError(attribute)
         return getattr(self.load(), attribute)
