@@ -153,3 +153,18 @@ def test_metrics_count_the_samples_of_the_batch_that_the_model_has_seen() -> Non
 
     for values in run_ranks(evaluated, 3):
         assert values == parts(20)[2].tensors[1].flatten().tolist()
+
+
+def test_rows_that_are_gathered_for_a_loss_are_those_of_the_batch_that_the_model_has_seen() -> None:
+    def rows() -> list[int]:
+        model, _, data = parts(19)
+        accelerator = Accelerator(cpu=True)
+        model, loader = accelerator.prepare(model, DataLoader(data, GLOBAL_BATCH // accelerator.num_processes))
+        numbers = []
+        for x, _ in one_ahead(loader):
+            whole = accelerator.gather(model(x), with_gradient=True)
+            accelerator.backward(whole.square().mean())
+            numbers.append(len(whole))
+        return numbers
+
+    assert run_ranks(rows, 2) == [[6, 6, 6, 1]] * 2

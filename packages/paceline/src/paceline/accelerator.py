@@ -424,8 +424,7 @@ class Accelerator(Participant):
         if with_gradient:
             from paceline.parallel.data.gather import gather_with_gradient
 
-            loader = self.run.active_loaders.top
-            info = None if loader is None else loader.current
+            info = self.run.active_loaders.gathered()
             result = cast(T, gather_with_gradient(tensor, self.run.mesh.statistics_group, info))
         else:
             result = super().gather(tensor)
