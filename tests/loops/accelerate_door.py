@@ -58,7 +58,7 @@ def adapted(program: Program) -> Program | None:
         elif number in evaluated:
             rows = loader.rows
         loaders.append(replace(loader, rows=rows, drop_last=False))
-    loop = program.loop
+    loop = replace(program.loop, ahead=0)  # each loss has the same weight
     save_at = None
     if program.save_at is not None and loop.kind == "for" and not uses(program, Next):
         loop = replace(loop, epochs=2)

@@ -74,7 +74,7 @@ def adapted(program: Program) -> Program | None:
         replace(loader, batch=_BATCH, rows=max(1, loader.rows // _BATCH) * _BATCH, drop_last=False)
         for loader in program.loaders
     )
-    loop, save_at = program.loop, None
+    loop, save_at = replace(program.loop, ahead=0), None
     if program.save_at is not None and loop.kind == "for" and not uses(program, Next):
         loop = replace(loop, epochs=2)
         save_at = loaders[0].rows // _BATCH - 1

@@ -130,7 +130,20 @@ class _Drawing:
         )
         program = self._with_writes(self._with_save(program))
         # Last, so that the programs of earlier seeds stay the same.
-        return self._with_masks(self._with_offload(self._with_muon(program)))
+        return self._with_batches_ahead(self._with_masks(self._with_offload(self._with_muon(program))))
+
+    def _with_batches_ahead(self, program: Program) -> Program:
+        """A loop that takes batches before it uses them. It is not saved: at the end of an epoch a save leaves them out."""
+        loop = program.loop
+        is_simple = loop.kind == "for" and program.save_at is None and len(program.loaders) == 1
+        # A batch that is left out may live on in what was computed from it, and seems to wait.
+        if not is_simple or any(isinstance(each, Continue) for each in statements(program.body)):
+            return program
+        ahead = self.random.choice([1, 1, 2])
+        # In a shorter epoch the first window of the run ends too early, which is told.
+        if program.loaders[0].rows // program.loaders[0].batch <= ahead + 1 or not self.chance(0.3):
+            return program
+        return replace(program, loop=replace(loop, ahead=ahead))
 
     # -- parts -------------------------------------------------------------------------------------------------
 

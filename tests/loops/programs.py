@@ -109,12 +109,14 @@ class Loop:
         loaders: those that the head of the loop takes batches from.
         epochs: of "for" and "zip".
         steps: of "next".
+        ahead: of "for": batches that are taken before the first one is used.
     """
 
     kind: Literal["for", "zip", "next"] = "for"
     loaders: tuple[int, ...] = (0,)
     epochs: int = 1
     steps: int = 4
+    ahead: int = 0
 
 
 # ------------------------------------------------------------------------ statements

@@ -106,6 +106,16 @@ def following(number):
         batch = next(iterators[number])
     return batch
 """
+_AHEAD = """
+def ahead(loader, number):
+    batches = iter(loader)
+    taken = list(itertools.islice(batches, number))
+    for batch in batches:
+        taken.append(batch)
+        yield taken.pop(0)
+    while taken:
+        yield taken.pop(0)
+"""
 _GRADIENT_SIZE = """
 def size_of_gradients(model):
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
@@ -303,8 +313,9 @@ def _early_writes(program: Program) -> list[Write]:
 
 
 def following(program: Program) -> str:
-    """The function by which a program takes the next batch of a loader; "" if it has no need of it."""
-    return _FOLLOWING + "\n" if _takes_next(program) else ""
+    """The functions by which a program takes the next batch of a loader, or batches ahead; "" if it has no need of them."""
+    text = _FOLLOWING + "\n" if _takes_next(program) else ""
+    return text + ("\nimport itertools\n\n" + _AHEAD + "\n" if program.loop.ahead else "")
 
 
 def plain_statement(program: Program, statement: Statement) -> list[str]:
@@ -346,7 +357,10 @@ def _loop(program: Program, saves: bool, folder: str) -> list[str]:
             names = ", ".join(f"loader{number}" for number in loop.loaders)
             lines.append(f"{INDENT * 2}for ({'), ('.join(batches)}) in zip({names}):")
         else:
-            lines.append(f"{INDENT * 2}for {batches[0]} in loader{loop.loaders[0]}:")
+            taken = f"loader{loop.loaders[0]}"
+            if loop.ahead:
+                taken = f"ahead({taken}, {loop.ahead})"
+            lines.append(f"{INDENT * 2}for {batches[0]} in {taken}:")
         depth = 3
     if saves:
         lines += [

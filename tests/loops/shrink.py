@@ -191,6 +191,8 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
         yield replace(program, precision="no")
     if program.offload:
         yield replace(program, offload="")
+    if program.loop.ahead:
+        yield replace(program, loop=replace(program.loop, ahead=0))
     if program.loop.kind == "zip":
         for loader in program.loop.loaders:
             yield replace(program, loop=Loop("for", (loader,), program.loop.epochs))

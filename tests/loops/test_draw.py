@@ -28,6 +28,7 @@ def features(program: Program) -> set[str]:
     names |= {f"optimizer {optimizer.kind}" for optimizer in program.optimizers}
     names |= {f"scheduler {scheduler.kind}" for scheduler in program.schedulers}
     names |= {f"loop {program.loop.kind}", f"window {program.window}", f"precision {program.precision}"}
+    names |= {f"ahead {program.loop.ahead}"}
     names |= {f"loader {loader.kind}" for loader in program.loaders}
     names |= {"short last batch" * any(loader.rows % loader.batch for loader in program.loaders)}
     names |= {"drop_last" * any(loader.drop_last for loader in program.loaders)}
@@ -72,7 +73,17 @@ EXPECTED = {
     ),
     *("tied", "shared", "side unused", "side branch", "frozen body", "frozen head"),
     *("loop for", "loop zip", "loop next", "loader map", "loader iterable", "loader sized", "loader endless"),
-    *("short last batch", "drop_last", "batch of a rank", "window 1", "window 2", "window 3", "window 4"),
+    *(
+        "ahead 1",
+        "ahead 2",
+        "short last batch",
+        "drop_last",
+        "batch of a rank",
+        "window 1",
+        "window 2",
+        "window 3",
+        "window 4",
+    ),
     *("precision no", "precision bf16", "precision fp16", "hook double", "hook clamp", "hook fused", "save"),
     *("hook input", "hook output", "hook input gradient", "hook output gradient"),
     *(

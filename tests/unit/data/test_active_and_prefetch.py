@@ -89,7 +89,7 @@ def test_the_last_batch_of_a_validation_that_is_held_open_ends_no_window(pair):
             assert active.source_of(weight * 1.0) is train.given
             next(validated, None)
             # As `accumulate` asks whose batch is taken inside of it.
-            assert active.ends_window == train.current.last
+            assert active.ends_window() == train.current.last
 
 
 @pytest.mark.parametrize("is_computed_before", [True, False])

@@ -51,8 +51,7 @@ class Active:
     def __init__(self, loader=None):
         self.top = self.leading = self.loader = loader
 
-    @property
-    def ends_window(self):
+    def ends_window(self, before=None):
         return self.loader is not None and self.loader.current.last
 
     def source_of(self, loss, is_whole_step=False):

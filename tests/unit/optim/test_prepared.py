@@ -22,7 +22,7 @@ from paceline.parallel.optimizer_adapter import OptimizerAdapter
 
 
 def accumulation(sync=True):
-    owner = Accumulation(1, 1, SimpleNamespace(top=None, leading=None, ends_window=False), None)
+    owner = Accumulation(1, 1, SimpleNamespace(top=None, leading=None, ends_window=lambda before: False), None)
     owner.sync = sync
     return owner
 

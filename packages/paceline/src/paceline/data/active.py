@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from paceline.base.log import warn_once
 from paceline.data.loader import CreatedIterator, GivenBatch, PreparedLoader, T
 from paceline.plan.data import BatchInfo
 from paceline.world.events import Events
@@ -39,7 +38,7 @@ class ActiveLoaders:
         self.trained = False
         self.unused = False
         self.takes_ahead = False
-        self._used_place: tuple[int, int] | None = None
+        self._used: GivenBatch | None = None  # from which the last loss was computed
         self._events = Events() if events is None else events
         self._runtime = Runtime() if runtime is None else runtime
         self._stack: list[PreparedLoader] = []
@@ -75,13 +74,14 @@ class ActiveLoaders:
 
     # -- which loader weighs a loss --------------------------------------------------------------------------------
 
-    @property
-    def ends_window(self) -> bool:
-        """Whether an accumulation window ends with the batch of this micro-batch, as the last one of a loader that trains."""
+    def ends_window(self, before: object = None) -> bool:
+        """Returns whether a window ends with the batch of this micro-batch, as the last one of a loader that trains.
+
+        Args:
+            before: the batch of the window's micro-batch before; None if it had none.
+        """
         if self.takes_ahead:
-            # A script that takes batches ahead uses them in their order.
-            waiting = [given for given in self.origins.waiting if given.loader() in self._sources]
-            return len(waiting) == 1 and waiting[0].info.last
+            return self.origins.ends_window(self._sources, None if self._used is before else self._used)
         if len(self._stack) == 1:  # nearly always
             current = self._stack[0].current
             self._ended_by_current = current is not None and current.last
@@ -103,15 +103,11 @@ class ActiveLoaders:
         return both or given or sources or loaders
 
     def source_of(self, loss: Tensor, *, is_whole_step: bool = False) -> GivenBatch | None:
-        """Returns the batch whose samples weigh a loss: the one from which it was computed.
+        """Returns the batch whose samples weigh a loss: the one from which it was computed, as far as `Origins` has seen it.
 
         Args:
             loss: the loss.
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
-
-        Where a script has several batches at the same time, this is seen by the inputs of prepared models (`Origins`). If the
-        loss comes from batches of several loaders, or nobody saw from which, it is one of a loader that has advanced since the
-        last backward pass.
         """
         if len(self._stack) < 2 and not self._holds_batches:  # nearly always
             newest = None if self.top is None else self.top.given
@@ -129,7 +125,7 @@ class ActiveLoaders:
         loader = given.loader()
         if loader is None:
             return
-        self._used_place = (given.mark.epoch, given.mark.consumed)
+        self._used = given
         self._sources.add(loader)
         if not self._is_traced:
             return
@@ -138,28 +134,20 @@ class ActiveLoaders:
             return
         self.takes_ahead = True
         if self._ended_by_current:
-            warn_once(
-                "data",
-                "one window of micro-batches has ended too early: the script takes batches ahead, which the first loss has "
-                "shown. From here on a window ends with the last batch that is used.",
-            )
+            self.origins.tell_of_early_end()
 
     @property
     def place(self) -> tuple[int, ...]:
-        """Epoch and number of samples up to the batch of the last loss; those of the current batch if none was seen.
-
-        It is the same on all ranks, also where a thread takes batches ahead.
-        """
-        if self._used_place is not None:
-            return self._used_place
+        """Where the batch of the last loss is, or the current one: the same on all ranks, also if a thread takes batches."""
+        if self._used is not None:
+            return self._used.place()
         return () if self.top is None else (self.top.position.epoch, self.top.position.samples)
 
     def first_unused(self, loader: PreparedLoader) -> GivenBatch | None:
         """Returns the oldest batch of a loader that a script which takes batches ahead has not used yet."""
         if not self.takes_ahead or loader not in self._sources:
             return None
-        waiting = [given for given in self.origins.waiting if given.loader() is loader]
-        return min(waiting, key=lambda given: (given.mark.epoch, given.mark.consumed), default=None)
+        return self.origins.first_waiting([loader])
 
     @property
     def top(self) -> PreparedLoader | None:
@@ -217,10 +205,7 @@ class ActiveLoaders:
         return bool(batches) and all(batch.weights[batch.index] == 0 for batch in batches)
 
     def gathered(self) -> BatchInfo | None:
-        """Returns the batch to which values belong that are gathered now: the current one of the top loader.
-
-        Of a script that has several batches of one loader, it is the one that a model was called with last.
-        """
+        """Returns the batch to which gathered values belong: the top loader's, or the one that a model has seen last."""
         # A loop that trains shows by its backward passes whether it holds batches.
         if self._given_since_gather > 1 and not self._holds_batches and self.top is not None and not self.top.trains:
             self._hold()
@@ -304,6 +289,8 @@ class ActiveLoaders:
         self._is_traced = True
         if self._last is not None:
             self.origins.begin(*self._last)
+            if self._last[0] is self._used:
+                self.origins.waiting.discard(self._used)
         self._last = None
         self._events.several_batches()
 

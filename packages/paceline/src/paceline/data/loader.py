@@ -81,6 +81,10 @@ class GivenBatch:
         """The counts of the batch."""
         return self.mark.info
 
+    def place(self) -> tuple[int, int]:
+        """Its epoch, and the number of samples of the epoch up to and including it, over all ranks."""
+        return self.mark.epoch, self.mark.consumed
+
     def window_rows(self, count: int) -> int | None:
         """Returns the number of samples in this batch and the `count` - 1 after it, over all ranks, in its epoch.
 

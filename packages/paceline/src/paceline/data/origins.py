@@ -68,6 +68,32 @@ class Origins:
             others = [other for other in self._by_storage.get(storage, ()) if other.loader != given.loader]
             self._by_storage[storage] = frozenset([*others, given])
 
+    def first_waiting(self, loaders: Iterable[PreparedLoader]) -> GivenBatch | None:
+        """Returns the oldest batch of some loaders from which no loss was computed; None without one."""
+        chosen = set(loaders)
+        waiting = [given for given in self.waiting if given.loader() in chosen]
+        return min(waiting, key=lambda given: given.place(), default=None)
+
+    def ends_window(self, loaders: Iterable[PreparedLoader], used: GivenBatch | None) -> bool:
+        """Returns whether a window ends with the batch of this micro-batch, where a script takes batches ahead.
+
+        It uses them in their order.
+
+        Args:
+            loaders: those that train.
+            used: the batch of the last loss, which may have a loss in this window, too; None if it had.
+        """
+        batch = used or self.first_waiting(loaders)
+        return batch is not None and batch.info.last
+
+    def tell_of_early_end(self) -> None:
+        """Warns that a window has ended with the newest batch and not with the one that was used."""
+        warn_once(
+            "data",
+            "one window of micro-batches has ended too early: the script takes batches ahead, which the first loss has shown. "
+            "From here on a window ends with the last batch that is used.",
+        )
+
     def watch(self, model: nn.Module) -> None:
         """Registers the hooks that see the inputs of a prepared model and mark its outputs."""
         # A function with a weak reference: a copy of the model copies its hooks.
@@ -197,7 +223,7 @@ def _newest_of_each(traced: Iterable[GivenBatch], running: Sequence[PreparedLoad
     What a script keeps of earlier batches, such as the state of a recurrent network, does not weigh a loss.
     """
     newest: dict[PreparedLoader | None, GivenBatch] = {}
-    for given in sorted(traced, key=lambda given: (given.mark.epoch, given.mark.consumed)):
+    for given in sorted(traced, key=lambda given: given.place()):
         newest[given.loader()] = given
     # Batches of loops that have ended weigh a loss if there are no others.
     of_running = [newest[loader] for loader in running if loader in newest]

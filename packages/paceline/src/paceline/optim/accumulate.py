@@ -77,8 +77,7 @@ class _ActiveLoaders(Protocol):
     @property
     def leading(self) -> _Loader | None: ...
 
-    @property
-    def ends_window(self) -> bool: ...
+    def ends_window(self, before: object = None) -> bool: ...
 
     def source_of(self, loss: Tensor, *, is_whole_step: bool = False) -> _GivenBatch | None: ...
 
@@ -230,17 +229,17 @@ class Accumulation:
         window = self._windows.of_models(models)
         if done is not None:
             window.continue_after(done)
-        window.enter(self.steps, self._is_last_batch)
+        window.enter(self.steps, lambda: self._is_last_batch(window))
         try:
             with nullcontext() if window.sync else hold():
                 yield
         finally:
             window.leave()
 
-    def _is_last_batch(self) -> bool:
+    def _is_last_batch(self, window: Window) -> bool:
         """Returns whether the current batch ends its window in any case: the rest of it would belong to the next epoch."""
         if self.weighs_by_samples:
-            return self._active.ends_window
+            return self._active.ends_window(window.source)
         return self.sync_at_end and self.batch is not None and self.batch.last
 
     @property
@@ -352,6 +351,7 @@ class Accumulation:
         if window.micro_batch > 1 or not window.sync:
             self._look_before(window)
         source = self._active.source_of(loss, is_whole_step=window.steps == 1)
+        window.note_source(source)
         batch = None if source is None else source.info
         # A rank without a sample in the global batch has a filler row. The loss becomes zero, but the backward pass still runs:
         # the collectives of the other ranks need this rank.

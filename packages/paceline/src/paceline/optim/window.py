@@ -47,6 +47,7 @@ class Window:
         means: the means of which losses of this window are parts.
         members: the parameters that took part in a backward pass of this window.
         older: copies of gradients from before the window, which nobody has cleared, by parameter; see `Older`.
+        source: the batch of the last loss, if it was one of a prepared loader.
         ready: the parameters that took part in one of the last micro-batch, or whose gradients were used in it.
     """
 
@@ -60,6 +61,7 @@ class Window:
         self.number = 0
         self._passed = False  # whether the current micro-batch had a backward pass
         self._counts_itself = False  # whether the script counts its micro-batches
+        self.source: object = None
         self._begin()
 
     def _begin(self) -> None:
@@ -185,6 +187,10 @@ class Window:
         number = self._num_items_losses
         self._num_items_losses += 1
         return number
+
+    def note_source(self, source: object) -> None:
+        """Notes the batch of a loss."""
+        self.source = source
 
     def next_loss(self) -> int:
         """Returns the number of a loss in its micro-batch, from 0."""
