@@ -51,6 +51,7 @@ class Origins:
         self.inputs: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         self.waiting: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         self._before: weakref.ref[GivenBatch] | None = None  # the batch that was given last before models were watched
+        self._newest: dict[object, GivenBatch] = {}  # by the reference to the loader
         self._last_infos: deque[BatchInfo] = deque(maxlen=2)  # of the batches that were given last
 
     def begin(self, given: GivenBatch, batch: object) -> None:
@@ -61,6 +62,7 @@ class Origins:
     def remember(self, given: GivenBatch, batch: object) -> None:
         """Records the storages of the tensors of the batch that a loader yields."""
         self.waiting.add(given)
+        self._newest[given.loader] = given
         self._last_infos.append(given.info)
         for tensor in tensors(batch):
             storage = tensor.untyped_storage()
@@ -84,7 +86,8 @@ class Origins:
             used: the batch of the last loss, which may have a loss in this window, too; None if it had.
         """
         batch = used or self.first_waiting(loaders)
-        return batch is not None and batch.info.last
+        # A stream looks whether it has more than the newest batch.
+        return batch is not None and self._newest.get(batch.loader) is batch and batch.info.last
 
     def tell_of_early_end(self) -> None:
         """Warns that a window has ended with the newest batch and not with the one that was used."""
