@@ -119,6 +119,21 @@ def test_a_loss_counts_as_the_samples_of_its_own_batch(world: int) -> None:
             torch.testing.assert_close(weights, expected(19, steps), rtol=0, atol=1e-12, msg=f"{name}, {steps}")
 
 
+def test_a_loop_over_another_loader_ends_windows_by_its_own_batches() -> None:
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
+    model, optimizer, data = parts(24)
+    other = nn.Linear(3, 1).double()
+    model, other, optimizer = accelerator.prepare(model, other, optimizer)
+    first, second = accelerator.prepare(DataLoader(data, GLOBAL_BATCH), DataLoader(data, GLOBAL_BATCH))
+    ends = []
+    for trained_model, batches in ((model, one_ahead(first)), (other, second)):
+        for x, y in batches:
+            with accelerator.accumulate(trained_model):
+                accelerator.backward((trained_model(x) - y).square().mean())
+                ends.append(accelerator.sync_gradients)
+    assert ends == [False, True] * 4
+
+
 def test_a_copied_batch_is_told() -> None:
     def warnings() -> list[str]:
         messages: list[str] = []

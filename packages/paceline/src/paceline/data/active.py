@@ -81,7 +81,7 @@ class ActiveLoaders:
             before: the batch of the window's micro-batch before; None if it had none.
         """
         if self.takes_ahead:
-            return self.origins.ends_window(self._sources, None if self._used is before else self._used)
+            return self.origins.ends_window(self._sources, self._stack, None if self._used is before else self._used)
         if len(self._stack) == 1:  # nearly always
             current = self._stack[0].current
             self._ended_by_current = current is not None and current.last

@@ -51,7 +51,8 @@ class Origins:
         self.inputs: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         self.waiting: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         self._before: weakref.ref[GivenBatch] | None = None  # the batch that was given last before models were watched
-        self._newest: dict[object, GivenBatch] = {}  # by the reference to the loader
+        # By the reference to the loader, which itself keeps the batch.
+        self._newest: MutableMapping[object, GivenBatch] = weakref.WeakValueDictionary()
         self._last_infos: deque[BatchInfo] = deque(maxlen=2)  # of the batches that were given last
 
     def begin(self, given: GivenBatch, batch: object) -> None:
@@ -76,16 +77,22 @@ class Origins:
         waiting = [given for given in self.waiting if given.loader() in chosen]
         return min(waiting, key=lambda given: given.place(), default=None)
 
-    def ends_window(self, loaders: Iterable[PreparedLoader], used: GivenBatch | None) -> bool:
+    def ends_window(
+        self, sources: Iterable[PreparedLoader], running: Iterable[PreparedLoader], used: GivenBatch | None
+    ) -> bool:
         """Returns whether a window ends with the batch of this micro-batch, where a script takes batches ahead.
 
         It uses them in their order.
 
         Args:
-            loaders: those that train.
+            sources: the loaders from whose batches losses were computed.
+            running: those that are being iterated; they count if no batch of the others waits.
             used: the batch of the last loss, which may have a loss in this window, too; None if it had.
         """
-        batch = used or self.first_waiting(loaders)
+        batch = self.first_waiting(sources) or self.first_waiting(running)
+        # The loop may have gone on with another loader.
+        if used is not None and (batch is None or batch.loader == used.loader):
+            batch = used
         # A stream looks whether it has more than the newest batch.
         return batch is not None and self._newest.get(batch.loader) is batch and batch.info.last
 

@@ -125,7 +125,9 @@ class Replicas:
         """
         if not self._are_equal():
             return
-        states: list[Whereabouts] = self._run.collectives.gather_object(self._state(self._losses()))
+        states: list[Whereabouts] = self._run.collectives.gather_object(
+            self._state(self._run.gradients.loss_weights.take())
+        )
         # Ranks that read the same samples compute the same loss, or one of them does, with the last stage of a pipeline.
         by_data_index: dict[int, tuple[SeenLoss, ...]] = {}
         for rank, state in enumerate(states):
@@ -184,9 +186,6 @@ class Replicas:
 
     def _last(self) -> str:
         return f"after pass {self._equal_after}" if self._equal_after else "none"
-
-    def _losses(self) -> Sequence[SeenLoss]:
-        return self._run.gradients.loss_weights.take()
 
     def _state(self, losses: Sequence[SeenLoss]) -> Whereabouts:
         run = self._run
