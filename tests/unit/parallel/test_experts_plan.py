@@ -5,13 +5,14 @@ import torch
 from parity_models import Experts, ListedExperts, Mixture
 from torch import nn
 
-from paceline.parallel.data import balance
 from paceline.plan.cost import Bytes
-from paceline.plan.experts import find_experts
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan
 from paceline.world.layout import Layout
+from paceline_large.experts import balance_applied as balance
+from paceline_large.experts.balance import STRATEGY as BALANCE
 from paceline_large.experts.experts import STRATEGY
+from paceline_large.experts.find import find_experts
 from paceline_large.pipeline.pipeline import STRATEGY as PIPELINE
 
 
@@ -162,10 +163,15 @@ def test_what_depends_on_the_division_is_named():
     model = Mixture()
     model.blocks[0].capacity_factor = 1.25
     model.config = type("Config", (), {"router_aux_loss_coef": 0.01, "output_router_logits": True})()
-    decisions = {row.field: row for row in STRATEGY.decide(Plan(Layout(ep=2)), model_facts(model))}
-    assert list(decisions) == ["experts.layers", "experts.capacity", "experts.auxiliary_loss"]
+    facts = model_facts(model)
+    plan = Plan(Layout(ep=2))
+    decisions = {row.field: row for row in [*STRATEGY.decide(plan, facts), *BALANCE.decide(plan, facts)]}
+    assert list(decisions) == ["experts.layers", "experts.capacity", "balance(Mixture)"]
     assert "capacity_factor=1.25" in decisions["experts.capacity"].reason
-    assert "router_aux_loss_coef=0.01" in decisions["experts.auxiliary_loss"].reason
+    assert "router_aux_loss_coef=0.01" in decisions["balance(Mixture)"].reason
+    # Under every plan by which ranks read different samples.
+    (decision,) = BALANCE.decide(Plan(Layout(replicate=2)), facts)
+    assert decision.value == "of each rank"
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -178,8 +184,9 @@ def test_the_loss_of_transformers_is_known(masked):
         num_key_value_heads=2, num_local_experts=4, output_router_logits=True,
     )  # fmt: skip
     facts = model_facts(MixtralForCausalLM(config))
-    assert [kind.split()[1] for _, kind in facts.batch_layers] == ["load_balancing_loss_func"]
-    assert [row.field for row in STRATEGY.decide(Plan(Layout(ep=2)), facts)] == ["experts.layers"]
+    assert facts.balanced == ("",)
+    (decision,) = BALANCE.decide(Plan(Layout(ep=2)), facts)
+    assert decision.value == "over 2 ranks"
     assert "pipeline-balance" in {problem.code for problem in PIPELINE.check(Plan(Layout(pp=2)), facts)}
     logits = (torch.randn(6, 4), torch.randn(6, 4))
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]]) if masked else None

@@ -9,10 +9,10 @@ from torch import nn
 
 from paceline.config.settings import RunSettings
 from paceline.parallel.data.shard import STRATEGY as SHARD
-from paceline.parallel.quantised import STRATEGY
 from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft
+from paceline_large.quantised.quantised import STRATEGY
 
 
 class Params4bit(nn.Parameter):

@@ -10,7 +10,7 @@ from paceline import PlanError
 from paceline.base.errors import Problem
 from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES, Strategy, strategies_for
-from paceline.plan.facts import model_facts
+from paceline.plan.facts import ModelFacts, Quantised, model_facts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
 from paceline.world.layout import Layout
@@ -170,6 +170,11 @@ def test_options_that_no_strategy_of_the_plan_reads_say_so():
     )
 
 
+# A model that has what each strategy is for.
+EVERYTHING = ModelFacts(
+    "Everything", 1, 1, 4, quantised=(Quantised("weight", "4-bit", 1),), batch_norms=("norm",), balanced=("",),
+    batch_layers=(("embedding", "Embedding max_norm=1"),), modules=(("norm", "SyncBatchNorm"),),
+)  # fmt: skip
 SETTINGS = (
     {"offload": "activations"}, {"offload": "optimizer"}, {"offload": "all"}, {"compile": True}, {"recompute": "blocks"},
     {"mixed_precision": "fp8"}, {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}, {},
@@ -182,11 +187,13 @@ def test_no_strategy_that_a_plan_uses_is_left_unasked(settings) -> None:
     """Whether a strategy may be of use is known before it is imported, and `wanted` is its own word."""
     for world_size in (2, 4) if settings.keys() & {"tp", "pp", "cp", "ep", "zero"} else (1, 2):
         plan = draft(RunSettings.of(settings), [], world_size)
-        wanted = {strategy.name for strategy in STRATEGIES if strategy.wanted(plan)}
-        assert wanted <= {strategy.name for strategy in strategies_for(plan)}
+        wanted = {strategy.name for strategy in STRATEGIES if strategy.wanted(plan) and strategy.concerns([EVERYTHING])}
+        assert wanted <= {strategy.name for strategy in strategies_for(plan, [EVERYTHING])}
 
 
 def test_a_plan_of_one_process_asks_few_strategies() -> None:
-    assert [strategy.name for strategy in strategies_for(Plan())] == ["converted_batch_norm", "quantised"]
+    assert strategies_for(Plan()) == strategies_for(Plan(), [model_facts(nn.Linear(2, 2))]) == []
+    names = [strategy.name for strategy in strategies_for(Plan(), [EVERYTHING])]
+    assert names == ["converted_batch_norm", "quantised"]
     asked = strategies_for(Plan(options={"zero": {"divide": "rows"}}))
     assert "zero" in [strategy.name for strategy in asked]

@@ -102,7 +102,7 @@ class DistributedDataParallelKwargs(KwargsHandler):
 
     def register_comm_hook(self, model: Any) -> None:
         """Registers the communication hook of the three fields with a model that DistributedDataParallel wraps."""
-        from paceline.parallel.data.communication_hooks import install
+        from paceline_large.compression.hooks import install
 
         options = self.options()
         if "comm_hook" in options:

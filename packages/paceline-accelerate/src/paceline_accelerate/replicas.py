@@ -54,7 +54,9 @@ class DistributedDataParallel(TorchDistributedDataParallel):
     def register_comm_hook(self, state: object, hook: Any) -> None:
         """Lets a communication hook average the gradients from now on."""
         if self._applied is not None:
-            self._applied.compress(hook, state)
+            from paceline_large.compression.hooks import sending  # few scripts register one
+
+            self._applied.compress(sending(hook, state))
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state with the names of the module, as `get_state_dict` returns it, or with `module.` before them."""

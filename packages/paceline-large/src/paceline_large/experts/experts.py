@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from paceline.base.errors import Problem
 from paceline.parallel.strategy import Averaging, Strategy
 from paceline.plan.cost import Bytes
-from paceline.plan.facts import BALANCE, ModelFacts
+from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import listed
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
@@ -61,7 +61,7 @@ class ExpertParallel(Strategy):
         return problems_of(plan, facts)
 
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]:
-        """Says which experts are divided, and what in the model depends on how a batch is divided over ranks."""
+        """Says which experts are divided, and whether the tokens that they drop depend on the number of ranks."""
         experts = facts.experts
         ep = plan.layout.ep
         number = experts[0].number
@@ -73,13 +73,6 @@ class ExpertParallel(Strategy):
                 f"{', '.join(limited)}: each rank drops tokens by its own samples, and results depend on their number"
             )
             decisions.append(Decision("experts.capacity", "of each rank", "derived", reason=reason))
-        if facts.auxiliary_loss and not any(BALANCE in kind for _, kind in facts.batch_layers):
-            reason = (
-                f"{facts.auxiliary_loss}: the loss that balances experts is a product of two means. Each rank computes it over "
-                "its own tokens, and the mean over ranks is not quite that of the whole batch. Computed in the loop, from "
-                "`accelerator.gather(router_logits, with_gradient=True)`, it is"
-            )
-            decisions.append(Decision("experts.auxiliary_loss", "of each rank", "derived", reason=reason))
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:

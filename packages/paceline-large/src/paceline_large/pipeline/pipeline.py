@@ -19,7 +19,7 @@ from paceline.base.errors import Problem
 from paceline.config.kinds import one_of, whole
 from paceline.parallel.strategy import Averaging, Strategy
 from paceline.plan.cost import Bytes
-from paceline.plan.facts import BALANCE, ModelFacts
+from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import inside, listed
 from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
@@ -108,7 +108,7 @@ class Pipeline(Strategy):
             Decision("pipeline.schedule", schedule.name, "derived", _where(plan, "schedule"), waits),
             Decision("pipeline.split", " | ".join(parts), "derived", _where(plan, "split"), split),
         ]
-        batch_layers = [name for name, kind in facts.batch_layers if BALANCE not in kind]
+        batch_layers = [name for name, _ in facts.batch_layers]
         layers = [*facts.batch_norms, *batch_layers, *facts.spectral_norms]
         if layers:
             reason = (

@@ -22,8 +22,10 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
         "paceline.stores": ("remote",),
     },
     "large": {
+        "paceline.gradient_hooks": ("batched_power_sgd", "bf16", "fp16", "power_sgd"),
+        "paceline.model_facts": ("experts",),
         "paceline.precisions": ("fp8",),
-        "paceline.strategies": ("context", "experts", "fp8", "offload", "pipeline", "tensor"),
+        "paceline.strategies": ("balance", "context", "experts", "fp8", "offload", "pipeline", "quantised", "tensor"),
     },
     "lens": {
         "paceline.commands": (

@@ -10,6 +10,7 @@
     34      converted_batch_norm    makes batch norms of `nn.SyncBatchNorm` on the CPU
     35      batch_norm              computes batch statistics over all data-parallel ranks
     36      batch_layers            lets other layers see the batch of all data-parallel ranks
+    37      balance                 computes the loss that balances experts over the tokens of all ranks
     40      recompute               computes activations again in the backward pass
     50      compile                 compiles the repeated blocks
     60      zero, shard  shard      divides optimizer states, gradients, parameters
@@ -59,6 +60,7 @@ STRATEGIES = Registry("paceline.strategies", "strategy")
 # What a plan must have for a strategy to be of use: several ranks along one of these axes, or a value of one of these fields
 # that is not the default. Most plans use few strategies, and import no others. A strategy that is not listed is always asked.
 _OF_USE: dict[str, tuple[str, ...]] = {
+    "balance": GRADIENT_AXES,
     "batch_layers": GRADIENT_AXES,
     "batch_norm": tuple(AXES),
     "compile": ("compile",),
@@ -72,6 +74,15 @@ _OF_USE: dict[str, tuple[str, ...]] = {
     "shard": ("zero",),
     "tensor": ("tp",),
     "zero": ("zero",),
+}
+
+# What some model must have besides: one of these facts. Without it the plan leaves the strategy out.
+_TREATS: dict[str, tuple[str, ...]] = {
+    "balance": ("balanced", "auxiliary_loss"),
+    "batch_layers": ("batch_layers",),
+    "batch_norm": ("batch_norms",),
+    "converted_batch_norm": ("converted_norms",),
+    "quantised": ("quantised",),
 }
 
 
@@ -305,7 +316,7 @@ class Strategy:
 
     def concerns(self, models: Iterable[ModelFacts]) -> bool:
         """Returns whether the strategy changes any of these models; if not, the plan leaves it out."""
-        return True
+        return _concerns(self.name, models)
 
     def options(self, plan: Plan) -> Any:
         """Returns the options of this strategy. Invalid values, which `resolve` reports, are replaced by their defaults."""
@@ -346,17 +357,30 @@ class Strategy:
         return outcome
 
 
-def strategies_for(plan: Plan) -> list[Strategy]:
-    """Returns the strategies that a plan may use or has options for. Those of which it has no use are not imported."""
+def strategies_for(plan: Plan, models: Sequence[ModelFacts] = ()) -> list[Strategy]:
+    """Returns the strategies that a plan may use or has options for. Those of which it has no use are not imported.
+
+    Args:
+        plan: whose strategies they are.
+        models: those that it is for. Without them, strategies that only some models need are left out.
+    """
     names = STRATEGIES.names()
     # The error about an option of no strategy lists all strategies.
     if not plan.options.keys() <= set(names):
         return list(STRATEGIES)
-    return [STRATEGIES.get(name) for name in names if name in plan.options or _is_of_use(name, plan)]
+    return [STRATEGIES.get(name) for name in names if name in plan.options or _is_of_use(name, plan, models)]
 
 
-def _is_of_use(name: str, plan: Plan) -> bool:
+def _concerns(name: str, models: Iterable[ModelFacts]) -> bool:
+    """Returns whether some model has what a strategy is for."""
+    fields = _TREATS.get(name)
+    return fields is None or any(getattr(facts, field) for facts in models for field in fields)
+
+
+def _is_of_use(name: str, plan: Plan, models: Sequence[ModelFacts]) -> bool:
     """Returns whether a plan may use a strategy, as far as one can say without importing it."""
+    if not _concerns(name, models):
+        return False
     for needed in _OF_USE.get(name, ()):
         if needed in AXES:
             has_it = getattr(plan.layout, needed) > 1

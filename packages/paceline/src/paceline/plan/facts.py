@@ -9,12 +9,15 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from paceline.base.ours import is_our_module
+from paceline.base.registry import Registry
 from paceline.plan.blocks import is_sequence, repeated_blocks
 
 if TYPE_CHECKING:
     import torch
 
     from paceline.plan.experts import Experts
+
+FACTS = Registry("paceline.model_facts", "fact about models")
 
 T = TypeVar("T")
 Row = TypeVar("Row")
@@ -84,8 +87,7 @@ class ModelFacts:
         buffers: number of buffers.
         batch_norms: names of the modules that keep batch statistics of their own.
         batch_layers: name and kind of other modules whose training pass depends on the whole batch, or changes them by it:
-            embeddings with `max_norm` or `scale_grad_by_freq`, instance norms with running statistics, and models that
-            add a loss which balances their experts.
+            embeddings with `max_norm` or `scale_grad_by_freq`, and instance norms with running statistics.
         spectral_norms: names of the modules in which each forward pass in training makes a step towards a spectral norm.
         random_layers: name and kind of the modules that say of themselves that they draw random numbers in training.
         sparse: whether some gradient is sparse.
@@ -99,6 +101,7 @@ class ModelFacts:
         lazy: parameters without a shape: modules such as `nn.LazyLinear` choose it when the first batch passes.
         tensor_plan: the model's own plan for tensor parallelism (transformers' `tp_plan`): pattern -> style.
         experts: the experts of a Mixture of Experts, by layer; see `plan.experts`.
+        balanced: names of the modules whose forward can add the loss by which transformers balances experts.
         auxiliary_loss: the setting of the model's own that adds a loss which balances its experts; "" without one.
     """
 
@@ -127,7 +130,13 @@ class ModelFacts:
     hooked: tuple[str, ...] = ()
     lazy: tuple[str, ...] = ()
     experts: tuple[Experts, ...] = ()
+    balanced: tuple[str, ...] = ()
     auxiliary_loss: str = ""
+
+    @property
+    def converted_norms(self) -> tuple[str, ...]:
+        """Names of the layers that `nn.SyncBatchNorm.convert_sync_batchnorm` has made."""
+        return tuple(name for name, kind in self.modules if kind == "SyncBatchNorm")
 
     @property
     def aliases(self) -> dict[str, str]:
@@ -199,6 +208,7 @@ def model_facts(model: torch.nn.Module, experts: Sequence[str] = ()) -> ModelFac
         hooked=tuple(name for name, parameter in trained.items() if _has_foreign_hook(parameter)),
         lazy=tuple(first for parameter, (first, *_) in names.items() if _is_lazy(parameter)),
         experts=_experts(model, experts),
+        balanced=tuple(name for name, module in modules if _balances_experts(module)),
         auxiliary_loss=_auxiliary_loss(model),
     )
 
@@ -270,8 +280,6 @@ def _seen_of_batch(name: str, module: torch.nn.Module) -> tuple[str, str] | None
             option = "scale_grad_by_freq"
     elif "_InstanceNorm" in classes and getattr(module, "running_mean", None) is not None:
         option = "track_running_stats"
-    elif _balances_experts(module):
-        option = BALANCE
     return (name, f"{type(module).__name__} {option}") if option else None
 
 
@@ -369,13 +377,14 @@ def _tensor_plan(model: torch.nn.Module) -> tuple[tuple[str, str], ...]:
 
 
 def _experts(model: torch.nn.Module, patterns: Sequence[str]) -> tuple[Experts, ...]:
-    """The experts of a model. How they are found is a subject of its own, which most models do not load."""
+    """The experts of a model; () where no part is installed that divides them over ranks, or counts their tokens."""
     may_be = bool(patterns) or any("expert" in name.lower() for name, _ in model.named_modules())
     if not may_be and not any(parameter.dim() == 3 for parameter in model.parameters() if not _is_lazy(parameter)):
         return ()
-    from paceline.plan.experts import find_experts
-
-    return find_experts(model, patterns)
+    if "experts" not in FACTS.names():
+        return ()
+    found: tuple[Experts, ...] = FACTS.get("experts")(model, patterns)
+    return found
 
 
 def _auxiliary_loss(model: torch.nn.Module) -> str:

@@ -6,15 +6,33 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from paceline.base.parts import how_to_install
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
+from paceline.world.layout import GRADIENT_AXES
 
 _MOST_NAMES = 3  # more names that differ in numbers alone are shown as one pattern
 
 
-def random_layers(facts: ModelFacts) -> list[Decision]:
-    """Names each layer of a model that says of itself that it is random."""
-    return [decision(facts.name, facts.random_layers)] if facts.random_layers else []
+def known_before(plan: Plan, facts: ModelFacts, strategies: Iterable[str]) -> list[Decision]:
+    """Names each layer of a model that says of itself that it is random, and a loss that no strategy makes that of the batch.
+
+    Args:
+        plan: of the run.
+        facts: those of the model.
+        strategies: that the plan uses.
+    """
+    decisions = []
+    if facts.random_layers:
+        decisions.append(decision(facts.name, facts.random_layers))
+    balances = facts.balanced or facts.auxiliary_loss
+    if balances and plan.layout.size(*GRADIENT_AXES) > 1 and "balance" not in strategies:
+        reason = (
+            "the loss that balances experts is a product of two means over tokens, which each rank takes over its own: the "
+            f"mean over ranks is another number than on one process; {how_to_install('large')}"
+        )
+        decisions.append(Decision(f"balance({facts.name})", "of each rank", "derived", reason=reason))
+    return decisions
 
 
 def of_first_pass(

@@ -17,7 +17,7 @@ from paceline.config.settings import RunSettings
 from paceline.plan.facts import ModelFacts
 from paceline.plan.options import read
 from paceline.plan.plan import Decision, Plan
-from paceline.plan.rules import model_problems, origin, run_problems
+from paceline.plan.rules import GROUP, model_problems, origin, run_problems
 from paceline.plan.semantics import NATIVE, Semantics
 from paceline.world.layout import AXES, DATA_AXES, Layout, model_axes
 
@@ -39,7 +39,6 @@ class PlannedStrategy(Protocol):
     def decide(self, plan: Plan, facts: ModelFacts) -> list[Decision]: ...
 
 
-GROUP = "paceline.strategies"  # of entry points
 OTHER_OPTIONS = ("profile", "anomalies")  # blocks of options that belong to no strategy
 
 
@@ -220,17 +219,17 @@ def resolve(
     if problems:
         raise PlanError.of(problems)
 
+    names = tuple(strategy.name for strategy in chosen)
     # A dict serves as an ordered set here: a decision that is the same for several models appears once.
     decisions: dict[Decision, None] = {}
     for strategy in chosen:
         for facts in models:
             decisions |= dict.fromkeys(strategy.decide(plan, facts))
     if plan.layout.size() > 1:
-        from paceline.plan.randomness import random_layers  # one process draws what it draws without Paceline
+        from paceline.plan.randomness import known_before  # one process computes what it computes without Paceline
 
         for facts in models:
-            decisions |= dict.fromkeys(random_layers(facts))
-    names = tuple(strategy.name for strategy in chosen)
+            decisions |= dict.fromkeys(known_before(plan, facts, names))
     served = [f"{strategy.name} serves {'/'.join(strategy.axes)}" for strategy in chosen]
     reason = ", ".join(served) or "one process needs none"
     chain = Decision("strategies", names, "derived", reason=reason)

@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from paceline.base.errors import Problem
+from paceline.base.parts import extra_with, missing
+from paceline.base.registry import points
 from paceline.config.settings import PRECISIONS
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
-from paceline.world.layout import AXES
+from paceline.world.layout import AXES, GRADIENT_AXES
+
+GROUP = "paceline.strategies"  # of entry points
 
 
 def origin(plan: Plan, field: str) -> str:
@@ -85,4 +89,20 @@ def model_problems(plan: Plan, models: Iterable[ModelFacts]) -> list[Problem]:
                     fix="call `model.float()` before `prepare`, freeze those parameters, or use mixed_precision='bf16'",
                 )
             )
+        problems += _absent_parts(plan, facts)
     return problems
+
+
+def _absent_parts(plan: Plan, facts: ModelFacts) -> Iterable[Problem]:
+    """Returns problems with what must be done to a model so that numbers are those of one process, where no part does it."""
+    reasons = {}
+    if facts.quantised:
+        reasons["quantised"] = (
+            f"{facts.quantised[0].name} of {facts.name} is kept in few bits ({facts.quantised[0].kind})"
+        )
+    if facts.balanced and facts.auxiliary_loss and plan.layout.size(*GRADIENT_AXES) > 1:
+        reasons["balance"] = (
+            f"{facts.name} adds a loss that balances experts over the whole batch: {facts.auxiliary_loss}"
+        )
+    for name in reasons.keys() - points(GROUP).keys():
+        yield from missing(extra_with(GROUP, name), f"the strategy {name} is", reasons[name]).problems

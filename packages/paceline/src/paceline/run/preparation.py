@@ -241,7 +241,7 @@ class Preparation:
         # The strategies: those of an earlier `prepare` were derived from its own models, so they are decided anew.
         decisions = tuple(decision for decision in plan.decisions if decision.field != "strategies")
         plan = replace(plan, strategies=(), decisions=decisions)
-        plan = resolve(plan, facts_of_new, strategies_for(plan), problems)
+        plan = resolve(plan, facts_of_new, strategies_for(plan, facts_of_new), problems)
         for model in new:
             self._prepare_model(model, plan, mesh)
         if other is None:

@@ -3,7 +3,6 @@
     Embedding, EmbeddingBag with max_norm      the rows that ANY rank looks up are renormalised, on all ranks, before the lookup
     the same with scale_grad_by_freq           counts how often a row is looked up on all ranks
     InstanceNorm with track_running_stats      running statistics are means over the samples of all ranks
-    the loss that balances experts             is a product of means over the tokens of all ranks (`balance.py`)
 
 Each costs one small all-reduce in each training pass. In evaluation nothing communicates, so one rank may evaluate alone: there
 the rows of an embedding that are too long are shortened in the output, and the weight is left as it is.
@@ -12,8 +11,6 @@ Everything works by `Peers`, as in `batch_norm.py`.
 """
 
 from __future__ import annotations
-
-from collections.abc import Iterable
 
 from paceline.base.errors import Problem
 from paceline.parallel.strategy import Strategy
@@ -33,10 +30,6 @@ class BatchLayers(Strategy):
     def wanted(self, plan: Plan) -> bool:
         """Wanted where ranks read different samples, or parts of them."""
         return plan.layout.size(*GRADIENT_AXES) > 1
-
-    def concerns(self, models: Iterable[ModelFacts]) -> bool:
-        """Returns whether some model has such a layer."""
-        return any(facts.batch_layers for facts in models)
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """Refuses such layers in blocks that `cp` divides, as batch norms are refused."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,57 +11,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from paceline.parallel.data.peers import PEERS, BatchPeers, ReplacedCalls
+from paceline.parallel.data.peers import PEERS, BatchPeers, ReplacedCalls, SharedBatches
 from paceline.parallel.divided_parameters import group_parameters, part_of
 from paceline.parallel.strategy import AppliedStrategy, Context
-from paceline.plan.facts import BALANCE
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.dispatch import has_no_values
 from paceline.torch_internals.modules import InstanceNormBase
 from paceline.world.forward import override_forward
-from paceline.world.layout import GRADIENT_AXES
 from paceline.world.sharded import is_sharded, local
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     """Replaces what these layers compute, in place. Ranks: all."""
-    kinds = dict(context.facts.batch_layers)
     all_peers: list[BatchPeers] = []
-    for name, module in model.named_modules():
+    group = context.mesh.statistics_group
+    for module in model.modules():
         calls = _calls_of(module)
-        group = context.mesh.statistics_group
-        if kinds.get(name, "").endswith(BALANCE):
-            from paceline.parallel.data.balance import balanced_forward
-
-            calls = balanced_forward
-            group = context.mesh.layers_group(*GRADIENT_AXES)
         if calls is None:
             continue
-        peers = _LayerPeers(group, dist.get_world_size(group), context.idle, context.plan.layout.cp, model=model)
+        peers = _LayerPeers(group, dist.get_world_size(group), context.idle, model=model)
         if not hasattr(module, PEERS):
             override_forward(module, "batch_layers", calls)
         setattr(module, PEERS, peers)
         all_peers.append(peers)
-    return AppliedBatchLayers(model, all_peers)
-
-
-class AppliedBatchLayers(AppliedStrategy):
-    """A model with layers that depend on the batches of several ranks."""
-
-    def __init__(self, model: nn.Module, peers: list[BatchPeers]) -> None:
-        super().__init__(model)
-        self._peers = peers
-
-    @contextmanager
-    def uneven_steps(self) -> Iterator[None]:
-        """While it is open, each rank sees its own batch alone, and changes no weight by it."""
-        for peers in self._peers:
-            peers.paused += 1
-        try:
-            yield
-        finally:
-            for peers in self._peers:
-                peers.paused -= 1
+    return SharedBatches(model, all_peers)
 
 
 @dataclass

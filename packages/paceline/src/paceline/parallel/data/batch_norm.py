@@ -16,7 +16,6 @@ Source of the backward pass: Ioffe and Szegedy, "Batch Normalization", 2015, sec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from paceline.base.errors import Problem
@@ -58,10 +57,6 @@ class BatchNorm(Strategy):
     def wanted(self, plan: Plan) -> bool:
         """Wanted on several ranks."""
         return plan.layout.size() > 1
-
-    def concerns(self, models: Iterable[ModelFacts]) -> bool:
-        """Returns whether some model has a batch norm."""
-        return any(facts.batch_norms for facts in models)
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """Refuses batch norms in blocks that `cp` divides: they would see only a part of the positions."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from torch.nn import functional
 
 from paceline.base.errors import PlanError
 from paceline.parallel.data.converted_batch_norm import ConvertedBatchNorm
-from paceline.parallel.data.peers import PEERS, BatchPeers, ReplacedCalls
+from paceline.parallel.data.peers import PEERS, BatchPeers, ReplacedCalls, SharedBatches
 from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.torch_internals.modules import BatchNormBase
@@ -57,19 +56,19 @@ def _synchronise(layer: nn.Module, peers: BatchPeers) -> None:
     setattr(layer, PEERS, peers)
 
 
-class SharedStatistics(AppliedStrategy):
+class SharedStatistics(SharedBatches):
     """A model whose batch norms take statistics over several ranks, which are its `peers`."""
 
     def __init__(self, model: nn.Module, peers: BatchPeers) -> None:
-        super().__init__(model)
-        self._peers = peers
+        super().__init__(model, [peers])
+        self._peers_of_norms = peers
         self._updated: list[nn.Module] = []  # layers of another model, whose statistics `update_bn` is computing
 
     def begin_update(self, layers: Iterable[nn.Module]) -> None:
         """Synchronises the layers of an average of weights, which was not prepared: they see their own batch alone."""
         for layer in layers:
             if getattr(layer, PEERS, None) is None:
-                _synchronise(layer, self._peers)
+                _synchronise(layer, self._peers_of_norms)
                 self._updated.append(layer)
 
     def end_update(self) -> None:
@@ -77,15 +76,6 @@ class SharedStatistics(AppliedStrategy):
         for layer in self._updated:
             setattr(layer, PEERS, None)
         self._updated.clear()
-
-    @contextmanager
-    def uneven_steps(self) -> Iterator[None]:
-        """While it is open, each rank normalises by its own batch."""
-        self._peers.paused += 1
-        try:
-            yield
-        finally:
-            self._peers.paused -= 1
 
 
 def _follow_update(applied: SharedStatistics | None, everything: bool) -> None:

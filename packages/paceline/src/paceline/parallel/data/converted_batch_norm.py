@@ -6,12 +6,9 @@ On an accelerator the layers stay torch's.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from torch import Tensor, nn
 
 from paceline.parallel.strategy import AppliedStrategy, Context, Strategy
-from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.torch_internals.modules import BatchNormBase
 from paceline.world.forward import rebind_forward
@@ -34,10 +31,6 @@ class ConvertedBatchNorms(Strategy):
     def wanted(self, plan: Plan) -> bool:
         """Wanted under every plan."""
         return True
-
-    def concerns(self, models: Iterable[ModelFacts]) -> bool:
-        """Returns whether some model has such a layer."""
-        return any(kind == nn.SyncBatchNorm.__name__ for facts in models for _, kind in facts.modules)
 
     def apply(self, model: nn.Module, context: Context) -> AppliedStrategy:
         """Gives the layers another class, in place."""

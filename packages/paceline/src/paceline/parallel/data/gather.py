@@ -56,14 +56,6 @@ def gather_with_gradient(tree: Tree, group: dist.ProcessGroup | None, info: Batc
     return map_tensors(gathered, tree)
 
 
-def sum_with_gradient(tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum of a tensor over ranks, with gradients. Shape: [...]; returns [...].
-
-    Ranks: all of the group, in the forward pass and in the backward pass.
-    """
-    return _SumRanks.call(tensor, group)
-
-
 def _counts(tensor: Tensor, group: dist.ProcessGroup) -> list[int]:
     """Returns the number of rows on each rank. Ranks: all of the group."""
     own = torch.tensor([len(tensor)], device=tensor.device)
@@ -90,18 +82,3 @@ class _GatherRows(Differentiable):
         total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total.split(ctx.counts)[dist.get_rank(ctx.group)], None, None
-
-
-class _SumRanks(Differentiable):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = tensor.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None

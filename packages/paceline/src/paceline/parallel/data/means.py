@@ -8,6 +8,7 @@ Gradients are divided before they are summed, as DistributedDataParallel does, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,10 +17,13 @@ from torch import Tensor
 
 from paceline.parallel.data.averages import GroupOf
 from paceline.parallel.data.buckets import Bucket, Slot
-from paceline.parallel.data.communication_hooks import GradientBucket, Hook
 from paceline.parallel.data.division import DIRECT
 from paceline.torch_internals.tensors import dtensor, is_alone_in_memory
 from paceline.world.sharded import is_sharded, local
+
+# Sends gradients that lie in one flat tensor, in the place of the all-reduce, and returns what waits until it holds the means:
+# (gradients, their parameters, number of the bucket, whether it is the last of the backward pass).
+Send = Callable[[Tensor, list[Tensor], int, bool], Callable[[], None]]
 
 
 class Means:
@@ -29,7 +33,7 @@ class Means:
         group: the ranks whose gradients are averaged.
         cap_mb: small gradients are packed up to this many MiB.
         device: that of the gradients.
-        hook: a communication hook and its state, which takes the place of the all-reduce.
+        hook: takes the place of the all-reduce, as a communication hook does.
         group_of: returns the ranks of `group` that hold the same part of a parameter; None if all of them do.
 
     Attributes:
@@ -43,7 +47,7 @@ class Means:
         group: dist.ProcessGroup,
         cap_mb: float,
         device: torch.device,
-        hook: tuple[Hook, Any] | None = None,
+        hook: Send | None = None,
         group_of: GroupOf | None = None,
     ) -> None:
         self.group = group
@@ -109,32 +113,16 @@ class Means:
                 flat = bucket.memory = torch.cat(rows)
             else:
                 torch.cat(rows, out=flat)
-        wait = (
-            _send(flat, self.group_of(bucket.slots[0].parameter))
-            if self.hook is None
-            else self._send_by_hook(flat, bucket, number, is_last)
-        )
+        if self.hook is None:
+            wait = _send(flat, self.group_of(bucket.slots[0].parameter))
+        else:
+            wait = self.hook(flat, [slot.parameter for slot in bucket.slots], number, is_last)
 
         def results() -> list[Tensor]:
             wait()
             return _parts(flat, parameters)
 
         bucket.wait = results
-
-    def _send_by_hook(self, flat: Tensor, bucket: Bucket, number: int, is_last: bool) -> Any:
-        assert self.hook is not None
-        hook, state = self.hook
-        parameters: list[Tensor] = [slot.parameter for slot in bucket.slots]
-        sent = GradientBucket(flat, parameters, number, is_last)
-        future = hook(state, sent)
-
-        def wait() -> None:
-            value = future.wait()
-            value = value[0] if isinstance(value, list) else value
-            if value.data_ptr() != flat.data_ptr():
-                flat.copy_(value.view_as(flat))
-
-        return wait
 
     def complete(self, slots: list[Slot]) -> None:
         """The results are complete."""

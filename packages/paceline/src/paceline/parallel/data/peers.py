@@ -6,12 +6,16 @@ communicate (`ReplacedCalls`). `batch_norm.py` and `batch_layers.py` are built o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
 from torch.overrides import TorchFunctionMode
+
+from paceline.parallel.strategy import AppliedStrategy
 
 PEERS = "_batch_peers"  # attribute of a layer that sees the batches of several ranks: its `BatchPeers`
 
@@ -24,26 +28,35 @@ class BatchPeers:
         group: their process group.
         ranks: their number.
         idle: returns whether this rank's rows are filler: at the end of an epoch there may be fewer samples than ranks.
-        parts: how many ranks divide the positions of a sample in the blocks of the model.
-        compared: whether the layer's own function was compared with the one in its place.
         paused: the number of open contexts in which each rank sees its own batch alone.
     """
 
     group: dist.ProcessGroup
     ranks: int
     idle: Callable[[], bool]
-    parts: int = 1
-    compared: bool = False
     paused: int = 0
-
-    def compares(self) -> bool:
-        """Returns True once."""
-        was_compared = self.compared
-        self.compared = True
-        return not was_compared
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """Returns None: a copy of a layer, such as an average of weights, must not wait for other ranks."""
+
+
+class SharedBatches(AppliedStrategy):
+    """A model with layers that see the batches of several ranks, which are their `peers`."""
+
+    def __init__(self, model: nn.Module, peers: Sequence[BatchPeers]) -> None:
+        super().__init__(model)
+        self._peers = peers
+
+    @contextmanager
+    def uneven_steps(self) -> Iterator[None]:
+        """While it is open, each rank sees its own batch alone, and changes no weight by it."""
+        for peers in self._peers:
+            peers.paused += 1
+        try:
+            yield
+        finally:
+            for peers in self._peers:
+                peers.paused -= 1
 
 
 class ReplacedCalls(TorchFunctionMode):

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from paceline.base.errors import Problem
+from paceline.base.parts import extra_with, missing
+from paceline.base.registry import Registry
 from paceline.config.kinds import YES_NO, one_of, positive
 from paceline.parallel.strategy import Averaging, Strategy
 from paceline.plan.cost import Bytes
@@ -20,7 +22,8 @@ from paceline.plan.options import option
 from paceline.plan.plan import Plan
 from paceline.world.layout import GRADIENT_AXES
 
-HOOKS = ("bf16", "fp16", "power_sgd", "batched_power_sgd")
+GRADIENT_HOOKS = Registry("paceline.gradient_hooks", "communication hook")
+_HOOKS = ("bf16", "fp16", "power_sgd", "batched_power_sgd")
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class ReplicateOptions:
         one_of("none", "zeros"),
         "The gradient of a parameter that no rank has used in a step; zeros: weight decay and momentum move it.",
     )
-    comm_hook: str = option("none", one_of("none", *HOOKS), "Compresses gradients before they are sent.")
+    comm_hook: str = option("none", one_of("none", *_HOOKS), "Compresses gradients before they are sent.")
     comm_wrapper: str = option("none", one_of("none", "bf16", "fp16"), "Casts the data that the hook sends.")
     comm_state: Mapping[str, Any] = option({}, None, "Keywords of the hook's state (PowerSGD).")
 
@@ -61,11 +64,14 @@ class Replicate(Strategy):
         return not divided and plan.layout.size(*GRADIENT_AXES) > 1
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
-        """Refuses communication hooks together with tensor, pipeline or expert parallelism."""
+        """Refuses communication hooks of a part that is absent, or together with tensor, pipeline or expert parallelism."""
         hook = self.options(plan).comm_hook
         if hook == "none":
             return []
         problems: list[Problem] = []
+        if hook not in GRADIENT_HOOKS.names():
+            extra = extra_with(GRADIENT_HOOKS.group, hook)
+            problems += missing(extra, f"the communication hook {hook} is", f"replicate.comm_hook={hook}").problems
         if plan.layout.parameter_parts > 1:
             problems.append(
                 Problem(

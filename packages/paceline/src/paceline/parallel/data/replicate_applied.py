@@ -13,11 +13,10 @@ from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.optim import Optimizer
 
 from paceline.parallel.data.averages import broadcast_tensors, values_of
-from paceline.parallel.data.communication_hooks import Hook, hook_of
-from paceline.parallel.data.means import Means
+from paceline.parallel.data.means import Means, Send
 from paceline.parallel.data.reduced import ReducedGradients
 from paceline.parallel.data.reducer import Reducer
-from paceline.parallel.data.replicate import ReplicateOptions
+from paceline.parallel.data.replicate import GRADIENT_HOOKS, ReplicateOptions
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
@@ -53,7 +52,7 @@ class AveragedGradients(ReducedGradients):
         hook = None
         bucket_cap_mb = options.bucket_cap_mb
         if options.comm_hook != "none":
-            hook = hook_of(options.comm_hook, options.comm_wrapper, group, options.comm_state)
+            hook = GRADIENT_HOOKS.get(options.comm_hook)(options.comm_wrapper, group, options.comm_state)
             if options.comm_hook == "power_sgd" and context.device.type == "cpu":
                 # PowerSGD waits for communication inside its callbacks. With more than one bucket it deadlocks on gloo's two
                 # threads, so the cap is larger than any model.
@@ -71,11 +70,11 @@ class AveragedGradients(ReducedGradients):
         self._divides_steps = context.plan.layout.shard > 1
         self.joinable = _Joinable(reducer, context.device)
 
-    def compress(self, hook: Hook, state: object) -> None:
+    def compress(self, hook: Send) -> None:
         """Lets a communication hook average the gradients from now on. Ranks: all."""
         form = self.reducer.form
         assert isinstance(form, Means)
-        form.hook = (hook, state)
+        form.hook = hook
         self.reducer.plan_anew()
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:

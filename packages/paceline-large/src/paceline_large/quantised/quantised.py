@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from paceline.base.errors import Problem
 from paceline.parallel.strategy import Strategy
 from paceline.plan.facts import ModelFacts
@@ -24,15 +22,11 @@ class QuantisedWeights(Strategy):
 
     name = "quantised"
     stage = 5
-    applied = "paceline.parallel.quantised_applied"
+    applied = "paceline_large.quantised.quantised_applied"
 
     def wanted(self, plan: Plan) -> bool:
         """Wanted by every plan, also on one process: there, too, evaluation must not pack the weights."""
         return True
-
-    def concerns(self, models: Iterable[ModelFacts]) -> bool:
-        """Returns whether some model has such a weight."""
-        return any(facts.quantised for facts in models)
 
     def check(self, plan: Plan, facts: ModelFacts) -> list[Problem]:
         """Refuses axes that would divide layers, and weights that are trained where parameters are divided."""

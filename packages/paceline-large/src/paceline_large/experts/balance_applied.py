@@ -1,4 +1,4 @@
-"""The loss by which models of transformers balance their experts, over the tokens of all ranks.
+"""What `balance` does to a model: the loss by which transformers balances experts is over the tokens of all ranks.
 
     chosen     how often each expert was chosen, over layers and tokens                            [E]
     shares     the sums of the routers' probabilities                                              [E]
@@ -15,23 +15,64 @@ Source of the loss: Fedus et al., "Switch Transformers", JMLR 2022, equations (4
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from inspect import unwrap
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.base.errors import TrainError
-from paceline.parallel.data.gather import sum_with_gradient
-from paceline.parallel.data.peers import PEERS, BatchPeers
+from paceline.parallel.data.peers import PEERS, BatchPeers, SharedBatches
+from paceline.parallel.differentiable import Differentiable
+from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.facts import BALANCE
 from paceline.torch_internals.dispatch import has_no_values
+from paceline.world.forward import override_forward
+from paceline.world.layout import GRADIENT_AXES
 from paceline.world.tree import tensors
 
 
-def balanced_forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
+def apply(model: nn.Module, context: Context) -> AppliedStrategy:
+    """Replaces the loss while a model runs that adds it. Ranks: all."""
+    all_peers: list[BatchPeers] = []
+    present = dict(model.named_modules())  # a pipeline stage lacks some
+    group = context.mesh.layers_group(*GRADIENT_AXES)
+    for name in context.facts.balanced:
+        if name not in present:
+            continue
+        module = present[name]
+        peers = _LossPeers(group, dist.get_world_size(group), context.idle, parts=context.plan.layout.cp)
+        if not hasattr(module, PEERS):
+            override_forward(module, "balance", _balanced_forward)
+        setattr(module, PEERS, peers)
+        all_peers.append(peers)
+    return SharedBatches(model, all_peers)
+
+
+@dataclass
+class _LossPeers(BatchPeers):
+    """The ranks whose tokens the loss is computed of.
+
+    Attributes:
+        parts: how many ranks divide the positions of a sample in the blocks of the model.
+        compared: whether the model's own function was compared with the one in its place.
+    """
+
+    parts: int = 1
+    compared: bool = False
+
+    def compares(self) -> bool:
+        """Returns True once."""
+        was_compared = self.compared
+        self.compared = True
+        return not was_compared
+
+
+def _balanced_forward(self: nn.Module, original: Callable[..., Any], *args: object, **kwargs: object) -> Any:
     """Stands in the place of the forward of a model that adds the loss. Ranks: all peers, in training."""
-    peers: BatchPeers | None = getattr(self, PEERS)
+    peers: _LossPeers | None = getattr(self, PEERS)
     if peers is None or peers.paused or peers.ranks == 1 or not self.training:
         return original(*args, **kwargs)
     function: Any = unwrap(type(self).forward)
@@ -50,7 +91,7 @@ def balanced_forward(self: nn.Module, original: Callable[..., Any], *args: objec
             _compare(_loss(sums), own(gate_logits, num_experts, top_k, attention_mask), self)
         if peers.idle():  # this rank's rows are filler
             sums = sums * 0
-        return _loss(sum_with_gradient(sums, peers.group))
+        return _loss(_SumOfRanks.call(sums, peers.group))
 
     names[BALANCE] = balance
     try:
@@ -113,3 +154,18 @@ def _refuse_rest(logits: Tensor, mask: Tensor | None, arguments: Sequence[Tensor
         fix=f"give the model sequences without padding, whose length is a multiple of {2 * parts}; or call it with "
         "`output_router_logits=False`",
     )
+
+
+class _SumOfRanks(Differentiable):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None

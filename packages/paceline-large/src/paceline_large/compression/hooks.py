@@ -1,4 +1,4 @@
-"""Communication hooks that send gradients in fewer bytes: bf16, fp16 and PowerSGD.
+"""Communication hooks by which `replicate` sends gradients in fewer bytes: bf16, fp16 and PowerSGD.
 
 The hooks are those that torch has for DDP, but for `batched_power_sgd`: torch's fails at the first step that it compresses.
 
@@ -18,6 +18,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
+
+from paceline.parallel.data.means import Send
 
 
 class HookBucket(Protocol):
@@ -165,11 +167,37 @@ class GradientBucket:
         return self._is_last
 
 
-def hook_of(name: str, wrapper: str, group: dist.ProcessGroup, state: Mapping[str, Any]) -> tuple[Hook, Any]:
+def sending(hook: Hook, state: object) -> Send:
+    """Returns what averages buckets by a hook of torch's form, or of a script.
+
+    Args:
+        hook: the hook.
+        state: its first argument.
+    """
+
+    def send(flat: Tensor, parameters: list[Tensor], number: int, is_last: bool) -> Callable[[], None]:
+        future = hook(state, GradientBucket(flat, parameters, number, is_last))
+
+        def wait() -> None:
+            value = future.wait()
+            value = value[0] if isinstance(value, list) else value
+            if value.data_ptr() != flat.data_ptr():
+                flat.copy_(value.view_as(flat))
+
+        return wait
+
+    return send
+
+
+def _sending_by(name: str, wrapper: str, group: dist.ProcessGroup, state: Mapping[str, Any]) -> Send:
+    return sending(*_hook_of(name, wrapper, group, state))
+
+
+def _hook_of(name: str, wrapper: str, group: dist.ProcessGroup, state: Mapping[str, Any]) -> tuple[Hook, Any]:
     """Returns a hook, and the state with which it is called.
 
     Args:
-        name: one of `HOOKS`.
+        name: that of the option `replicate.comm_hook`.
         wrapper: "none", "bf16" or "fp16": the dtype in which PowerSGD's own tensors are sent.
         group: the ranks that average gradients.
         state: keywords of PowerSGD's state, such as `matrix_approximation_rank`.
@@ -194,7 +222,7 @@ def install(
     model: DistributedDataParallel, name: str, wrapper: str, group: dist.ProcessGroup, state: Mapping[str, Any]
 ) -> None:
     """Registers a hook on a model that a script has wrapped in DDP itself."""
-    hook, hook_state = hook_of(name, wrapper, group, state)
+    hook, hook_state = _hook_of(name, wrapper, group, state)
 
     # DDP refuses torch's bf16 hook on every backend but NCCL and XCCL. It knows that hook by its name, so the function that
     # is registered has a name of its own: on gloo the hook computes the same.
@@ -205,3 +233,9 @@ def install(
     bucket_class = dist.GradBucket  # type: ignore[attr-defined]
     registered.__annotations__ = {"bucket": bucket_class, "return": Future[Tensor]}
     model.register_comm_hook(hook_state, registered)
+
+
+BATCHED_POWER_SGD = partial(_sending_by, "batched_power_sgd")
+BF16 = partial(_sending_by, "bf16")
+FP16 = partial(_sending_by, "fp16")
+POWER_SGD = partial(_sending_by, "power_sgd")

@@ -1,0 +1,1 @@
+"""Gradients that are sent in fewer bytes."""

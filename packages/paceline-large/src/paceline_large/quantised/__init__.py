@@ -1,0 +1,1 @@
+"""Weights that bitsandbytes or torchao keep in few bits."""
