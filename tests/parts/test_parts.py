@@ -259,6 +259,56 @@ def test_what_the_part_for_large_models_adds(core: Environment, tmp_path: Path, 
     assert adds in done.stderr
 
 
+# Models of which planning knows by names alone that they balance experts, and have weights of few bits.
+LARGE_MODELS = """
+import torch
+from paceline import Accelerator, PacelineError
+from paceline.testing import run_ranks
+from torch import nn
+
+def load_balancing_loss_func(gate_logits, num_experts=None, top_k=2, attention_mask=None):
+    return gate_logits[0].softmax(-1).square().mean()
+
+class Balanced(nn.Linear):
+    def forward(self, x):
+        return load_balancing_loss_func((super().forward(x),), 4)
+
+class Config:
+    router_aux_loss_coef = 0.01
+
+    def __init__(self, output_router_logits):
+        self.output_router_logits = output_router_logits
+
+class Params4bit(nn.Parameter):
+    pass
+
+def work():
+    accelerator = Accelerator(cpu=True)
+    model = Balanced(4, 4)
+    model.config = Config(False)
+    accelerator.prepare(model)
+    print([line for line in accelerator.plan.explain().splitlines() if "balance(Balanced) = of each rank" in line])
+    balanced = Balanced(4, 4)
+    balanced.config = Config(True)
+    few_bits = nn.Linear(4, 1)
+    few_bits.weight = Params4bit(torch.zeros(1, 4, dtype=torch.uint8), requires_grad=False)
+    compressed = {"replicate": {"comm_hook": "bf16"}}
+    for options, model in (({}, balanced), ({}, few_bits), (compressed, nn.Linear(4, 1))):
+        try:
+            Accelerator(cpu=True, options=options).prepare(model)
+        except PacelineError as error:
+            print(error.code, "packages/paceline-large" in str(error))
+
+run_ranks(work, world=2)
+"""
+
+
+def test_models_that_need_the_part_for_large_models(core: Environment, tmp_path: Path) -> None:
+    done = core.run(["-c", LARGE_MODELS], tmp_path, OMP_NUM_THREADS="1")
+    assert done.stdout.count("part-missing True\n") == 2 * 3, done.stdout + done.stderr
+    assert done.stdout.count("balance(Balanced) = of each rank") == 2, done.stdout
+
+
 LOOKED_AT = """
 from paceline import Accelerator, PacelineError
 

@@ -26,7 +26,6 @@ from torch.utils.hooks import RemovableHandle
 from paceline.checkpoint.keep import Keep
 from paceline.config import Overrides, PlanArgument
 from paceline.config.keywords import checked_keywords, refuse_unknown
-from paceline.data.metrics import gather_for_metrics
 from paceline.optim.schedule import Scheduler
 from paceline.plan.plan import Plan
 from paceline.run.observers import join_observers
@@ -450,6 +449,8 @@ class Accelerator(Participant):
         Shape: each tensor [rows of this rank's batch, ...] -> [samples of the global batch, ...]; [] -> [ranks with a sample].
         Ranks: all; each gets the result. The whole structure takes one collective.
         """
+        from paceline.data.metrics import gather_for_metrics  # a loop that only trains has no metrics
+
         result = gather_for_metrics(self.run.active_loaders, self.run.data_ranks, input_data, use_gather_object)
         self.run.events.gathered("gather_for_metrics", result)
         return result

@@ -29,9 +29,8 @@ def copy_assigned_data(adapter: OptimizerAdapter) -> None:
     Its step refuses a parameter to which something else has assigned: TrainError `data-assigned`.
     """
     refuse = _RefuseAssignedData(parameters_of(adapter.optimizer))
-    if refuse:
-        adapter.surround(lambda _: _CopyAssignedData())
-        adapter.refuse(lambda optimizer: refuse(parameters_of(optimizer)))
+    adapter.surround(lambda _: _CopyAssignedData())
+    adapter.refuse(lambda optimizer: refuse(parameters_of(optimizer)))
 
 
 def refuse_assigned_data(model: nn.Module) -> None:
@@ -42,8 +41,7 @@ def refuse_assigned_data(model: nn.Module) -> None:
     """
     parameters = list(filter(is_sharded, model.parameters()))
     refuse = _RefuseAssignedData(parameters)
-    if refuse:
-        model.register_forward_pre_hook(lambda *_: refuse(parameters), prepend=True)
+    model.register_forward_pre_hook(lambda *_: refuse(parameters), prepend=True)
 
 
 class _RefuseAssignedData:
@@ -57,9 +55,6 @@ class _RefuseAssignedData:
     def __init__(self, parameters: Iterable[Tensor]) -> None:
         # torch gives the same object for as long as somebody has it.
         self._before = {parameter: _held(parameter) for parameter in parameters if is_sharded(parameter)}
-
-    def __bool__(self) -> bool:
-        return bool(self._before)
 
     def __call__(self, parameters: Iterable[Tensor]) -> None:
         for parameter in parameters:

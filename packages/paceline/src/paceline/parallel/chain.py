@@ -16,11 +16,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from paceline.parallel.assigned_data import refuse_assigned_data
 from paceline.parallel.strategy import STRATEGIES, AppliedStrategy, Context, Runner, Strategy
 from paceline.plan.plan import Plan
 from paceline.world.collectives import Collectives
 from paceline.world.pending_gradients import PendingGradients
+from paceline.world.sharded import any_sharded
 
 
 class Chain:
@@ -68,7 +68,10 @@ class Chain:
             # Strategies that follow must know it: under a pipeline they work on stages, and not on the whole model.
             if isinstance(outcome, Runner):
                 context = replace(context, runner=outcome)
-        refuse_assigned_data(model)
+        if any_sharded(model.parameters()):
+            from paceline.parallel.assigned_data import refuse_assigned_data
+
+            refuse_assigned_data(model)
         return cls(context.plan, model, applied)
 
     def __iter__(self) -> Iterator[AppliedStrategy]:

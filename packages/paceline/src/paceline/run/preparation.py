@@ -30,7 +30,6 @@ from paceline.data.prepare import own_division, prepare_loader, random_samples
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
 from paceline.optim.schedule import PreparedScheduler, Scheduler, compare_lengths, is_scheduler, warn_of_other_optimizer
-from paceline.parallel.assigned_data import copy_assigned_data
 from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
@@ -479,10 +478,11 @@ class Preparation:
 
             for decision in rounding.decisions_about(optimizer):
                 self.run.note(decision)
-        copy_assigned_data(adapter)
         if any_sharded(parameters_of(optimizer)):
+            from paceline.parallel.assigned_data import copy_assigned_data
             from paceline.parallel.stand_ins import step_local_parts
 
+            copy_assigned_data(adapter)
             step_local_parts(adapter)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
         # where they are: torch keeps them on the CPU.
