@@ -9,8 +9,7 @@ import pytest
 
 from paceline.launch.nodes import GatheredPlaces
 from paceline.launch.rounds import Member, Report
-from paceline.world.stacks.parse import FramePosition
-from paceline.world.stacks.report import RankPlace
+from paceline.world.stacks.parse import FramePosition, RankPlace
 from paceline_hosts import stack_exchange
 from paceline_hosts.membership.following import Following
 from paceline_hosts.membership.leadership import Leadership

@@ -12,8 +12,7 @@ import pytest
 
 from paceline.launch.job import Job, Target
 from paceline.launch.nodes import GatheredPlaces
-from paceline.world.stacks.parse import FramePosition
-from paceline.world.stacks.report import RankPlace
+from paceline.world.stacks.parse import FramePosition, RankPlace
 from paceline_lens.hangs import stuck
 from paceline_lens.hangs.host import ASKED
 from paceline_lens.hangs.progress import ProgressReport

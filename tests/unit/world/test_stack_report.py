@@ -11,17 +11,17 @@ import pytest
 
 import paceline
 from paceline.base.json_fields import read
-from paceline.world.stacks.parse import Frame, Stack, position, threads_of, threads_of_py_spy
-from paceline.world.stacks.report import (
+from paceline.base.wording import ranks_text
+from paceline.world.stacks.parse import Frame, RankPlace, Stack, position
+from paceline_lens.hangs.stack_report import (
     ProcessStacks,
-    RankPlace,
     full_report,
     grouped,
     in_one_sentence,
     place_of,
-    ranks_text,
     short_report,
 )
+from paceline_lens.hangs.stack_text import threads_of, threads_of_py_spy
 
 TORCH = "/venv/lib/python3.12/site-packages/torch"
 OURS = str(Path(paceline.__file__).parent)

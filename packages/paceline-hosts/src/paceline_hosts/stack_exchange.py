@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from paceline.launch.nodes import GatheredPlaces
-from paceline.world.stacks.report import RankPlace
+from paceline.world.stacks.parse import RankPlace
 from paceline_hosts.membership.following import Following
 from paceline_hosts.membership.leadership import Leadership
 from paceline_hosts.membership.messages import StacksAsked, StacksCollected, StacksWanted

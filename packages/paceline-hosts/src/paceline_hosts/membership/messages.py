@@ -22,7 +22,7 @@ from typing import Annotated, Any, NoReturn, get_args
 from paceline.base.errors import Problem
 from paceline.base.json_fields import Between, read
 from paceline.launch.rounds import Count, End, Member, Name, Number, Place, Report, Round, StopMode
-from paceline.world.stacks.report import RankPlace
+from paceline.world.stacks.parse import RankPlace
 from paceline_hosts.forwarding import Answer, FilePart
 
 Text = Annotated[str, Between(0, 2000)]

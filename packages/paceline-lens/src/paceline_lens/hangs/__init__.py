@@ -7,5 +7,5 @@
     debug           a duty, and the check before each operation: debug mode
     host            the other side of `progress_file`, in the launcher or in the first rank under torchrun: reads and reports
 
-A report is the same wherever it is made (`stacks/report.py`): a `RankPlace` for each rank, grouped by place.
+A report is the same wherever it is made (`stack_report.py`): a `RankPlace` for each rank, grouped by place.
 """

@@ -17,10 +17,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paceline.world.stacks import procfs
+from paceline.base.process_name import process_state
 from paceline.world.stacks.dump import STACKS, DumpFiles
-from paceline.world.stacks.parse import Stack, threads_of, threads_of_py_spy
-from paceline.world.stacks.report import ProcessStacks
+from paceline.world.stacks.parse import Stack
+from paceline_lens.hangs import procfs
+from paceline_lens.hangs.stack_report import ProcessStacks
+from paceline_lens.hangs.stack_text import threads_of, threads_of_py_spy
 
 _WRITE_S = 2.0  # how long a process may take to write its stacks
 _QUIET_S = 0.1  # a file that has not grown for so long is complete
@@ -63,7 +65,7 @@ def collect(pid_of_rank: Mapping[int, int], folder: Path, pause: Pause = time.sl
 def _of_process(
     pid: int, texts: Mapping[int, str], natives: Mapping[int, str], failures: Mapping[int, str]
 ) -> ProcessStacks:
-    state = procfs.state(pid)
+    state = process_state(pid)
     native = natives.get(pid, "")
     threads: tuple[Stack, ...] = threads_of(texts.get(pid, ""))
     if state == "T" and native:
@@ -92,7 +94,7 @@ def _ask(pids: Sequence[int], writes_for: Mapping[int, int | None], folder: Path
     size_before: dict[int, int] = {}
     for pid in pids:
         path = DumpFiles(folder, writes_for[pid] or pid).stacks
-        is_running = procfs.state(pid) not in ("T", "Z", "")
+        is_running = process_state(pid) not in ("T", "Z", "")
         if not is_running or not procfs.catches(pid, STACKS) or not path.exists():
             continue
         path_of[pid] = path
@@ -129,7 +131,7 @@ def _py_spy(pids: Sequence[int], folder: Path, pause: Pause) -> tuple[dict[int, 
         commands: dict[int, subprocess.Popen[bytes]] = {}
         for pid in pids[start : start + _SPIES]:
             # py-spy cannot attach to a stopped process. But the memory of such a process does not change, so it can be read.
-            mode = "--nonblocking" if procfs.state(pid) == "T" else "--native"
+            mode = "--nonblocking" if process_state(pid) == "T" else "--native"
             words = [program, "dump", mode, "--full-filenames", "--pid", str(pid)]
             with (folder / f"{pid}.py-spy").open("wb") as file:
                 commands[pid] = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT)

@@ -27,8 +27,8 @@ import torch.distributed as dist
 
 from paceline.base.errors import CollectiveError
 from paceline.world import rendezvous
-from paceline.world.places import call_site
 from paceline_lens.hangs.progress import Look, Progress
+from paceline_lens.hangs.threads import call_site
 from paceline_lens.hangs.watcher import Watcher, duty, end_process, running
 
 if TYPE_CHECKING:

@@ -11,11 +11,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from paceline.base.json_fields import read
-from paceline.world.stacks import procfs
+from paceline.base.process_name import process_state
 from paceline.world.stacks.dump import DumpFiles
-from paceline.world.stacks.report import RankPlace, full_report, grouped, place_of, short_report
+from paceline.world.stacks.parse import RankPlace
+from paceline_lens.hangs import procfs
 from paceline_lens.hangs.collect import Pause, collect
 from paceline_lens.hangs.progress import LOOK_S, SILENT_LOOKS, ProgressReport, RankLife, stuck_for
+from paceline_lens.hangs.stack_report import full_report, grouped, place_of, short_report
 
 ASKED = "as SIGUSR1 asked for"  # headline of a report that somebody has requested
 _IDLE = 0.1  # a process that computes for less than this part of the time is idle
@@ -92,7 +94,7 @@ class HostWatch:
         for path in self.folder.glob("*.progress"):
             pid = int(path.stem)
             report = self.progress_of(pid)
-            if report is not None and procfs.state(pid) not in ("", "Z"):
+            if report is not None and process_state(pid) not in ("", "Z"):
                 pid_of_rank[report.rank] = pid
         return pid_of_rank
 
@@ -101,7 +103,7 @@ class HostWatch:
         at_work = []
         for rank, pid in pid_of_rank.items():
             silent_s = time.time() - self._time_of(pid) / 1e9
-            if procfs.state(pid) != "T" and silent_s < SILENT_LOOKS * LOOK_S:
+            if process_state(pid) != "T" and silent_s < SILENT_LOOKS * LOOK_S:
                 at_work.append(rank)
         return min(at_work, default=None)
 
@@ -132,7 +134,7 @@ class HostWatch:
         if cpu_s - before_s > _IDLE * LOOK_S:
             before_s, busy_at = cpu_s, now
         self._computed[pid] = (cpu_s, busy_at)
-        return RankLife(report, now - self._written[pid][1], procfs.state(pid) == "T", now - busy_at)
+        return RankLife(report, now - self._written[pid][1], process_state(pid) == "T", now - busy_at)
 
     def _time_of(self, pid: int) -> int:
         try:

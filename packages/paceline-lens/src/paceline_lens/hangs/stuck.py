@@ -25,9 +25,10 @@ from paceline.launch.nodes import GatheredPlaces, OtherStacks
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.spawn import Worker
 from paceline.launch.recordings import LauncherRecording
-from paceline.world.stacks.report import RankPlace, blamed, grouped, in_one_sentence
+from paceline.world.stacks.parse import RankPlace
 from paceline_lens.hangs.host import ASKED, HostWatch, report
 from paceline_lens.hangs.progress import LOOK_S
+from paceline_lens.hangs.stack_report import blamed, grouped, in_one_sentence
 
 _STOPPED_S = 5.0  # how long a rank must have been stopped before it is named
 # Hosts notice a standstill within a few seconds of each other. A report that is not older than this was about the same one.

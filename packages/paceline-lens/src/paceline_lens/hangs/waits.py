@@ -21,11 +21,12 @@ import torch.distributed as dist
 
 from paceline.base.json_fields import read
 from paceline.base.log import logger
+from paceline.base.wording import ranks_text
 from paceline.world import rendezvous
 from paceline.world.departures import departures
-from paceline.world.stacks.parse import position
-from paceline.world.stacks.report import RankPlace, grouped, ranks_text, short_report
+from paceline.world.stacks.parse import RankPlace, position
 from paceline_lens.hangs.progress import LOOK_S, Look, Progress
+from paceline_lens.hangs.stack_report import grouped, short_report
 from paceline_lens.hangs.watcher import Watcher, duty, end_process, running
 
 if TYPE_CHECKING:

@@ -20,10 +20,11 @@ from typing import TYPE_CHECKING, NoReturn, Protocol, TypeVar
 
 from paceline.world import lifetime, rendezvous
 from paceline.world.lifetime import Leaving
-from paceline.world.places import frame_of_thread, frames_of, outwards, waiting_frame
-from paceline.world.stacks import procfs
+from paceline.world.places import frames_of, outwards
 from paceline.world.stacks.parse import Frame
+from paceline_lens.hangs import procfs
 from paceline_lens.hangs.progress import Look, Progress
+from paceline_lens.hangs.threads import frame_of_thread, waiting_frame
 
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store

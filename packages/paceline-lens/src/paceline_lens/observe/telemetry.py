@@ -25,7 +25,8 @@ import torch
 
 from paceline.base.log import warn_once
 from paceline.base.ours import our_folders
-from paceline.world.places import frame_of_thread, line_of, waits_for_ranks
+from paceline.world.places import line_of
+from paceline_lens.hangs.threads import frame_of_thread, waits_for_ranks
 from paceline_lens.observe.phases import NAMES, Phases
 from paceline_lens.watch.journal import JournalWriter
 from paceline_lens.watch.records import JournalRecord, Tick, ValuesLogged

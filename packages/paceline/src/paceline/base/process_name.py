@@ -1,4 +1,4 @@
-"""Names a process uniquely. The system uses process numbers again, so a number alone can mean another process later."""
+"""Names a process uniquely, and says its state. The system uses process numbers again: one can mean another process later."""
 
 from __future__ import annotations
 
@@ -14,14 +14,11 @@ def process_name(pid: int) -> str:
     try:
         with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
             system = file.read().strip()
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            # The name of the program stands in parentheses and may hold blanks and parentheses itself, so the fields are
-            # counted after the last one. Field 22 of the whole line is the start time.
-            fields = file.read().rpartition(")")[2].split()
+        fields = process_fields(pid)
         # A process that was killed keeps its entry until its parent has asked for its exit code.
-        if fields[0] in ("Z", "X"):
+        if not fields or fields[0] in ("Z", "X"):
             return ""
-        started = fields[19]
+        started = fields[19]  # field 22 of the whole line
         return f"{system} {os.readlink(f'/proc/{os.getpid()}/ns/pid')} {started}"
     except OSError:
         return ""
@@ -37,3 +34,22 @@ def process_exists(pid: int) -> bool:
     except PermissionError:  # another user's process, so it exists
         return True
     return True
+
+
+def process_state(pid: int) -> str:
+    """Returns the letter of the state of a process; "" if there is no such process, or if the system does not say.
+
+    "R" runs, "S" waits, "D" waits for a disk, "T" was stopped, "t" is in a debugger, "Z" has ended.
+    """
+    fields = process_fields(pid)
+    return fields[0] if fields else ""
+
+
+def process_fields(pid: int) -> list[str]:
+    """Returns the fields of /proc/PID/stat after the name of the command; [] if there is no such process."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
+            # The name stands in parentheses, and may itself contain blanks and parentheses.
+            return file.read().rpartition(")")[2].split()
+    except OSError:
+        return []

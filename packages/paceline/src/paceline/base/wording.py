@@ -27,3 +27,19 @@ def worded(text: str) -> str:
     for pattern, phrase in _phrases:
         text = pattern.sub(phrase, text)
     return text
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Returns "rank 3", or "4 ranks (0-2, 5)"."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    spans: list[list[int]] = []
+    for rank in sorted(ranks):
+        if spans and rank == spans[-1][1] + 1:
+            spans[-1][1] = rank
+        else:
+            spans.append([rank, rank])
+    texts = []
+    for first, last in spans:
+        texts.append(str(first) if first == last else f"{first}-{last}")
+    return f"{len(ranks)} ranks ({', '.join(texts)})"

@@ -21,7 +21,7 @@ from paceline.base.registry import Registry
 from paceline.launch import host
 from paceline.launch.job import Job
 from paceline.launch.rounds import End, Member, Report, Round, StopMode
-from paceline.world.stacks.report import RankPlace
+from paceline.world.stacks.parse import RankPlace
 
 NODES = Registry("paceline.nodes", "way for nodes to find each other")
 

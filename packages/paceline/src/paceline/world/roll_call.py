@@ -22,9 +22,9 @@ import torch
 
 from paceline.base.errors import Problem, WorldError
 from paceline.base.log import logger
+from paceline.base.wording import ranks_text
 from paceline.world import device as devices
 from paceline.world.network.tcp_store import NOTICE_S
-from paceline.world.stacks.report import ranks_text
 from paceline.world.world import World
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.exits import PREEMPTED
+from paceline.base.process_name import process_state
 from paceline.launch.job import Job
 from paceline.launch.launcher import Process
 from paceline.launch.processes.signals import kill_with_parent
 from paceline.launch.worker.lines import write_whole_lines
-from paceline.world.stacks import procfs
 
 FUNCTION_FILE = "function"  # name of the file with a packed function, in the folder of the reports
 _LEFT_BEHIND_S = 2.0  # how long processes that a script has left behind may take to end
@@ -77,7 +77,7 @@ class Worker:
 
     def frozen_s(self) -> float:
         """How long SIGSTOP or a similar signal has kept it from running; 0 for not at all, or where the system cannot tell."""
-        if procfs.state(self.pid) != "T" or self.code is not None:
+        if process_state(self.pid) != "T" or self.code is not None:
             self.frozen = None
             return 0.0
         if self.frozen is None:

@@ -1,4 +1,4 @@
-"""Reads the stacks that faulthandler and py-spy write, and finds the line of the script in them. Pure functions."""
+"""Where a thread is: finds the line of the script in its stack. Pure functions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base.ours import our_folders
-
-_THREAD = re.compile(r"^(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):$")
-_FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+|\?\?\?) in (?P<function>.+)$')
-_SPY_THREAD = re.compile(r"^Thread .*\((?:idle|active).*\)")
-_SPY_FRAME = re.compile(r"^ {4}(?P<function>.+) \((?P<file>[^()]+):(?P<line>\d+)\)$")
 
 _LAUNCHER = str(Path(__file__).parents[2] / "launch") + os.sep
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
@@ -99,32 +94,36 @@ class FramePosition:
         return f"in {self.operation} at {self.where}" if self.operation else f"at {self.where}"
 
 
+@dataclass(frozen=True)
+class RankPlace:
+    """Holds where one rank is. It is made on the host of the rank, and can be read on any other.
+
+    Attributes:
+        rank: the rank.
+        pid: its process number.
+        place: where its main thread is; None if that is not known.
+        state: the letter of the state of its process (`process_state`); "" if nobody has looked.
+        still_s: seconds since its last sign of progress, or for which it has waited; 0 if it goes on.
+        note: what else there is to say, such as why its place is not known.
+        workers: the processes that it has started and that hold it up: the process number of each, and where it is.
+        stacks: all its stacks, and those of the processes that it has started; "" if nobody has collected them.
+        host: its host; "" in a report about a single host.
+    """
+
+    rank: int
+    pid: int
+    place: FramePosition | None = None
+    state: str = ""
+    still_s: float = 0.0
+    note: str = ""
+    workers: tuple[tuple[int, str], ...] = ()
+    stacks: str = ""
+    host: str = ""
+
+
 def shortened(file: str) -> str:
     """Returns a path without the working directory, if it begins with that."""
     return file.removeprefix(os.getcwd() + os.sep)
-
-
-def threads_of(text: str) -> tuple[Stack, ...]:
-    """Returns the threads of one dump of faulthandler, in its order: the main thread is the last."""
-    return _threads(text, _THREAD, _FRAME)
-
-
-def threads_of_py_spy(text: str) -> tuple[Stack, ...]:
-    """Returns the threads of one `py-spy dump` without native frames. Its first one, the main thread, becomes the last."""
-    return _threads(text, _SPY_THREAD, _SPY_FRAME)[::-1]
-
-
-def _threads(text: str, begin: re.Pattern[str], call: re.Pattern[str]) -> tuple[Stack, ...]:
-    """Returns the threads of a text in which each begins with a line of one pattern, and each call has a line of another."""
-    threads: list[list[Frame]] = []
-    for line in text.splitlines():
-        match = call.match(line)
-        if begin.match(line):
-            threads.append([])
-        elif threads and match is not None:
-            number = int(match["line"]) if match["line"].isdigit() else 0
-            threads[-1].append(Frame(match["file"], number, match["function"]))
-    return tuple(map(tuple, threads))
 
 
 def position(frames: Sequence[Frame]) -> FramePosition | None:

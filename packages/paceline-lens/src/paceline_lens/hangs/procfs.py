@@ -1,4 +1,4 @@
-"""Reads from /proc the state of a process, its children and its time of computation. On other systems than Linux: nothing."""
+"""Reads from /proc the children of a process and its time of computation. On other systems than Linux: nothing."""
 
 from __future__ import annotations
 
@@ -6,22 +6,15 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from paceline.base.process_name import process_fields
+
 _PROC = Path("/proc")
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 
 
-def state(pid: int) -> str:
-    """Returns the letter of the state of a process; "" if there is no such process, or if the system does not say.
-
-    "R" runs, "S" waits, "D" waits for a disk, "T" was stopped, "t" is in a debugger, "Z" has ended.
-    """
-    fields = _stat(pid)
-    return fields[0] if fields else ""
-
-
 def cpu_s(pid: int) -> float:
     """Returns the seconds for which a process has computed, with all threads, and with children that it has waited for."""
-    fields = _stat(pid)
+    fields = process_fields(pid)
     ticks = map(int, fields[11:15])  # user and system time, and the same of children
     return sum(ticks) / _TICKS
 
@@ -80,13 +73,3 @@ def _field(file: Path, name: str) -> str:
         if line.startswith(f"{name}:"):
             return line.partition(":")[2].strip()
     return ""
-
-
-def _stat(pid: int) -> list[str]:
-    """Returns the fields of /proc/PID/stat after the name of the command; [] if there is no such process."""
-    try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return []
-    # The name stands in parentheses, and may itself contain blanks and parentheses.
-    return text.rpartition(")")[2].split()

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from paceline.world.stacks.parse import Frame, FramePosition, Stack, position
+from paceline.base.wording import ranks_text
+from paceline.world.stacks.parse import Frame, FramePosition, RankPlace, Stack, position
 
 _STATES = {"T": "stopped", "t": "held by a debugger", "D": "waiting for a disk or a network drive", "Z": "ended"}
 
@@ -18,7 +19,7 @@ class ProcessStacks:
     Attributes:
         pid: its process number.
         threads: the Python stacks of its threads, the main thread last; () if it did not write any.
-        state: the letter of its state (`procfs.state`).
+        state: the letter of its state (`process_state`).
         native: the stacks with compiled code, as py-spy writes them; "" without py-spy.
         note: why something is missing; "" for nothing.
         command: its command line.
@@ -37,33 +38,6 @@ class ProcessStacks:
     def main(self) -> Stack:
         """The stack of the main thread."""
         return self.threads[-1] if self.threads else ()
-
-
-@dataclass(frozen=True)
-class RankPlace:
-    """Holds where one rank is. It is made on the host of the rank, and can be read on any other.
-
-    Attributes:
-        rank: the rank.
-        pid: its process number.
-        place: where its main thread is; None if that is not known.
-        state: the letter of the state of its process (`procfs.state`); "" if nobody has looked.
-        still_s: seconds since its last sign of progress, or for which it has waited; 0 if it goes on.
-        note: what else there is to say, such as why its place is not known.
-        workers: the processes that it has started and that hold it up: the process number of each, and where it is.
-        stacks: all its stacks, and those of the processes that it has started; "" if nobody has collected them.
-        host: its host; "" in a report about a single host.
-    """
-
-    rank: int
-    pid: int
-    place: FramePosition | None = None
-    state: str = ""
-    still_s: float = 0.0
-    note: str = ""
-    workers: tuple[tuple[int, str], ...] = ()
-    stacks: str = ""
-    host: str = ""
 
 
 @dataclass(frozen=True)
@@ -183,22 +157,6 @@ def full_report(headline: str, groups: Sequence[RankGroup], footer: Sequence[str
             title = _title(f"rank {member.rank}, pid {member.pid}{on_host}", member.state)
             parts.append(f"{title}\n{member.stacks}")
     return "\n\n".join(parts) + "\n"
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """Returns "rank 3", or "4 ranks (0-2, 5)"."""
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    spans: list[list[int]] = []
-    for rank in sorted(ranks):
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
-        else:
-            spans.append([rank, rank])
-    texts = []
-    for first, last in spans:
-        texts.append(str(first) if first == last else f"{first}-{last}")
-    return f"{len(ranks)} ranks ({', '.join(texts)})"
 
 
 def _line(rank: RankPlace) -> tuple[object, ...]:
