@@ -5,10 +5,10 @@ Each line has a name and the version that had it first. `docs/contributing/publi
 
 from __future__ import annotations
 
-import importlib
+import ast
+import re
 from pathlib import Path
 
-from paceline.base.deprecated import DEPRECATIONS
 from paceline.base.version import VERSION
 
 SNAPSHOT = Path(__file__).with_name("public_names.txt")
@@ -54,16 +54,34 @@ def test_every_public_name_loads_and_has_a_docstring() -> None:
     assert set(paceline.__all__) <= set(dir(paceline))
 
 
+MARK = re.compile(r"since (?P<since>[\d.]+), gone in (?P<gone>[\d.]+): use `")
+
+
+def wrong_marks(tree: ast.AST) -> list[str]:
+    """What is wrong with the deprecations of a module, see `docs/contributing/deprecation.md`."""
+    wrong = []
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not ast.unparse(node.func).endswith("deprecated"):
+            continue
+        text = node.args[0].value if node.args and isinstance(node.args[0], ast.Constant) else ""
+        mark = MARK.match(str(text))
+        if mark is None or "FutureWarning" not in ast.unparse(node):
+            wrong.append(f"line {node.lineno}: a FutureWarning says `since A, gone in B: use ...`")
+            continue
+        since, gone = numbers(mark["since"]), numbers(mark["gone"])
+        if gone <= numbers(VERSION):
+            wrong.append(f"line {node.lineno}: remove it")
+        elif gone[0] == since[0] and gone[1] < since[1] + 2:
+            wrong.append(f"line {node.lineno}: two minor versions have to warn")
+    return wrong
+
+
 def test_deprecated_names_go_when_it_was_said_that_they_would(modules) -> None:
-    for name, module in modules.items():
-        if "deprecated(" in module.text and name != "paceline.base.deprecated":
-            importlib.import_module(name)
-    ours = {name: entry for name, entry in DEPRECATIONS.items() if name.startswith("paceline.")}
-    overdue = [name for name, entry in ours.items() if numbers(entry.removed_in) <= numbers(VERSION)]
-    assert not overdue, f"remove these: {overdue}"
-    hasty = []
-    for name, entry in ours.items():
-        since, removed_in = numbers(entry.since), numbers(entry.removed_in)
-        if removed_in[0] == since[0] and removed_in[1] < since[1] + 2:
-            hasty.append(name)
-    assert not hasty, f"two minor versions have to warn (docs/contributing/deprecation.md): {hasty}"
+    marked = [module for module in modules.values() if "deprecated(" in module.text]
+    assert not [wrong for module in marked for wrong in wrong_marks(module.tree)]
+    example = "@deprecated('since {}, gone in {}: use `f(x)`', category=FutureWarning)\ndef g(): ..."
+    found = [
+        wrong_marks(ast.parse(example.format(*versions)))
+        for versions in (("0.1", "9.0"), ("9.0", "9.1"), ("0.0", "0.1"))
+    ]
+    assert [len(wrong) for wrong in found] == [0, 1, 1]
