@@ -9,7 +9,6 @@ from collections.abc import Iterator
 import pytest
 
 from paceline.base.errors import ConfigError
-from paceline.launch import host
 from paceline.launch.job import Job, Target
 from paceline.launch.rounds import Member, Report
 from paceline_hosts.membership.membership import Membership
@@ -20,6 +19,7 @@ from paceline_hosts.network import nodes
 from paceline_hosts.network.addresses import main_places
 from paceline_hosts.network.connection import Connection
 from paceline_hosts.network.nodes import NodesByMembership
+from paceline_hosts.network.ports import listen_at
 
 SECRET = "0123456789abcdef"
 
@@ -32,7 +32,7 @@ class Closing(Membership):
 
 
 def meeting(membership: Membership, listener: socket.socket | None = None) -> NodesByMembership:
-    listener = listener or host.listen_at("127.0.0.1", 0)
+    listener = listener or listen_at("127.0.0.1", 0)
     return NodesByMembership(Job(Target("script", "train.py")), listener, membership, SECRET)
 
 
@@ -60,13 +60,13 @@ def test_who_waits_for_the_others_says_for_whom(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(nodes, "_QUIET_S", 0.0)
-    with host.listen_at("127.0.0.1", 0) as nobody:
+    with listen_at("127.0.0.1", 0) as nobody:
         away = nobody.getsockname()
     for founds, contacts, expected in [
         (True, [], "1 of 2 nodes is here (here). The start waits for the others, 300 s at most."),
         (False, [away], f"no launcher answers at 127.0.0.1:{away[1]} yet. This one asks for 300 s at most."),
     ]:
-        listener = host.listen_at("127.0.0.1", 0)
+        listener = listen_at("127.0.0.1", 0)
         me = Member("a", "here", 1, *listener.getsockname())
         rules = Rules(2, 2, join_timeout_s=300.0)
         own = meeting(
@@ -80,7 +80,7 @@ def test_who_waits_for_the_others_says_for_whom(
 
 @pytest.fixture
 def leader() -> Iterator[NodesByMembership]:
-    listener = host.listen_at("127.0.0.1", 0)
+    listener = listen_at("127.0.0.1", 0)
     me = Member("a", "here", 1, *listener.getsockname())
     own = meeting(Membership(LauncherState(me, Rules(1, 2), True, [], time.monotonic()), time.monotonic()), listener)
     yield own

@@ -16,6 +16,7 @@ from paceline.launch import host
 from paceline.launch.make_job import job_of
 from paceline_hosts.assignment import Assignment
 from paceline_hosts.hostfile import Slots
+from paceline_hosts.network.ports import lasting_port
 from paceline_hosts.remote import agent
 from paceline_hosts.remote.agent import addresses, reachable, store, survey
 from paceline_hosts.remote.channels import HostChannel
@@ -118,4 +119,4 @@ def test_one_input_for_all_hosts(monkeypatch: pytest.MonkeyPatch, capfd: pytest.
 
 def test_a_port_that_nobody_is_given() -> None:
     first, _ = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    assert 10_000 <= host.lasting_port() < int(first)
+    assert 10_000 <= lasting_port() < int(first)

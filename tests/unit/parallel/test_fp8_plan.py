@@ -11,7 +11,6 @@ from parity_models import GPT
 from torch import nn
 
 from paceline.base.errors import PlanError, PrepareError
-from paceline.base.parts import torchao_problem
 from paceline.optim import adamw8bit
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
@@ -20,6 +19,7 @@ from paceline.plan.resolve import resolve
 from paceline.world.layout import Layout
 from paceline_large.float8 import fp8
 from paceline_large.float8.precision import PRECISION
+from paceline_large.torchao_release import torchao_problem
 
 
 @pytest.fixture(autouse=True)

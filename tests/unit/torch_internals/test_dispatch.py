@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
 
 from paceline.torch_internals import dispatch
-from paceline_lens.torch_internals import fake
+from paceline_lens.torch_internals import fake, operations
 
 
 class Names(dispatch.TorchDispatchMode):
@@ -43,17 +43,17 @@ def test_a_mode_sees_operations_but_for_those_that_are_kept_from_it() -> None:
         with dispatch.without_modes():
             torch.ones(2) * 2
     assert [operation.name() for operation in names.operations] == ["aten::ones", "aten::add.Tensor"]
-    assert dispatch.overloads_of(names.operations[1]) is torch.ops.aten.add
+    assert operations.overloads_of(names.operations[1]) is torch.ops.aten.add
 
 
 def test_a_fake_mode_that_is_entered_is_known() -> None:
-    assert not dispatch.is_in_fake_mode()
+    assert not operations.is_in_fake_mode()
     with FakeTensorMode():
-        assert dispatch.is_in_fake_mode()
+        assert operations.is_in_fake_mode()
 
 
 def test_classes_that_wrap_tensors_and_parameters_that_do_not() -> None:
-    assert dispatch.has_wrapper([torch.Tensor, DTensor]) and not dispatch.has_wrapper([torch.Tensor])
+    assert operations.has_wrapper([torch.Tensor, DTensor]) and not operations.has_wrapper([torch.Tensor])
     parameter = nn.Parameter(torch.ones(2))
     assert dispatch.is_plain(parameter) and not dispatch.is_plain(torch.ones(2))
     assert dispatch.is_plain(fake.make_fake(parameter, FakeTensorMode()))
@@ -67,10 +67,10 @@ def test_a_tensor_without_values_is_known() -> None:
 
 def test_a_composite_operation_runs_as_its_parts() -> None:
     with torch.inference_mode(), Names() as names:
-        out = dispatch.taken_apart(torch.ops.aten.linear.default, (torch.ones(2, 3), torch.ones(4, 3)), {})
+        out = operations.taken_apart(torch.ops.aten.linear.default, (torch.ones(2, 3), torch.ones(4, 3)), {})
     assert out.shape == (2, 4)
     assert "aten::linear" not in [operation.name() for operation in names.operations]
-    assert dispatch.taken_apart(torch.ops.aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {}) is NotImplemented
+    assert operations.taken_apart(torch.ops.aten.mm.default, (torch.ones(2, 2), torch.ones(2, 2)), {}) is NotImplemented
 
 
 def test_operators_that_torch_may_rename_are_there() -> None:
@@ -83,8 +83,8 @@ def test_operators_that_torch_may_rename_are_there() -> None:
 
 def test_views_and_what_an_operation_writes_to() -> None:
     aten = torch.ops.aten
-    assert dispatch.is_view(aten.t.default) and dispatch.is_view(aten.expand.default)
-    assert not dispatch.is_view(aten.add.Tensor) and not dispatch.is_view(aten.add_.Tensor)
+    assert operations.is_view(aten.t.default) and operations.is_view(aten.expand.default)
+    assert not operations.is_view(aten.add.Tensor) and not operations.is_view(aten.add_.Tensor)
     one, other = torch.zeros(2), torch.ones(2)
     assert dispatch.written_arguments(aten.add.Tensor, (one, other), {}) == []
     assert dispatch.written_arguments(aten.add_.Tensor, (one, other), {})[0] is one
@@ -114,7 +114,7 @@ def test_the_ranks_of_a_collective_are_read_from_its_arguments(group: None) -> N
         dist.all_reduce(torch.ones(2))
         torch.distributed._functional_collectives.all_reduce(torch.ones(2), "sum", dist.group.WORLD)
     ranks = [
-        dispatch.group_ranks(args)
+        operations.group_ranks(args)
         for operation, args in zip(names.operations, names.arguments, strict=True)
         if "all_reduce" in operation.name() or "allreduce" in operation.name()
     ]

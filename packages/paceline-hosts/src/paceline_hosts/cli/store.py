@@ -35,9 +35,10 @@ def run(args: argparse.Namespace) -> int:
     ends = {signal.SIGTERM, signal.SIGINT}
     signal.pthread_sigmask(signal.SIG_BLOCK, ends)
     from paceline.launch import host
+    from paceline_hosts.network.ports import listen_at
 
     try:
-        listener = host.listen_at(args.address, args.port) if args.address else host.hold_port(args.port)
+        listener = listen_at(args.address, args.port) if args.address else host.hold_port(args.port)
         listener.listen(128)
     except (OSError, OverflowError) as error:
         reason = getattr(error, "strerror", None) or error

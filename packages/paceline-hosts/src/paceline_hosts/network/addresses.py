@@ -14,6 +14,7 @@ from paceline.launch.job import Job
 from paceline.launch.rounds import Place
 from paceline.world.detect.kubernetes import in_pod
 from paceline.world.network.interface import address_towards
+from paceline_hosts.network.ports import listen_at
 
 _POD_RETRY_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
@@ -105,7 +106,7 @@ def listen_towards(places: Sequence[Place]) -> socket.socket:
         own = address_towards(address)
         if own:
             with suppress(OSError):
-                return host.listen_at(own, 0)
+                return listen_at(own, 0)
     listener = host.hold_port(0)  # there is no route to any of them yet
     listener.listen(128)
     return listener
@@ -132,7 +133,7 @@ def _bind(address: str, port: int, anywhere: bool) -> socket.socket | None:
     try:
         # Debian resolves the name of the host itself to 127.0.1.1, where no other host can connect.
         if is_own_address and address != "127.0.1.1":
-            return host.listen_at(address, port)
+            return listen_at(address, port)
         sock = host.hold_port(port)
     except OSError:
         return None

@@ -46,6 +46,7 @@ from paceline.launch.processes.signals import Signals, kill_with_parent
 from paceline.launch.rounds import Place
 from paceline.world.network.interface import address_towards
 from paceline_hosts.assignment import VARIABLE, Assignment, python_version
+from paceline_hosts.network.ports import lasting_port
 
 # The prefix of a line that is an answer, and not output of a shell or a script.
 MARK = "\x01paceline "
@@ -174,7 +175,7 @@ def serve_starter() -> int:
             problem = ""
             port = 0
             try:
-                listener = host.hold_port(message["listen"] or host.lasting_port())
+                listener = host.hold_port(message["listen"] or lasting_port())
                 listener.listen(128)
                 port = listener.getsockname()[1]
             except OSError as error:

@@ -19,7 +19,6 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from paceline.base.errors import Problem
-from paceline.base.parts import torchao_problem
 from paceline.config.kinds import one_of
 from paceline.parallel.strategy import Strategy
 from paceline.plan.facts import Layer, ModelFacts
@@ -27,6 +26,7 @@ from paceline.plan.fqn import inside, listed, parent
 from paceline.plan.options import names_of, option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
+from paceline_large.torchao_release import torchao_problem
 
 
 @dataclass(frozen=True)

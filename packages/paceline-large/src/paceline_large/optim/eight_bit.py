@@ -13,7 +13,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError
-from paceline.base.parts import torchao_problem
+from paceline_large.torchao_release import torchao_problem
 
 
 def adamw8bit(

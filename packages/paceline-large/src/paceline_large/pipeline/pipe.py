@@ -15,7 +15,7 @@ import math
 import pickle
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +26,13 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PacelineError, PlanError
 from paceline.base.log import warn_once
-from paceline.parallel.gradient_hooks import put_gradient_hooks_by
+from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.microbatches import BatchPart
 from paceline.parallel.strategy import Runner
 from paceline.plan.facts import ModelFacts
 from paceline.torch_internals.fsdp import kept_gathered
 from paceline.torch_internals.modules import FORWARD, FORWARD_PRE
-from paceline.torch_internals.tensors import put_hooks_by
+from paceline.torch_internals.tensors import has_users_gradient_hooks, put_hooks_by
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
@@ -219,7 +219,7 @@ class Pipe(Runner):
         metered = nullcontext() if self.meter is None else self.meter.batch()
         # Hooks on gradients see that of the batch, and not that of a micro-batch.
         self._give_back_hooks()
-        give_back_before = put_gradient_hooks_by(self.module.parameters())
+        give_back_before = _put_gradient_hooks_by(self.module.parameters())
         give_back_after = put_hooks_by(self.module.parameters())
 
         def give_back() -> None:
@@ -604,3 +604,24 @@ def _gathered(model: nn.Module, schedule: str) -> Iterator[None]:
     units = [module for module in model.modules() if isinstance(module, fsdp.FSDPModule)]
     with kept_gathered(units):
         yield
+
+
+def _put_gradient_hooks_by(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
+    """Lets the hooks of parameters wait for several backward passes.
+
+    Parameters whose hooks wait already are left out.
+
+    Returns:
+        A function that calls them with the gradients of all these passes, and gives them back.
+    """
+    put_by = [GradientHooks(parameter) for parameter in parameters if has_users_gradient_hooks(parameter)]
+
+    def give_back() -> None:
+        for hooks in put_by:
+            if hooks.is_open:
+                hooks.call()
+                hooks.put_back()
+            hooks.release()
+        put_by.clear()
+
+    return give_back

@@ -28,6 +28,7 @@ from paceline_lens.forecast.allocation_trace import AllocationTrace
 from paceline_lens.forecast.joined import JoinedBytes
 from paceline_lens.forecast.work import Computation, Message, Work
 from paceline_lens.observe.flops import formulas
+from paceline_lens.torch_internals import operations
 from paceline_lens.torch_internals.fake import FakeTensor, FakeTensorMode, fake_view, make_fake
 
 LARGE = 1024  # elements; smaller tensors cost nothing, and their values are often looked at
@@ -94,9 +95,9 @@ class OperationTrace(dispatch.TorchDispatchMode):
         self, operation: Operation, types: Sequence[type], args: Arguments = (), kwargs: Keywords | None = None
     ) -> object:
         kwargs = kwargs or {}
-        if dispatch.has_wrapper(types):
+        if operations.has_wrapper(types):
             return NotImplemented  # a DTensor runs the operation on its local tensors, which come here again
-        if dispatch.is_in_fake_mode():
+        if operations.is_in_fake_mode():
             return operation(*args, **kwargs)
         inputs = [*_tensors(args), *_tensors(kwargs.values())]
         result = self._run(operation, inputs, args, kwargs)
@@ -149,10 +150,10 @@ class OperationTrace(dispatch.TorchDispatchMode):
             self._joined.of_others(inputs)
             self._enter_communication(name, args, result, _fakes_among([*inputs, *returned]))
             return
-        formula = formulas().get(dispatch.overloads_of(operation))
+        formula = formulas().get(operations.overloads_of(operation))
         flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
         is_attention = "scaled_dot_product" in name
-        if is_attention and dispatch.argument(operation, "is_causal", args, kwargs):
+        if is_attention and operations.argument(operation, "is_causal", args, kwargs):
             flops //= 2  # kernels leave out the blocks above the diagonal
         self.traffic.flops += flops
         # Kernels of optimizers return nothing: they write into their arguments.
@@ -161,9 +162,9 @@ class OperationTrace(dispatch.TorchDispatchMode):
             return  # the operation only returns a property, such as `prim::device`
         moved = 0
         joined = 0
-        if not dispatch.is_view(operation) and dispatch.overloads_of(operation) not in _ALLOCATIONS:
+        if not operations.is_view(operation) and operations.overloads_of(operation) not in _ALLOCATIONS:
             # A lookup reads no more of a table than it writes.
-            is_lookup = dispatch.overloads_of(operation) in _LOOKUPS
+            is_lookup = operations.overloads_of(operation) in _LOOKUPS
             read = written if is_lookup else inputs
             moved = _bytes_of(read) + _bytes_of(written)
             if flops or is_lookup:
@@ -192,7 +193,7 @@ class OperationTrace(dispatch.TorchDispatchMode):
         self.allocations.label(buffers, "communication")
         # The unsharded tensor is an argument of some collectives, and the result of others.
         whole_bytes = max(_bytes(value) for value in (*args, result))
-        ranks = dispatch.group_ranks(args)
+        ranks = operations.group_ranks(args)
         across = len({rank // self._local_size for rank in ranks}) > 1
         sent_bytes = int(_SENT_SHARES[kind](len(ranks)) * whole_bytes)
         self.traffic.add(operation, len(ranks), across, sent_bytes)

@@ -29,6 +29,7 @@ from paceline_lens.observe.clock import Clock, HostClock, Moment
 from paceline_lens.observe.flops_text import text
 from paceline_lens.observe.operations import ModulePart, Profile
 from paceline_lens.observe.phases import PhaseListener
+from paceline_lens.torch_internals import operations
 
 
 class Flops(PhaseListener):
@@ -218,15 +219,15 @@ class Counter(dispatch.TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        if dispatch.has_wrapper(types):
+        if operations.has_wrapper(types):
             return NotImplemented  # a DTensor calls the operators on its local tensor next, and those are counted
-        formula = formulas().get(dispatch.overloads_of(operation))
+        formula = formulas().get(operations.overloads_of(operation))
         if formula is None:
             # Autograd decomposes composite operators before they arrive here. In inference mode there is no autograd, so that
             # they are decomposed here.
             if torch.is_inference_mode_enabled():
                 with self:
-                    result = dispatch.taken_apart(operation, args, kwargs)
+                    result = operations.taken_apart(operation, args, kwargs)
                 if result is not NotImplemented:
                     return result
             return operation(*args, **kwargs)

@@ -13,9 +13,10 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.log import warn_once
-from paceline.observe.trackers.library import LibraryTracker, knock
+from paceline.observe.trackers.library import LibraryTracker
 from paceline.observe.trackers.tracker import Status
 from paceline_lens.trackers.delivery import DeliveryEntry, RefusedError
+from paceline_lens.trackers.server import knock
 
 
 class MLflowTracker(LibraryTracker):

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.base import env as environment
-from paceline.observe.trackers.library import LibraryTracker, knock
+from paceline.observe.trackers.library import LibraryTracker
 from paceline.observe.trackers.tracker import Status, flatten, plain_value
 from paceline_lens.trackers.delivery import DeliveryEntry
+from paceline_lens.trackers.server import knock
 
 _SCOPE = "paceline"
 _ENDPOINT = "http://localhost:4318"

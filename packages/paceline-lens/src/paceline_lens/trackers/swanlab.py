@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from paceline.observe.trackers.library import Images, InitTracker
+from paceline.observe.trackers.library import Images
+from paceline_lens.trackers.init_tracker import InitTracker
 
 
 class SwanLabTracker(InitTracker):

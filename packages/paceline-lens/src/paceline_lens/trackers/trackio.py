@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from paceline.observe.trackers.library import InitTracker
+from paceline_lens.trackers.init_tracker import InitTracker
 
 
 class TrackioTracker(InitTracker):

@@ -13,10 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from paceline.base.process_name import process_exists
 from paceline_lens.watch.journal import JournalReader
 from paceline_lens.watch.records import Hello
-from paceline_lens.watch.registry import registered_runs
+from paceline_lens.watch.registry import process_exists, registered_runs
 from paceline_lens.watch.view import RunView
 
 _SILENT_S = 3.0  # ranks write every second; the process of a rank that has not written for so long is looked at

@@ -8,9 +8,7 @@ from __future__ import annotations
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from paceline.base.errors import ConfigError, Problem
-
-OLDEST_TORCHAO = (0, 18)  # its prototypes change their signatures
+from paceline.base.errors import ConfigError
 
 # Extra -> group of entry points -> names.
 ADDED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -81,33 +79,6 @@ def how_to_install(extra: str) -> str:
     if beside.is_dir():
         return f"pip install -e {beside}"
     return f"pip install 'paceline[{extra}]'"
-
-
-def torchao_problem(what: str, extra: str, why: str) -> Problem | None:
-    """Returns the problem with a missing or old torchao; None if it can be used.
-
-    Args:
-        what: what needs it, in the plural.
-        extra: the extra that installs it.
-        why: where it was asked for.
-    """
-    from importlib import metadata  # its import takes as long as `paceline --help`
-
-    try:
-        version = metadata.version("torchao")
-    except metadata.PackageNotFoundError:
-        version = ""
-    numbers = [int(part) for part in version.split(".")[:2] if part.isdecimal()]
-    if tuple(numbers) >= OLDEST_TORCHAO:
-        return None
-    oldest = ".".join(map(str, OLDEST_TORCHAO))
-    state = f"torchao {version} is too old for {what}." if version else f"{what} need torchao, which is not installed."
-    return Problem(
-        "torchao-missing",
-        state,
-        why=f"{why}; releases from {oldest} on have them",
-        fix=f"run `{how_to_install(extra)}`, or `pip install 'torchao>={oldest}'`",
-    )
 
 
 def extra_with(group: str, name: str) -> str:

@@ -6,13 +6,13 @@ Autograd would call it with the gradient of this rank's samples, or of a part of
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from paceline.parallel.divided_parameters import part_of
-from paceline.torch_internals.tensors import has_users_gradient_hooks, is_users_hook, take_over_gradient_hooks
+from paceline.torch_internals.tensors import is_users_hook, take_over_gradient_hooks
 from paceline.world.sharded import is_sharded, local, whole
 
 if TYPE_CHECKING:
@@ -79,24 +79,3 @@ class GradientHooks:
         if earlier is not None:
             gradient = self._parameter.grad
             self._parameter.grad = earlier if gradient is None else earlier + gradient
-
-
-def put_gradient_hooks_by(parameters: Iterable[nn.Parameter]) -> Callable[[], None]:
-    """Lets the hooks of parameters wait for several backward passes.
-
-    Parameters whose hooks wait already are left out.
-
-    Returns:
-        A function that calls them with the gradients of all these passes, and gives them back.
-    """
-    put_by = [GradientHooks(parameter) for parameter in parameters if has_users_gradient_hooks(parameter)]
-
-    def give_back() -> None:
-        for hooks in put_by:
-            if hooks.is_open:
-                hooks.call()
-                hooks.put_back()
-            hooks.release()
-        put_by.clear()
-
-    return give_back

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import cache
-from typing import Any, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass_type
+from torch.utils._python_dispatch import _disable_current_modes
 
 Operation = Any  # a `torch._ops.OpOverload`, for which torch has no public name
 
@@ -20,16 +19,6 @@ Operation = Any  # a `torch._ops.OpOverload`, for which torch has no public name
 def without_modes() -> AbstractContextManager[Any]:
     """While it is open, no mode sees what runs."""
     return _disable_current_modes()
-
-
-def is_in_fake_mode() -> bool:
-    """Whether torch works out a shape for itself at the moment, under a `FakeTensorMode` that is entered."""
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
-
-
-def has_wrapper(types: Iterable[type]) -> bool:
-    """Whether one of the classes that a mode was given wraps other tensors, as DTensor does."""
-    return any(is_traceable_wrapper_subclass_type(kind) for kind in types)
 
 
 def is_plain(parameter: torch.Tensor) -> bool:
@@ -42,26 +31,9 @@ def has_no_values(tensor: torch.Tensor) -> bool:
     return tensor.is_meta or hasattr(tensor, "fake_mode")
 
 
-def overloads_of(operation: Operation) -> Any:
-    """The operation without its overload, as torch's table of formulas knows it."""
-    return getattr(operation, "_overloadpacket", operation)
-
-
-def taken_apart(operation: Operation, args: Any, kwargs: dict[str, Any]) -> Any:
-    """What a composite operation gives, run as its parts; NotImplemented where it has none."""
-    if isinstance(operation, torch._ops.OpOverload) and operation._can_decompose():
-        return operation.decompose(*args, **kwargs)
-    return NotImplemented
-
-
 def aten(name: str) -> Operation:
     """An operator of torch's own library, such as "mm"; those that torch may rename begin with an underscore."""
     return getattr(torch.ops.aten, name)
-
-
-def is_view(operation: Operation) -> bool:
-    """Whether what an operation returns is only another look at the memory of what it was given."""
-    return any(value.alias_info is not None and not value.alias_info.is_write for value in operation._schema.returns)
 
 
 def written_arguments(operation: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -83,16 +55,6 @@ def _written_places(operation: Operation) -> list[tuple[int, str]]:
         if argument.alias_info is not None and argument.alias_info.is_write:
             places.append((number, argument.name))
     return places
-
-
-def argument(operation: Operation, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Returns the argument that an operation got under this name; None if it got or has none."""
-    if name in kwargs:
-        return kwargs[name]
-    for number, described in enumerate(operation._schema.arguments):
-        if described.name == name and number < len(args):
-            return args[number]
-    return None
 
 
 def is_in_backward_pass() -> bool:
@@ -119,14 +81,3 @@ def is_in_function_backward() -> bool:
 def after_backward_pass(callback: Callable[[], None]) -> None:
     """Calls `callback` once, at the end of the backward pass that runs; callbacks run in the order in which they came."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
-
-
-def group_ranks(args: Iterable[Any]) -> list[int]:
-    """The ranks of the group that a collective operation was given, as an object or (last of all words) by name."""
-    names: list[str] = []
-    for argument in args:
-        if isinstance(argument, str):
-            names.append(argument)
-        elif isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
-            return dist.get_process_group_ranks(dist.ProcessGroup.unbox(argument))
-    return dist.get_process_group_ranks(torch._C._distributed_c10d._resolve_process_group(cast(Any, names[-1])))

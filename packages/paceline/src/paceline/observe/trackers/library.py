@@ -6,7 +6,6 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
 from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar
@@ -128,57 +127,6 @@ class LibraryTracker(ABC):
         if others:
             warn_once("observe", f"{self.name} takes numbers only: {', '.join(others)} are left out.")
         return numbers
-
-
-class InitTracker(LibraryTracker):
-    """For libraries with the functions of wandb: `init` begins a run of a project, `config.update` stores its settings.
-
-    Attributes:
-        failed: the arguments of the run's `finish` after an error.
-    """
-
-    failed: ClassVar[Mapping[str, Any]] = {}
-
-    @property
-    def library(self) -> Any:
-        """The library's module."""
-        return import_module(self.requires[0])
-
-    def open_run(self, run: str) -> Any:
-        """Begins a run."""
-        return self.library.init(**{"project": run, **self.options})
-
-    def store_config(self, values: Mapping[str, Any]) -> None:
-        """Stores the settings; those of a run that is continued may change."""
-        self.library.config.update(dict(values), allow_val_change=True)
-
-    def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
-        """Writes values of any kind that the library takes."""
-        self.native.log(dict(values), step=step, **options)
-
-    def run_id(self) -> str | None:
-        """Returns the id of the run."""
-        return str(self.native.id)
-
-    @staticmethod
-    def resume_options(run_id: str) -> Mapping[str, Any]:
-        """Returns the options that continue a run."""
-        return {"id": run_id, "resume": "allow"}
-
-    def close_run(self, status: Status) -> None:
-        """Ends the run; after an error as a failed one."""
-        if status == "finished":
-            self.native.finish()
-        else:
-            self.native.finish(**self.failed)
-
-
-def knock(address: str) -> None:
-    """Raises within 5 s if no server answers at an address, with any status; an address that is no URL of HTTP is skipped."""
-    if address.startswith(("http://", "https://")):
-        import requests
-
-        requests.head(address, timeout=5)
 
 
 @contextmanager
