@@ -224,7 +224,7 @@ def _in_low_precision(exact: Mapping[Program, Any], door: str) -> dict[Program, 
     """The references of bf16 and fp16: what one process of ours does, as each operation rounds, and plain loops choose where.
 
     Args:
-        exact: what plain PyTorch does in float64. A program whose numbers are far from these keeps them, and so fails everywhere.
+        exact: what plain PyTorch does in float64. A program whose numbers are far from these keeps them, and fails everywhere.
     """
     jobs = [Job(DOORS[door].script(program, {})) for program in exact]
     wants = {}
