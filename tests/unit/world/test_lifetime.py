@@ -21,11 +21,11 @@ class Thread:
 def test_work_ends_before_what_watches_the_group_and_the_group_last() -> None:
     ended: list[str] = []
     process = lifetime.of_process()
-    process.group.at_end(lambda leaving: ended.append(f"group {leaving.why}"))
+    process.group.subscribe(lambda leaving: ended.append(f"group {leaving.why}"))
     process.keep(Thread("links", ended))
-    process.companions.at_end(lambda leaving: ended.append(f"store {leaving.why}"))
-    process.work.at_end(lambda leaving: ended.append(f"save {leaving.why}"))
-    forget = process.work.at_end(lambda _: ended.append("forgotten"))
+    process.companions.subscribe(lambda leaving: ended.append(f"store {leaving.why}"))
+    process.work.subscribe(lambda leaving: ended.append(f"save {leaving.why}"))
+    forget = process.work.subscribe(lambda _: ended.append("forgotten"))
     forget()
     forget()  # twice is as good as once
     kept = process.kept(Thread)
@@ -40,7 +40,7 @@ def test_work_ends_before_what_watches_the_group_and_the_group_last() -> None:
 def test_what_is_registered_at_the_end_ends_too() -> None:
     ended: list[str] = []
     run: Lifetime[[]] = Lifetime()
-    run.at_end(lambda: run.at_end(lambda: ended.append("late")))
+    run.subscribe(lambda: run.subscribe(lambda: ended.append("late")))
     run.end()
     assert ended == ["late"]
 
@@ -49,9 +49,9 @@ def test_one_that_raises_stops_no_other() -> None:
     ended: list[str] = []
     process = lifetime.of_process()
     for place in (process.work, process.companions):
-        place.at_end(lambda _: 1 / 0)
-        place.at_end(lambda _: ended.append("after it"))
-    process.group.at_end(lambda _: ended.append("group"))
+        place.subscribe(lambda _: 1 / 0)
+        place.subscribe(lambda _: ended.append("after it"))
+    process.group.subscribe(lambda _: ended.append("group"))
     with pytest.raises(ZeroDivisionError):
         process.end(Leaving())
     assert ended == ["after it", "after it", "group"]
@@ -64,8 +64,8 @@ def test_a_store_that_has_ended_stops_nothing() -> None:
         raise dist.DistNetworkError("closed")
 
     process = lifetime.of_process()
-    process.companions.at_end(write)
-    process.companions.at_end(lambda _: ended.append("over"))
+    process.companions.subscribe(write)
+    process.companions.subscribe(lambda _: ended.append("over"))
     process.end(Leaving())
     assert ended == ["over"]
 

@@ -37,7 +37,7 @@ class Attendance:
         if world.size > 1 and others_answer:
             self._store = rendezvous.part(f"attendance/{number}")
             ends = lifetime.of_process().companions
-            ends.at_end(lambda leaving: self._store.set(f"ended/{world.rank}", leaving.why))
+            ends.subscribe(lambda leaving: self._store.set(f"ended/{world.rank}", leaving.why))
 
     def begins(self, micro_batch: int) -> None:
         """This rank begins a micro-batch that trains; one that began already, with several forward passes, counts once."""

@@ -67,7 +67,7 @@ def profiles_of(run: Run) -> Profiles | None:
         places,
         follow_phases(run),
     )
-    run.lifetime.at_end(profiles.finish)
+    run.lifetime.subscribe(profiles.finish)
     follow_models(run, profiles.follow)
     return profiles
 

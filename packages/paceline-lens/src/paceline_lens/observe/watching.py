@@ -104,7 +104,7 @@ def _join(run: Run, telemetry: Telemetry) -> None:
         run.events.saved.subscribe(saved)
     # At the end of Python at the latest; a run that nobody holds any more ends before.
     finish = weakref.finalize(run, telemetry.finish)
-    run.lifetime.at_end(finish)
+    run.lifetime.subscribe(finish)
     _recorded.append((weakref.ref(run), finish))
 
 

@@ -52,7 +52,7 @@ class Background:
         _watch_for_end_of_python()
         self._process = os.getpid()
         self._thread = threading.Thread(target=self._run, args=(work,), name="paceline-save")
-        self._forget = lifetime.of_process().work.at_end(lambda _: self._leave())
+        self._forget = lifetime.of_process().work.subscribe(lambda _: self._leave())
         self._thread.start()
 
     def wait(self) -> Exception | None:

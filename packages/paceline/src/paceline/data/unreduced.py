@@ -73,7 +73,7 @@ class UnreducedMetrics:
                 events.trains.subscribe(self._decide),
             ]
             itself = weakref.ref(self)
-            lifetime.of_process().work.at_end(lambda leaving: _at_the_end(itself(), leaving))
+            lifetime.of_process().work.subscribe(lambda leaving: _at_the_end(itself(), leaving))
 
     def stop(self) -> None:
         """Looks no longer."""

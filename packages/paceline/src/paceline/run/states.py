@@ -114,7 +114,7 @@ class States:
         self._resumed = False
         if self._wanted.source != "default" and self._wanted.value != "no":
             self._must_load = run.events.before_first_step.subscribe(self._refuse_unused)
-        run.lifetime.at_end(self.end)
+        run.lifetime.subscribe(self.end)
 
     @classmethod
     def of(cls, run: Run, keep: Keep) -> States:

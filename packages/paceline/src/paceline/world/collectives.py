@@ -24,6 +24,7 @@ from paceline.world.world import World
 
 if TYPE_CHECKING:
     from paceline.world.exchange import Exchange
+    from paceline.world.hang_reports import HangReports
     from paceline.world.structures import StructureOperations
 
 Reduction = Literal["sum", "mean", "none"]
@@ -67,15 +68,16 @@ class Collectives:
         self.rank = 0 if group is None else dist.get_rank(group)
         self._topics: dict[tuple[str, str], Topic] = {}
         self._exchange: Exchange | None = None
+        self._reports: HangReports | None = None
         if self.size > 1:
             # Loaded here: one process sends nothing, and has no use for messages, their links and the reports about them.
             from paceline.world.exchange import Exchange
             from paceline.world.hang_reports import reports_for
 
-            reports = reports_for(is_asked=debug)
+            self._reports = reports_for(is_asked=debug)
             check = None
-            if debug and reports is not None and group is not None:
-                check = reports.call_check(group, timeout_s, computes_on_cpu=device.type == "cpu")
+            if debug and self._reports is not None and group is not None:
+                check = self._reports.call_check(group, timeout_s, computes_on_cpu=device.type == "cpu")
             self._exchange = Exchange(group, device, check)
         self._timeout_s = timeout_s
 
@@ -110,13 +112,13 @@ class Collectives:
 
     def backward_failed(self, error: BaseException) -> None:
         """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
-        if self._exchange is not None:
-            self._exchange.backward_failed(error)
+        if self._reports is not None:
+            self._reports.backward_failed(error)
 
     def backward_passed(self) -> None:
         """Takes that back, because a later backward pass of this rank has succeeded."""
-        if self._exchange is not None:
-            self._exchange.backward_passed()
+        if self._reports is not None:
+            self._reports.backward_passed()
 
     # -------------------------------------------------------------------- tensors
 

@@ -21,8 +21,8 @@ from torch.optim import Optimizer
 P = ParamSpec("P")
 
 
-class Event(Generic[P]):
-    """A moment, such as the end of an epoch. Its subscribers are called in the order in which they subscribed."""
+class Subscribers(Generic[P]):
+    """Functions that are called when something happens, in the order in which they subscribed."""
 
     def __init__(self) -> None:
         # Keys are compared by identity: the same function may subscribe twice.
@@ -37,6 +37,10 @@ class Event(Generic[P]):
             self._subscribers.pop(key, None)
 
         return unsubscribe
+
+
+class Event(Subscribers[P]):
+    """A moment, such as the end of an epoch."""
 
     def __bool__(self) -> bool:
         """Returns whether anybody subscribed."""

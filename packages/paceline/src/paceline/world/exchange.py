@@ -34,7 +34,7 @@ from torch import Tensor
 from paceline.base.errors import CollectiveError
 from paceline.world.arrived import Arrived, ByteLayout, RankPayload, Topic, fingerprint_of
 from paceline.world.failures import communicate
-from paceline.world.hang_reports import CheckOfCalls, hang_reports, suggestion
+from paceline.world.hang_reports import CheckOfCalls, suggestion
 from paceline.world.mesh import Group, cpu_group
 from paceline.world.network.links import links_of
 from paceline.world.network.messages import WORD, Combination, Messages
@@ -82,18 +82,6 @@ class Exchange:
     def communicate(self, operation: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         """Calls a collective of torch.distributed; see `failures.communicate`."""
         return communicate(operation, call, *arguments, **keywords)
-
-    def backward_failed(self, error: BaseException) -> None:
-        """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
-        reports = hang_reports()
-        if reports is not None:
-            reports.backward_failed(error)
-
-    def backward_passed(self) -> None:
-        """Takes that back, because a later backward pass of this rank has succeeded."""
-        reports = hang_reports()
-        if reports is not None:
-            reports.backward_passed()
 
     def agree(self, topic: Topic) -> None:
         """Makes sure that all ranks are about to do the same.

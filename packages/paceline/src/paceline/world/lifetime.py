@@ -14,41 +14,29 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import ParamSpec, Protocol, TypeVar, cast
 
 import torch.distributed as dist
+
+from paceline.world.events import Subscribers
 
 P = ParamSpec("P")
 
 
-class Lifetime(Generic[P]):
-    """Calls that are due at an end: each once, in the order in which they were registered, also where one of them raises."""
-
-    def __init__(self) -> None:
-        self._calls: dict[object, Callable[P, object]] = {}
-
-    def at_end(self, call: Callable[P, object]) -> Callable[[], None]:
-        """Has `call` called at the end. Returns a function that takes this back, and that may be called more than once."""
-        key = object()
-        self._calls[key] = call
-
-        def forget() -> None:
-            self._calls.pop(key, None)
-
-        return forget
+class Lifetime(Subscribers[P]):
+    """Ends once. Its subscribers are called then, also where one of them raises."""
 
     def end(self, *args: P.args, **kwargs: P.kwargs) -> None:
-        """Makes the calls, and those that are registered meanwhile.
+        """Calls them, and those that subscribe meanwhile.
 
         Raises:
             Exception: what one of them raised, once all were made; that of the last one, with the others as its context.
         """
-        if self._calls:
-            call = self._calls.pop(next(iter(self._calls)))
+        if self._subscribers:
+            subscriber = self._subscribers.pop(next(iter(self._subscribers)))
             try:
-                call(*args, **kwargs)
+                subscriber(*args, **kwargs)
             finally:
                 self.end(*args, **kwargs)
 
@@ -97,7 +85,7 @@ class ProcessLifetime:
     def keep(self, companion: Companion) -> None:
         """Keeps an object until this process leaves its group, and closes it then. It replaces an earlier one of its class."""
         self._kept[type(companion)] = companion
-        self.companions.at_end(companion.close)
+        self.companions.subscribe(companion.close)
 
     def kept(self, kind: type[C]) -> C | None:
         """Returns the object of this class that `keep` has got; None if there is none, as in a forked child."""

@@ -111,7 +111,7 @@ def join(
 def _keep(joined: _JoinedGroup) -> None:
     global _joined
     _joined = joined
-    lifetime.of_process().group.at_end(lambda leaving: _leave_group(joined, leaving))
+    lifetime.of_process().group.subscribe(lambda leaving: _leave_group(joined, leaving))
 
 
 def leave(at_exit: bool = False) -> None:
