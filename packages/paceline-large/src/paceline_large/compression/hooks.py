@@ -42,14 +42,14 @@ Hook = Callable[[Any, HookBucket], Future[Tensor]]
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _batched_power_sgd(state: Any, bucket: HookBucket) -> Future[Tensor]:
+def _batched_power_sgd(state: powerSGD_hook.PowerSGDState, bucket: HookBucket) -> Future[Tensor]:
     """Applies PowerSGD to all gradients of a bucket at once, as one square matrix.
 
     The matrix M of a rank is approximated by P @ Q.T with `matrix_approximation_rank` columns. One power iteration finds both:
     P is an orthonormal basis of the sum of all M @ Q, and Q is the mean of all M.T @ P.
 
     Args:
-        state: a `PowerSGDState` of torch.
+        state: what is kept between steps.
         bucket: the gradients.
 
     Shape: M [side, side] with side = ceil(sqrt(elements)), filled up with zeros; P and Q [side, columns].
@@ -97,7 +97,7 @@ def _batched_power_sgd(state: Any, bucket: HookBucket) -> Future[Tensor]:
     return decompressed
 
 
-def _random_columns(state: Any, side: int) -> Tensor:
+def _random_columns(state: powerSGD_hook.PowerSGDState, side: int) -> Tensor:
     """Draws columns that are the same on all ranks and new at each call. Shape: [side, columns]."""
     generator = torch.Generator().manual_seed(state.rng.randint(1_000_000_000))
     columns = min(state.matrix_approximation_rank, side)
@@ -226,7 +226,7 @@ def install(
 
     # DDP refuses torch's bf16 hook on every backend but NCCL and XCCL. It knows that hook by its name, so the function that
     # is registered has a name of its own: on gloo the hook computes the same.
-    def registered(state: Any, bucket: HookBucket) -> Future[Tensor]:
+    def registered(state: object, bucket: HookBucket) -> Future[Tensor]:
         return hook(state, bucket)
 
     # DDP reads the annotations of a hook. It wants the classes themselves, and not their names as text.

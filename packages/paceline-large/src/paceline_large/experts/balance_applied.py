@@ -80,7 +80,7 @@ def _balanced_forward(self: nn.Module, original: Callable[..., Any], *args: obje
     own = names[BALANCE]
 
     def balance(
-        gate_logits: Any, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
+        gate_logits: object, num_experts: int | None = None, top_k: int = 2, attention_mask: Tensor | None = None
     ) -> Any:
         if not isinstance(gate_logits, tuple) or num_experts is None:  # the model has no logits
             return own(gate_logits, num_experts, top_k, attention_mask)
@@ -160,12 +160,10 @@ class _SumOfRanks(Differentiable):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        total = tensor.clone()
+        total = tensor.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
+        return _SumOfRanks.call(gradient, ctx.group), None

@@ -24,8 +24,8 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -64,6 +64,8 @@ class Exchange:
         call_check: debug mode's check, called before each operation.
     """
 
+    communicate = staticmethod(communicate)  # for operations that send no messages
+
     def __init__(self, group: Group, device: torch.device, call_check: CheckOfCalls | None = None) -> None:
         self.group = group
         self.cpu_group = cpu_group(group)
@@ -78,10 +80,6 @@ class Exchange:
     def fits(self, leaves: int, cpu_bytes: int) -> bool:
         """Returns whether a body of this size travels inside the message."""
         return _HEAD.size + _NUMBER * leaves + cpu_bytes <= self.limit
-
-    def communicate(self, operation: str, call: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        """Calls a collective of torch.distributed; see `failures.communicate`."""
-        return communicate(operation, call, *arguments, **keywords)
 
     def agree(self, topic: Topic) -> None:
         """Makes sure that all ranks are about to do the same.
