@@ -128,15 +128,14 @@ class ActiveLoaders:
             loss: the loss.
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
         """
-        batches: Sequence[GivenBatch] = ()
-        if self.in_use == BatchesInUse.SEVERAL_LOOPS and len(self._stack) < 2:
-            batches = self.origins.known_of(loss)
-        if not batches and len(self._stack) < 2 and self.in_use < BatchesInUse.HELD:  # nearly always
+        if len(self._stack) < 2 and self.in_use == BatchesInUse.NEWEST:  # nearly always
             newest = None if self.top is None else self.top.given
             batches = [] if newest is None else [newest]
-        elif not batches:
+        else:
             advanced = self._advanced([loader for loader in self._stack if loader.given is not None])
-            batches = self.origins.sources_of(loss, self._stack, advanced, is_whole_step)
+            # After several loops, the one that is left is nearly always that of the batch.
+            is_sure = len(self._stack) == 1 and self.in_use < BatchesInUse.HELD
+            batches = self.origins.sources_of(loss, self._stack, advanced, is_whole_step, is_sure=is_sure)
         for given in batches:
             self._use(given)
         # The one whose loop began last, of those without idle ranks.

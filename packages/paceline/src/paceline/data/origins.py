@@ -155,6 +155,8 @@ class Origins:
         running: Sequence[PreparedLoader],
         advanced: Sequence[PreparedLoader],
         is_whole_step: bool,
+        *,
+        is_sure: bool,
     ) -> list[GivenBatch]:
         """Returns the batches from which a loss was computed: one of each loader, in the order in which their loops began.
 
@@ -163,8 +165,11 @@ class Origins:
             running: the loaders that are being iterated.
             advanced: those of them whose current batches count where nobody saw from which one the loss was computed.
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
+            is_sure: whether it is `advanced` where nobody saw it.
         """
         seen = self.of_loss(loss)
+        if is_sure and (seen is None or None in seen):
+            return [loader.given for loader in advanced if loader.given is not None]
         current = [loader.given for loader in running if loader.given is not None]
         before = None if self._before is None else self._before()
         if seen is None and before is not None and before in {*current, *self.waiting}:
@@ -191,12 +196,6 @@ class Origins:
                 "`backward` once for each loader's loss, or drop_last=True in both loaders, is exact.",
             )
         return batches
-
-    def known_of(self, loss: Tensor) -> list[GivenBatch]:
-        """Returns the newest batch of each loader from which a loss was computed; none if any is not known."""
-        seen = self.of_loss(loss)
-        known = [given for given in seen or () if given is not None]
-        return _newest_of_each(known, ()) if seen is not None and None not in seen else []
 
     def of_loss(self, loss: Tensor) -> set[GivenBatch | None] | None:
         """Returns the batches from which a loss was computed, as far as models saw their tensors.
@@ -233,16 +232,15 @@ def _metadata(tensor: Tensor) -> dict[str, Any]:
 
 
 def _newest_of_each(traced: Iterable[GivenBatch], running: Sequence[PreparedLoader]) -> list[GivenBatch]:
-    """Returns the newest of some batches for each loader, in the order in which the loops began.
+    """Returns the newest of some batches for each loader: those of loops that are over, and the others as their loops began.
 
     What a script keeps of earlier batches, such as the state of a recurrent network, does not weigh a loss.
     """
     newest: dict[PreparedLoader | None, GivenBatch] = {}
     for given in sorted(traced, key=lambda given: given.place()):
         newest[given.loader()] = given
-    # Batches of loops that have ended weigh a loss if there are no others.
-    of_running = [newest[loader] for loader in running if loader in newest]
-    return of_running or list(newest.values())
+    of_running = [newest.pop(loader) for loader in running if loader in newest]
+    return [*newest.values(), *of_running]
 
 
 def _weigh_differently(infos: Iterable[BatchInfo], is_whole_step: bool) -> bool:
