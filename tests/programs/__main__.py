@@ -31,6 +31,7 @@ from programs import inputs
 from programs.table import PROGRAMS, Program
 
 HERE = Path(__file__).parent
+TIME = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"  # of a folder that is named by when the program ran
 NEVER = 1e-12  # below it a loss counts as this, so that a difference can be relative
 
 
@@ -155,7 +156,7 @@ def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
     """Returns the tensors in the files that a program has written."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(set(folder.rglob("*")) - given):
-        name = str(path.relative_to(folder))
+        name = re.sub(TIME, "TIME", str(path.relative_to(folder)))
         # `save_state` of ours writes the weights a second time, for older scripts; docs/migrating-from-accelerate.md says so.
         if path.name == "pytorch_model.bin" and (path.parent / "model.safetensors").exists():
             continue

@@ -81,6 +81,19 @@ def recorded_backward(backward: Any) -> Any:
     return method
 
 
+def summed(function: Any) -> Any:
+    """Returns a function that records the sum of its result where the program itself calls it."""
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if sys._getframe(1).f_globals["__name__"] == "__main__":
+            write(float(result.double().sum()))
+        return result
+
+    return wrapper
+
+
 def over_gloo(init: Any) -> Any:
     """Returns an `init_process_group` that takes gloo in place of NCCL, and names no device."""
 
@@ -144,6 +157,8 @@ def shim_torch(torch: Any) -> None:
         torch.accelerator.device_count = lambda: 8
         torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
         torch.accelerator.set_device_index = lambda *_: None
+    if os.environ.get("PROGRAMS_STACKED"):  # for programs that stack what a model returns, and have no loss
+        torch.stack = summed(torch.stack)
     if os.environ.get("PROGRAMS_CUDA"):  # for programs that divide by the number of devices
         torch.cuda.device_count = lambda: int(os.environ["PROGRAMS_CUDA"])
     for owner in (torch.Tensor, torch.nn.Module):
@@ -327,6 +342,32 @@ def shim_hub(hub: Any) -> None:
     hub.hf_hub_download = hf_hub_download
 
 
+def shim_generation(generation: Any) -> None:
+    """Records the sum of the tokens that a model generates, for programs that have no loss."""
+    if not os.environ.get("PROGRAMS_GENERATED"):
+        return
+    plain = generation.GenerationMixin.generate
+
+    @wraps(plain)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens = plain(self, *args, **kwargs)
+        write(float(tokens.sum()))
+        return tokens
+
+    generation.GenerationMixin.generate = generate
+
+
+def shim_timm(timm: Any) -> None:
+    """Makes a small model with drawn weights in place of one that would be downloaded."""
+    plain = timm.create_model
+
+    @wraps(plain)
+    def create_model(name: str, *args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
+        return plain("resnet10t" if name == "resnet50d" else name, *args, **kwargs)
+
+    timm.create_model = create_model
+
+
 SHIMS = {
     "albumentations.core.composition": shim_albumentations,
     "evaluate": shim_evaluate,
@@ -334,6 +375,8 @@ SHIMS = {
     "nanochat.common": shim_nanochat,
     "nltk": shim_nltk,
     "deepspeed.runtime.config": shim_config,
+    "transformers.generation.utils": shim_generation,
+    "timm": shim_timm,
     "torch": shim_torch,
     "torchtune.training.memory": shim_memory,
     "transformers": shim_transformers,
