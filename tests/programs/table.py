@@ -371,7 +371,8 @@ PROGRAMS = (
             "--beta 0.1 --seed 1", "language_model", "questions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
     *(
         hugging(f"accelerate {script} {more}".strip(), "huggingface/accelerate/examples/by_feature",
-                f"{script}.py --cpu {more}", "accelerate_examples", procs=procs, weights=script == "checkpointing", env={"PROGRAMS_BACKWARD": "1"})
+                f"{script}.py --cpu {more}", "accelerate_examples", procs=procs, weights=script == "checkpointing",
+                env={"PROGRAMS_BACKWARD": "1"})
         for script, more, procs in (
             ("automatic_gradient_accumulation", "", (1, 2)),
             ("checkpointing", "--checkpointing_steps epoch --output_dir out", (1, 2)),
@@ -543,5 +544,10 @@ PROGRAMS = (
             ("sts", "sentence_transformer/training/sts", "training_stsbenchmark", (1, 2)),
             ("cross encoder", "cross_encoder/training/sts", "training_stsbenchmark", (2,)),
         )
+    ),
+    *(
+        plain(f"{name} recipe", f"{_TUTORIALS}/recipes_source", f"{name}_recipe_1.py", procs=(1,), inputs=("tutorial",),
+              weights=False, env={"PROGRAMS_CUDA": "2", "PROGRAMS_BACKWARD": "1"})  # it starts its processes itself
+        for name in ("distributed_checkpoint", "distributed_async_checkpoint")
     ),
 )  # fmt: skip
