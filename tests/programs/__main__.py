@@ -160,6 +160,8 @@ def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
         # `save_state` of ours writes the weights a second time, for older scripts; docs/migrating-from-accelerate.md says so.
         if path.name == "pytorch_model.bin" and (path.parent / "model.safetensors").exists():
             continue
+        if path.name.startswith("dl_state_dict"):  # how a loader counts where it is, is each library's own
+            continue
         if path.suffix == ".safetensors":
             flatten(load_file(path), name, tensors)
         elif path.suffix in (".pt", ".pth", ".bin", ".ckpt") or path.name.endswith(".pth.tar"):

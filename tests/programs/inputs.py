@@ -278,7 +278,8 @@ def accelerate_examples(folder: Path) -> None:
     for split, count in (("train", 203), ("validation", 45), ("test", 9)):
         rows = [{"idx": number, **_pair(draw, number)} for number in range(count)]
         _write(folder / "nyu-mll" / "glue" / f"{split}.jsonl", rows)
-        lines = [{"text": _text(draw, 20)} for _ in range(count)]
+        # An example reads 500 lines of it.
+        lines = [{"text": _text(draw, 12 + number % 9)} for number in range(500 if split == "train" else count)]
         _write(folder / "Salesforce" / "wikitext" / f"{split}.jsonl", lines)
         _write(folder / "roneneldan" / "TinyStories" / f"{split}.jsonl", lines)
     for data, name in (("nyu-mll/glue", "mrpc"), ("Salesforce/wikitext", "wikitext-2-v1")):
