@@ -76,7 +76,8 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         given = set(folder.rglob("*"))
         before = [str(HERE / "shim"), *args.libraries.split(os.pathsep)]
         if side == "real":
-            before.append(args.deepspeed if program.library == "deepspeed" else "")
+            engine = program.library == "deepspeed" or "ACCELERATE_USE_DEEPSPEED" in program.env
+            before.append(args.deepspeed if engine else "")
             # A program for DeepSpeed may import accelerate, too: transformers' Trainer does.
             before.append(args.accelerate if program.library != "torchrun" else "")
         else:
@@ -87,6 +88,7 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
             **os.environ,
             **program.env,
             "DS_ACCELERATOR": "cpu",
+            "HF_DATASETS_CACHE": str(Path(scratch) / "datasets"),  # else `datasets` takes what a folder of this name had before
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0",  # some programs draw by the order of a set

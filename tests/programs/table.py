@@ -414,12 +414,12 @@ PROGRAMS = (
             "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out "
             "--learning_rate 1e-3 --seed 1", "accelerate_examples", env={"PROGRAMS_BACKWARD": "1"}),
     *(
-        other(f"accelerate deepspeed_with_config_support zero {stage}", "huggingface/accelerate/examples/by_feature",
+        hugging(f"accelerate deepspeed_with_config_support zero {stage}", "huggingface/accelerate/examples/by_feature",
               "deepspeed_with_config_support.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-v1 "
               "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out "
               "--learning_rate 1e-3 --seed 1 --gradient_accumulation_steps 2 --checkpointing_steps epoch --load_best_model",
-              inputs=("accelerate_examples", "zero_templates"), procs=(2,),
-              env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_CPU": "true", "ACCELERATE_USE_DEEPSPEED": "true",
+              "accelerate_examples", "zero_templates", procs=(2,),
+              env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_DEEPSPEED": "true",
                    "ACCELERATE_DEEPSPEED_CONFIG_FILE": f"zero{stage}.json"})
         for stage in (1, 2, 3)
     ),
@@ -536,7 +536,7 @@ PROGRAMS = (
     hugging("diffusers vqgan", "huggingface/diffusers/examples/vqgan",
             "train_vqgan.py --model_config_name_or_path vq.json --discriminator_config_name_or_path critic.json "
             "--train_data_dir captions/train --seed 1 --discr_learning_rate 1e-3 --timm_model_backend resnet10t "
-            f"--timm_model_layers layer1|layer2 {_DIFFUSION}", "diffusion", "vqgan",
+            f"--timm_model_layers layer1|layer2 --timm_model_offset 3 {_DIFFUSION}", "diffusion", "vqgan",
             procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
     *(
         hugging(f"sentence-transformers {name}", f"huggingface/sentence-transformers/examples/{folder}", f"{script}.py",
