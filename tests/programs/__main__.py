@@ -88,7 +88,9 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
             **os.environ,
             **program.env,
             "DS_ACCELERATOR": "cpu",
-            "HF_DATASETS_CACHE": str(Path(scratch) / "datasets"),  # else `datasets` takes what a folder of this name had before
+            "HF_DATASETS_CACHE": str(
+                Path(scratch) / "datasets"
+            ),  # else `datasets` takes what a folder of this name had before
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0",  # some programs draw by the order of a set

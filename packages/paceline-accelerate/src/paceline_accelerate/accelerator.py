@@ -143,8 +143,6 @@ class Accelerator(ParticipantByState, AcceleratorBase):
             shows_wanted_device=self.preparation.device_problem is not None,
         )
         if parallelism_config is not None:
-            # For programs that communicate along an axis themselves; the plan has groups of its own.
-            self.state.device_mesh = parallelism_config.get_device_mesh(self.device.type)
             parallelism_config._validate_accelerator(self)
         self.deepspeed = None
         if asked.plugins:
