@@ -358,7 +358,7 @@ def vqgan(folder: Path) -> None:
         "norm_num_groups": 4,
         "num_vq_embeddings": 16,
     }
-    critic = {"in_channels": 3, "cond_channels": 0, "hidden_channels": 8, "depth": 2}
+    critic = {"in_channels": 3, "cond_channels": 0, "hidden_channels": 16, "depth": 4}
     for name, config in (("vq", generator), ("critic", critic)):
         (folder / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
 
