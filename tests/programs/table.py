@@ -377,7 +377,6 @@ PROGRAMS = (
              "--gradient_accumulation_steps 3 --per_device_batch_size 16", (1,)),
             ("local_sgd", "--gradient_accumulation_steps 2 --local_sgd_steps 4", (2,)),
             ("memory", "", (2,)),
-            ("schedule_free", "", (1,)),
         )
     ),
     hugging("accelerate nlp_example", "huggingface/accelerate/examples", "nlp_example.py --cpu", "accelerate_examples",
@@ -400,8 +399,8 @@ PROGRAMS = (
     hugging("accelerate deepspeed_with_config_support zero 3", "huggingface/accelerate/examples/by_feature",
             "deepspeed_with_config_support.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-v1 "
             "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out "
-            "--learning_rate 1e-3 --seed 1 --gradient_accumulation_steps 2 --checkpointing_steps epoch --load_best_model",
-            "accelerate_examples", "zero_templates", procs=(2,), env={"PROGRAMS_BACKWARD": "1",
+            "--learning_rate 1e-3 --seed 1 --gradient_accumulation_steps 2 --checkpointing_steps epoch",
+            "accelerate_examples", "zero3_config", procs=(2,), env={"PROGRAMS_BACKWARD": "1",
             "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero3.json"}),
     *(
         hugging(f"accelerate nd_parallel {axis}", "huggingface/accelerate/examples/torch_native_parallelism",
@@ -427,16 +426,9 @@ PROGRAMS = (
             "language_model", "chats", procs=(2,), weights=False,  # the real library takes DDP and its files on a CPU
             env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
                  "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}),
-    hugging("peft p_tuning", "huggingface/peft/examples/sequence_classification",
-            "peft_no_lora_accelerate.py --model_name_or_path bert-base-cased --num_virtual_tokens 4 --peft_type p_tuning "
-            "--encoder_hidden_size 16 --num_train_epochs 1 --output_dir out --seed 1", "accelerate_examples", procs=(1,),
-            env={"PROGRAMS_BACKWARD": "1"}),
     hugging("diffusers vqgan", "huggingface/diffusers/examples/vqgan",
             "train_vqgan.py --model_config_name_or_path vq.json --discriminator_config_name_or_path critic.json "
             "--train_data_dir captions/train --seed 1 --discr_learning_rate 1e-3 --timm_model_backend resnet10t "
             f"--timm_model_layers layer1|layer2 --timm_model_offset 3 {_DIFFUSION}", "diffusion", "vqgan", procs=(1,),
             env={"PROGRAMS_BACKWARD": "1"}),
-    hugging("sentence-transformers sts",
-            "huggingface/sentence-transformers/examples/sentence_transformer/training/sts",
-            "training_stsbenchmark.py", "bert", "similar", procs=(1,), env={"PROGRAMS_BACKWARD": "1"}),
 )  # fmt: skip

@@ -81,19 +81,6 @@ def recorded_backward(backward: Any) -> Any:
     return method
 
 
-def summed(function: Any) -> Any:
-    """Returns a function that records the sum of its result where the program itself calls it."""
-
-    @wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if sys._getframe(1).f_globals["__name__"] == "__main__":
-            write(float(result.double().sum()))
-        return result
-
-    return wrapper
-
-
 def over_gloo(init: Any) -> Any:
     """Returns an `init_process_group` that takes gloo in place of NCCL, and names no device."""
 
@@ -157,8 +144,6 @@ def shim_torch(torch: Any) -> None:
         torch.accelerator.device_count = lambda: 8
         torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
         torch.accelerator.set_device_index = lambda *_: None
-    if os.environ.get("PROGRAMS_STACKED"):  # for programs that stack what a model returns, and have no loss
-        torch.stack = summed(torch.stack)
     if os.environ.get("PROGRAMS_CUDA"):  # for programs that divide by the number of devices
         torch.cuda.device_count = lambda: int(os.environ["PROGRAMS_CUDA"])
     for owner in (torch.Tensor, torch.nn.Module):
@@ -358,12 +343,12 @@ def shim_generation(generation: Any) -> None:
 
 
 def shim_timm(timm: Any) -> None:
-    """Makes a small model with drawn weights in place of one that would be downloaded."""
+    """Draws the weights of a model in place of a download."""
     plain = timm.create_model
 
     @wraps(plain)
-    def create_model(name: str, *args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
-        return plain("resnet10t" if name == "resnet50d" else name, *args, **kwargs)
+    def create_model(*args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
 
     timm.create_model = create_model
 
