@@ -76,8 +76,7 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         given = set(folder.rglob("*"))
         before = [str(HERE / "shim"), *args.libraries.split(os.pathsep)]
         if side == "real":
-            engine = program.library == "deepspeed" or "ACCELERATE_USE_DEEPSPEED" in program.env
-            before.append(args.deepspeed if engine else "")
+            before.append(args.deepspeed if program.library == "deepspeed" else "")
             # A program for DeepSpeed may import accelerate, too: transformers' Trainer does.
             before.append(args.accelerate if program.library != "torchrun" else "")
         else:

@@ -289,22 +289,6 @@ def accelerate_examples(folder: Path) -> None:
     shutil.copytree(folder / "nyu-mll" / "glue", folder / "glue")
 
 
-def zero3_config(folder: Path) -> None:
-    """Makes `zero3.json`, a config of DeepSpeed whose values an example of accelerate fills in."""
-    schedule = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
-    optimizer = {"lr": "auto", "weight_decay": "auto", "torch_adam": True}
-    config = {
-        "zero_optimization": {"stage": 3, "reduce_bucket_size": "auto"},
-        "gradient_accumulation_steps": 2,
-        "gradient_clipping": "auto",
-        "train_batch_size": "auto",
-        "train_micro_batch_size_per_gpu": "auto",
-        "optimizer": {"type": "AdamW", "params": optimizer},
-        "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(schedule, "auto")},
-    }
-    (folder / "zero3.json").write_text(json.dumps(config), encoding="utf-8")
-
-
 def prompts(folder: Path) -> None:
     """Makes `prompts`, text that waits for more."""
     _split(folder, "prompts", lambda draw: {"prompt": _text(draw, 5)})

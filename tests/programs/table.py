@@ -396,12 +396,6 @@ PROGRAMS = (
             "megatron_lm_gpt_pretraining.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-v1 "
             "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out",
             "accelerate_examples", procs=(1,), expected="own fault"),  # it imports a name that transformers 5 does not have
-    hugging("accelerate deepspeed_with_config_support zero 3", "huggingface/accelerate/examples/by_feature",
-            "deepspeed_with_config_support.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-v1 "
-            "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out "
-            "--learning_rate 1e-3 --seed 1 --gradient_accumulation_steps 2 --checkpointing_steps epoch",
-            "accelerate_examples", "zero3_config", procs=(2,), env={"PROGRAMS_BACKWARD": "1",
-            "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero3.json"}),
     *(
         hugging(f"accelerate nd_parallel {axis}", "huggingface/accelerate/examples/torch_native_parallelism",
                 f"nd_parallel.py --model-name HuggingFaceTB/SmolLM-360M --save-dir out --num-steps 6 "
