@@ -6,6 +6,7 @@ import argparse
 import enum
 import json
 import pickle
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -486,6 +487,13 @@ def _calls_of_private_names(monkeypatch) -> list[str]:
     accelerator.backward(model(torch.ones(2, 4)).sum())
     optimizer.step()
     assert accelerator.state._prepare_backend() == ("gloo", accelerator.distributed_type)
+    assert accelerator.is_composable_parallelism_enabled
+    loss = torch.tensor(float(accelerator.process_index))
+    assert accelerator.torch_device_mesh is accelerator.state.device_mesh
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch does not like the joined names that accelerate uses
+        dist.all_reduce(loss, group=accelerator.torch_device_mesh["dp_cp"].get_group())
+    assert loss == sum(range(accelerator.num_processes))
     return calls
 
 

@@ -177,9 +177,10 @@ def cases() -> dict[str, object]:
     accelerator = fresh(optimizer=optimizer, scheduler=scheduler)
     model, _, _, loader = _objects()
     dummy = DummyOptim(model.parameters(), lr=0.25, weight_decay=0.1)
-    engine, prepared, _, _ = accelerator.prepare(model, dummy, DummyScheduler(dummy, 10, 2), loader)
+    engine, prepared, _, _ = accelerator.prepare(model, dummy, DummyScheduler(dummy, 10), loader)
     values = engine.config
     found["dummies"] = [values["optimizer.params"]["lr"], values["scheduler.params"]["total_num_steps"],
+                        values["scheduler.params"]["warmup_num_steps"],
                         values["train_micro_batch_size_per_gpu"], type(prepared.optimizer.optimizer).__name__]  # fmt: skip
 
     model, real, _, loader = _objects()
@@ -215,7 +216,7 @@ def test_plugins_and_stand_ins() -> None:
         "without": "deepspeed-plugin",
         "several": [2, 3, 2, 3],
         "second": True,
-        "dummies": [0.25, 10, 4, "AdamW"],
+        "dummies": [0.25, 10, 1, 4, "AdamW"],
         **dict.fromkeys(
             ("both", "neither", "no scheduler", "no batch size", "two models", "not whole"), "deepspeed-prepare"
         ),

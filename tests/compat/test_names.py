@@ -315,3 +315,18 @@ def test_a_module_that_is_still_being_imported_is_changed_at_a_later_import(monk
     mender.find_spec("another")
     mender.find_spec("another")
     assert changed == [module]
+
+
+def test_two_finders_that_ask_the_others_do_not_ask_each_other_for_ever(monkeypatch) -> None:
+    import sys
+    from importlib.util import find_spec
+
+    from paceline_accelerate.neighbours import Mender
+
+    changed: list[str] = []
+    menders = [Mender({"colorsys": lambda module: changed.append(module.__name__)}) for _ in range(2)]
+    monkeypatch.delitem(sys.modules, "colorsys", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [*menders, *sys.meta_path])
+    assert find_spec("colorsys") is not None
+    __import__("colorsys")
+    assert changed == ["colorsys"] * 2

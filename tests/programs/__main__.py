@@ -31,6 +31,7 @@ from programs import inputs
 from programs.table import PROGRAMS, Program
 
 HERE = Path(__file__).parent
+TIME = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"  # of a folder that is named by when the program ran
 NEVER = 1e-12  # below it a loss counts as this, so that a difference can be relative
 
 
@@ -86,6 +87,9 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
             **os.environ,
             **program.env,
             "DS_ACCELERATOR": "cpu",
+            "HF_DATASETS_CACHE": str(
+                Path(scratch) / "datasets"
+            ),  # else `datasets` takes what a folder of this name had before
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0",  # some programs draw by the order of a set
@@ -155,9 +159,11 @@ def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
     """Returns the tensors in the files that a program has written."""
     tensors: dict[str, torch.Tensor] = {}
     for path in sorted(set(folder.rglob("*")) - given):
-        name = str(path.relative_to(folder))
+        name = re.sub(TIME, "TIME", str(path.relative_to(folder)))
         # `save_state` of ours writes the weights a second time, for older scripts; docs/migrating-from-accelerate.md says so.
         if path.name == "pytorch_model.bin" and (path.parent / "model.safetensors").exists():
+            continue
+        if path.name.startswith("dl_state_dict"):  # how a loader counts where it is, is each library's own
             continue
         if path.suffix == ".safetensors":
             flatten(load_file(path), name, tensors)

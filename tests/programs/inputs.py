@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+import shutil
 import textwrap
 from collections.abc import Iterable
 from pathlib import Path
@@ -263,6 +264,49 @@ def bert(folder: Path) -> None:
     )
     BertModel(config).save_pretrained(folder / "bert")
     tokenizer.save_pretrained(folder / "bert")
+
+
+def accelerate_examples(folder: Path) -> None:
+    """Makes what accelerate's examples name: `bert-base-cased`, a causal model, and the data sets `glue` and `wikitext`."""
+    bert(folder)
+    shutil.copytree(folder / "bert", folder / "bert-base-cased")
+    (folder / "bert").rename(folder / "bert-base-uncased")
+    language_model(folder)
+    shutil.copytree(folder / "model", folder / "HuggingFaceTB" / "SmolLM-360M")
+    shutil.copytree(folder / "model", folder / "microsoft" / "phi-2")
+    draw = random.Random(0)
+    for split, count in (("train", 203), ("validation", 45), ("test", 9)):
+        rows = [{"idx": number, **_pair(draw, number)} for number in range(count)]
+        _write(folder / "nyu-mll" / "glue" / f"{split}.jsonl", rows)
+        # An example reads 500 lines of it.
+        lines = [{"text": _text(draw, 12 + number % 9)} for number in range(500 if split == "train" else count)]
+        _write(folder / "Salesforce" / "wikitext" / f"{split}.jsonl", lines)
+        _write(folder / "roneneldan" / "TinyStories" / f"{split}.jsonl", lines)
+    for data, name in (("nyu-mll/glue", "mrpc"), ("Salesforce/wikitext", "wikitext-2-v1")):
+        files = "".join(f"  - split: {split}\n    path: {split}.jsonl\n" for split in ("train", "validation", "test"))
+        card = f"---\nconfigs:\n- config_name: {name}\n  data_files:\n{files}---\n"
+        (folder / data / "README.md").write_text(card, encoding="utf-8")
+    shutil.copytree(folder / "nyu-mll" / "glue", folder / "glue")
+
+
+def prompts(folder: Path) -> None:
+    """Makes `prompts`, text that waits for more."""
+    _split(folder, "prompts", lambda draw: {"prompt": _text(draw, 5)})
+
+
+def vqgan(folder: Path) -> None:
+    """Makes `vq.json` and `critic.json`, configs of a tiny VQGAN."""
+    generator = {
+        "block_out_channels": [8, 8],
+        "down_block_types": ["DownEncoderBlock2D"] * 2,
+        "up_block_types": ["UpDecoderBlock2D"] * 2,
+        "latent_channels": 4,
+        "norm_num_groups": 4,
+        "num_vq_embeddings": 16,
+    }
+    critic = {"in_channels": 3, "cond_channels": 0, "hidden_channels": 16, "depth": 4}
+    for name, config in (("vq", generator), ("critic", critic)):
+        (folder / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
 
 
 def t5(folder: Path) -> None:

@@ -89,6 +89,10 @@ _STEPS = (
     "--output_dir out --max_train_steps 4 --gradient_accumulation_steps 2 --per_device_train_batch_size 2 --seed 1 "
     "--per_device_eval_batch_size 2 --learning_rate 1e-3 --checkpointing_steps 2 "
 )
+_TRAINER = (
+    "--do_train --do_eval --max_steps 4 --per_device_train_batch_size 2 --per_device_eval_batch_size 4 "
+    "--gradient_accumulation_steps 2 --learning_rate 1e-2 --save_steps 2 --logging_steps 1 --output_dir out --report_to none"
+)
 _LINES = "--train_file train.txt --validation_file test.txt --block_size 16 --model_name_or_path model "
 
 
@@ -96,6 +100,13 @@ def task(name: str, where: str, command: str, *inputs: str, **others: object) ->
     """Returns a script of transformers' examples for one task, whose loop is its own."""
     row = {"env": {"PROGRAMS_BACKWARD": "1"}, **others}
     return hugging(f"task {name}", f"huggingface/transformers/examples/pytorch/{where}", _STEPS.join(command.split("|")),
+                   *inputs, "task_files", **row)  # fmt: skip
+
+
+def trainer(name: str, where: str, command: str, *inputs: str, **others: object) -> Program:
+    """Returns a script of transformers' examples for one task, which `Trainer` trains."""
+    row = {"procs": (1,), "env": {"PROGRAMS_BACKWARD": "1"}, **others}
+    return hugging(f"trainer {name}", f"huggingface/transformers/examples/pytorch/{where}", f"{command} {_TRAINER}",
                    *inputs, "task_files", **row)  # fmt: skip
 
 
@@ -351,4 +362,67 @@ PROGRAMS = (
     hugging("trl rloo", "huggingface/trl/trl/scripts",
             f"rloo.py {_TRL}questions --reward_funcs rewards.letters --num_generations 2 --max_completion_length 8 "
             "--beta 0.1 --seed 1", "language_model", "questions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
+    *(
+        hugging(f"accelerate {script} {more}".strip(), "huggingface/accelerate/examples/by_feature",
+                f"{script}.py --cpu {more}", "accelerate_examples", procs=procs, weights=script == "checkpointing",
+                env={"PROGRAMS_BACKWARD": "1"})
+        for script, more, procs in (
+            ("automatic_gradient_accumulation", "", (2,)),
+            ("checkpointing", "--checkpointing_steps epoch --output_dir out", (2,)),
+            ("checkpointing", "--checkpointing_steps 4 --output_dir out --use_stateful_dataloader", (2,)),
+            ("ddp_comm_hook", "--ddp_comm_hook power_sgd --ddp_comm_wrapper fp16", (2,)),
+            ("early_stopping", "", (2,)),
+            ("gradient_accumulation", "--gradient_accumulation_steps 4", (1, 2)),
+            ("gradient_accumulation_for_autoregressive_models",
+             "--gradient_accumulation_steps 3 --per_device_batch_size 16", (1,)),
+            ("local_sgd", "--gradient_accumulation_steps 2 --local_sgd_steps 4", (2,)),
+            ("memory", "", (2,)),
+        )
+    ),
+    hugging("accelerate nlp_example", "huggingface/accelerate/examples", "nlp_example.py --cpu", "accelerate_examples",
+            weights=False, env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("accelerate complete_nlp_example", "huggingface/accelerate/examples",
+            "complete_nlp_example.py --cpu --checkpointing_steps epoch --output_dir out --with_tracking --project_dir out",
+            "accelerate_examples", procs=(1,), env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("accelerate ddp_comm_hook bf16", "huggingface/accelerate/examples/by_feature",
+            "ddp_comm_hook.py --cpu --ddp_comm_hook bf16", "accelerate_examples", procs=(2,), weights=False,
+            env={"PROGRAMS_BACKWARD": "1"}, expected="own fault"),  # torch has this hook for NCCL alone
+    hugging("accelerate fsdp_with_peak_mem_tracking", "huggingface/accelerate/examples/by_feature",
+            "fsdp_with_peak_mem_tracking.py --model_name_or_path bert-base-cased --checkpointing_steps epoch --output_dir out",
+            "accelerate_examples", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_FSDP": "true",
+            "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer", "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"},
+            expected="own fault"),  # it measures the memory of a GPU
+    hugging("accelerate megatron_lm", "huggingface/accelerate/examples/by_feature",
+            "megatron_lm_gpt_pretraining.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-v1 "
+            "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out",
+            "accelerate_examples", procs=(1,), expected="own fault"),  # it imports a name that transformers 5 does not have
+    *(
+        hugging(f"accelerate nd_parallel {axis}", "huggingface/accelerate/examples/torch_native_parallelism",
+                f"nd_parallel.py --model-name HuggingFaceTB/SmolLM-360M --save-dir out --num-steps 6 "
+                f"--checkpoint-frequency 2 --sequence-length 32 --{axis}-size 2",
+                "accelerate_examples", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "PROGRAMS_IDLE": "wandb",
+                "PROGRAMS_ACCELERATOR": "cpu"}, expected=expected)
+        # The real library has no such sizes on a CPU. The model of the second was divided by transformers.
+        for axis, expected in (("dp-shard", "own fault"), ("tp", "refused"))
+    ),
+    hugging("accelerate phi2", "huggingface/accelerate/examples/inference/distributed", "phi2.py", "accelerate_examples",
+            weights=False, procs=(1,), env={"PROGRAMS_GENERATED": "1"}),
+    trainer("summarization", "summarization",
+            "run_summarization.py --model_name_or_path t5 --max_source_length 16 --max_target_length 8 --num_beams 2 "
+            f"--predict_with_generate {rows('summary')}", "t5"),
+    trainer("qa", "question-answering",
+            f"run_qa.py --model_name_or_path bert --max_seq_length 24 --doc_stride 8 {rows('question')}", "bert"),
+    hugging("trl online_dpo", "huggingface/trl/examples/scripts",
+            f"online_dpo.py {_TRL}prompts --reward_model_path model --max_new_tokens 6 --seed 1", "language_model", "prompts",
+            procs=(1,), expected="own fault"),  # it writes a dtype as JSON
+    hugging("trl sft fsdp2", "huggingface/trl/trl/scripts",
+            f"sft.py {_TRL.replace('--save_strategy no', '--save_steps 2')}chats --gradient_accumulation_steps 2",
+            "language_model", "chats", procs=(2,), weights=False,  # the real library takes DDP and its files on a CPU
+            env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
+                 "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}),
+    hugging("diffusers vqgan", "huggingface/diffusers/examples/vqgan",
+            "train_vqgan.py --model_config_name_or_path vq.json --discriminator_config_name_or_path critic.json "
+            "--train_data_dir captions/train --seed 1 --discr_learning_rate 1e-3 --timm_model_backend resnet10t "
+            f"--timm_model_layers layer1|layer2 --timm_model_offset 3 {_DIFFUSION}", "diffusion", "vqgan", procs=(1,),
+            env={"PROGRAMS_BACKWARD": "1"}),
 )  # fmt: skip

@@ -327,6 +327,32 @@ def shim_hub(hub: Any) -> None:
     hub.hf_hub_download = hf_hub_download
 
 
+def shim_generation(generation: Any) -> None:
+    """Records the sum of the tokens that a model generates, for programs that have no loss."""
+    if not os.environ.get("PROGRAMS_GENERATED"):
+        return
+    plain = generation.GenerationMixin.generate
+
+    @wraps(plain)
+    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+        tokens = plain(self, *args, **kwargs)
+        write(float(tokens.sum()))
+        return tokens
+
+    generation.GenerationMixin.generate = generate
+
+
+def shim_timm(timm: Any) -> None:
+    """Draws the weights of a model in place of a download."""
+    plain = timm.create_model
+
+    @wraps(plain)
+    def create_model(*args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
+
+    timm.create_model = create_model
+
+
 SHIMS = {
     "albumentations.core.composition": shim_albumentations,
     "evaluate": shim_evaluate,
@@ -334,6 +360,8 @@ SHIMS = {
     "nanochat.common": shim_nanochat,
     "nltk": shim_nltk,
     "deepspeed.runtime.config": shim_config,
+    "transformers.generation.utils": shim_generation,
+    "timm": shim_timm,
     "torch": shim_torch,
     "torchtune.training.memory": shim_memory,
     "transformers": shim_transformers,

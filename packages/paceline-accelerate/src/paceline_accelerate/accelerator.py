@@ -163,11 +163,12 @@ class Accelerator(ParticipantByState, AcceleratorBase):
 
     # -- what this run is --------------------------------------------------------------------------------------
 
-    torch_device_mesh = None
+    torch_device_mesh = property(lambda self: self.state.device_mesh)
     fp8_backend = property(lambda self: FP8BackendType(_float8_backend(self.fp8_enabled)))
     deepspeed_plugin = property(lambda self: self.state.deepspeed_plugin)
     deepspeed_engine_wrapped = property(lambda self: None if self.deepspeed is None else self.deepspeed.wrapped)
-    is_composable_parallelism_enabled = has_lomo_optimizer = False
+    is_composable_parallelism_enabled = property(lambda self: self.is_fsdp2)
+    has_lomo_optimizer = False
     delayed_fp8_autocast = False
     fp8_enabled = property(lambda self: self.mixed_precision == "fp8")
     has_fp8_handler = property(lambda self: self.ao_recipe_handler is not None)

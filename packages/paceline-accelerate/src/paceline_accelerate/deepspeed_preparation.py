@@ -180,7 +180,8 @@ class DeepSpeedPreparation:
         values = {
             "scheduler.params.warmup_min_lr": 0,
             "scheduler.params.warmup_max_lr": _rate(scheduler.optimizer),
-            "scheduler.params.warmup_num_steps": scheduler.warmup_num_steps,
+            # A `DummyScheduler` says 0 where the script says nothing, and DeepSpeed's schedules want one step or more.
+            "scheduler.params.warmup_num_steps": max(1, scheduler.warmup_num_steps),
         }
         if scheduler.total_num_steps is not None:
             # accelerate does not divide the steps of the warm-up.

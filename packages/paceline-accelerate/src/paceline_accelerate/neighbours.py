@@ -39,6 +39,7 @@ class Mender(MetaPathFinder):
     def __init__(self, mend: Mapping[str, Callable[[ModuleType], None]]) -> None:
         self.mend = mend
         self._unfinished: list[str] = []
+        self._sought: set[str] = set()
 
     def mend_imported(self, name: str) -> None:
         """Changes an imported module at once; one that is still being imported is changed at a later import."""
@@ -54,9 +55,14 @@ class Mender(MetaPathFinder):
         unfinished, self._unfinished = self._unfinished, []
         for earlier in unfinished:
             self.mend_imported(earlier)
-        if name not in self.mend:
+        # Another finder of this kind asks all others in turn, this one too.
+        if name not in self.mend or name in self._sought:
             return None
-        spec = self._spec_of_others(name, path, target)
+        self._sought.add(name)
+        try:
+            spec = self._spec_of_others(name, path, target)
+        finally:
+            self._sought.discard(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
 

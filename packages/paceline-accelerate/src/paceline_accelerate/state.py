@@ -31,7 +31,10 @@ from paceline_accelerate.kinds import DistributedType, text_of, type_of_processe
 from paceline_accelerate.split import split_part
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from paceline.accelerator import Accelerator
+    from paceline_accelerate.parallelism_config import ParallelismConfig
 
 _KNOWN = ["_cpu", "_mixed_precision", "_shared_state", "backend", "debug", "device", "distributed_type", "fork_launched",
           "local_process_index", "num_processes", "process_index"]  # fmt: skip
@@ -263,6 +266,7 @@ class AcceleratorState(PartialState):
     _shared_state: ClassVar[dict[str, Any]] = {}
     deepspeed_plugins: Mapping[str, DeepSpeedPlugin] | None = None
     fsdp_plugin: FullyShardedDataParallelPlugin  # set only where there is one
+    device_mesh: DeviceMesh | None
     _known_attrs: ClassVar[list[str]] = [
         *_KNOWN,
         "deepspeed_plugin",
@@ -314,7 +318,7 @@ class AcceleratorState(PartialState):
         tensor: object,
         dynamo: object,
         deepspeed: Mapping[str, DeepSpeedPlugin],
-        axes: object,
+        axes: ParallelismConfig | None,
         *,
         shows_wanted_device: bool,
     ) -> AcceleratorState:
@@ -323,7 +327,7 @@ class AcceleratorState(PartialState):
         The `DistributedType` is that of the plan: FSDP where it shards parameters.
 
         Args:
-            axes: what the script has asked for by a `ParallelismConfig`.
+            axes: what the script has asked for; their mesh becomes `device_mesh`.
             shows_wanted_device: whether the state shows the device that a variable names, which is not the run's.
         """
         process = _described(accelerator.collectives, accelerator.settings.cpu)
@@ -332,7 +336,9 @@ class AcceleratorState(PartialState):
         state = object.__new__(cls)
         state.__dict__ = cls._shared_state
         precision = accelerator.mixed_precision
-        plugins = {"torch_tp_plugin": tensor, "dynamo_plugin": dynamo}
+        # For programs that communicate along an axis themselves; the plan has groups of its own.
+        mesh = None if axes is None else axes.get_device_mesh(accelerator.device.type)
+        plugins = {"torch_tp_plugin": tensor, "dynamo_plugin": dynamo, "device_mesh": mesh}
         state._fill(dict(PartialState._shared_state), precision, plugins, axes)
         if shows_wanted_device:
             state.device = torch.device(str(wanted_device()))
