@@ -360,7 +360,7 @@ class AcceleratePreparation(Preparation):
         average = None
         if run.world.size > 1:
             average = run.prepared.finish_reduction
-        entry.join(run.gradients, run.scaler, run.optimizer_step, average, run.admits, run.events.stepped)
+        entry.join(run.gradients, run.scaler, run.take_step, average, run.admits, run.events.stepped)
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(entry.optimizer)
 

@@ -25,10 +25,11 @@ The estimate for items is a power of two: to divide by it does not round, so the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from types import MappingProxyType
+from functools import partial
+from types import MappingProxyType, TracebackType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -110,6 +111,42 @@ class Pass:
         if self.mean is None:
             return 1.0
         return self.divisor / self.mean.divisor
+
+
+class _MicroBatch(AbstractContextManager[None]):
+    """It is open during a micro-batch; see `Accumulation.window`. A class, since generators cost each step more calls."""
+
+    def __init__(
+        self,
+        accumulation: Accumulation,
+        hold: Callable[[], AbstractContextManager[object]],
+        done: int | None,
+        models: frozenset[int] | None,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._accumulation = accumulation
+        self._hold = hold
+        self._done = done
+        self._models = models
+        self._failed = failed
+        self._held: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        self._window = self._accumulation.begin(self._done, self._models)
+        if not self._window.sync:
+            self._held = self._hold()
+            self._held.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._held is not None:
+                self._held.__exit__(kind, error, traceback)
+        finally:
+            self._window.leave()
+        if error is not None:
+            self._failed(error)
 
 
 def _nothing_held(models: Iterable[int] | None = None) -> Iterable[tuple[Tensor, Tensor]]:
@@ -210,31 +247,32 @@ class Accumulation:
 
     # -- windows -------------------------------------------------------------------------------------------------
 
-    @contextmanager
     def window(
         self,
         hold: Callable[[], AbstractContextManager[object]],
         done: int | None = None,
         models: frozenset[int] | None = None,
-    ) -> Iterator[None]:
-        """Runs one micro-batch.
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> AbstractContextManager[None]:
+        """Returns a context that is open during one micro-batch.
 
         Args:
             hold: returns a context in which strategies do not communicate. It is entered unless this micro-batch is the last
                 of its window.
             done: the number of finished micro-batches in the window, if the caller counts them; 0 begins a new window.
             models: the models to which the window belongs. Each set of models has windows of its own.
+            failed: called with an error of the micro-batch; it may raise another one in its place.
         """
+        return _MicroBatch(self, hold, done, models, failed)
+
+    def begin(self, done: int | None, models: frozenset[int] | None) -> Window:
+        """Begins a micro-batch, and returns its window. Arguments as for `window`."""
         self.declared = True
         window = self._windows.of_models(models)
         if done is not None:
             window.continue_after(done)
-        window.enter(self.steps, lambda: self._is_last_batch(window))
-        try:
-            with nullcontext() if window.sync else hold():
-                yield
-        finally:
-            window.leave()
+        window.enter(self.steps, partial(self._is_last_batch, window))
+        return window
 
     def _is_last_batch(self, window: Window) -> bool:
         """Returns whether the current batch ends its window in any case: the rest of it would belong to the next epoch."""
@@ -266,7 +304,7 @@ class Accumulation:
     @property
     def is_between_windows(self) -> bool:
         """Whether no window has gradients that wait for further micro-batches."""
-        return not any(window.holds_gradients for window in self._windows)
+        return not any(window.holds_gradients for window in self._windows.all)
 
     @property
     def waiting_models(self) -> set[int]:
@@ -275,7 +313,10 @@ class Accumulation:
 
     def ends(self, parameters: Iterable[Tensor]) -> bool:
         """Returns whether gradients of these parameters wait for no further micro-batch, so that they may be stepped."""
-        return all(window.sync for window in self._windows.of(parameters))
+        for window in self._windows.of(parameters):
+            if not window.sync:
+                return False
+        return True
 
     def ended(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns those of the parameters whose gradients wait for no further micro-batch."""
@@ -286,12 +327,15 @@ class Accumulation:
         # Of a script that calls `loss.backward()` itself, passes are not known.
         if not (self.weighs_by_samples and self.began):
             return not self.sync
-        return any(window.keeps(parameters) for window in self._windows.of(parameters))
+        for window in self._windows.of(parameters):
+            if window.keeps(parameters):
+                return True
+        return False
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Called where gradients were cleared: they are no parts of a mean any more."""
-        for window in self._windows:
-            if window.means:
+        for window in self._windows.all:
+            if window.members or window.older:
                 window.forget(set(parameters))
 
     # -- a backward pass -----------------------------------------------------------------------------------------
@@ -331,7 +375,6 @@ class Accumulation:
         """
         self.began = True
         self.passes += 1
-        self.last_pass = Pass(self.passes)
         window = self._windows.current
         if not self.weighs_by_samples:
             self._mean = None
@@ -351,7 +394,7 @@ class Accumulation:
         if window.micro_batch > 1 or not window.sync:
             self._look_before(window)
         source = self._active.source_of(loss, is_whole_step=window.steps == 1)
-        window.note_source(source)
+        window.source = source
         batch = None if source is None else source.info
         # A rank without a sample in the global batch has a filler row. The loss becomes zero, but the backward pass still runs:
         # the collectives of the other ranks need this rank.
@@ -359,8 +402,8 @@ class Accumulation:
         self._look(loss, window, batch, num_items)
         if num_items is not None:
             mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
-        elif source is not None:
-            mean, part = self._samples(window, source)
+        elif batch is not None:
+            mean, part = self._samples(window, source, batch)
         else:
             mean, part = self._micro_batches(window)
         if not mean.is_exact and not mean.parameters:
@@ -379,7 +422,8 @@ class Accumulation:
 
     def _look(self, loss: Tensor, window: Window, batch: BatchInfo | None, items: float | Tensor | None) -> None:
         """Looks at how much each element of a loss counts, where this could be another number elsewhere."""
-        order = window.next_loss()
+        order = window.num_losses
+        window.num_losses += 1
         # The losses of micro-batches come later.
         is_whole = loss.grad_fn is not None
         if self.width == 1 and is_whole and (items is not None or self.steps == 1):
@@ -390,7 +434,7 @@ class Accumulation:
             rows = 1
         else:
             return
-        place = list(self._windows).index(window)
+        place = self._windows.all.index(window)
         self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, items)
 
     def _scaled_by_script(self, loss: Tensor, share: float) -> Tensor:
@@ -411,9 +455,8 @@ class Accumulation:
         num_with_samples = sum(map(bool, batch.weights))
         return len(batch.weights) / num_with_samples
 
-    def _samples(self, window: Window, given: _GivenBatch) -> tuple[Mean, float]:
+    def _samples(self, window: Window, given: _GivenBatch, batch: BatchInfo) -> tuple[Mean, float]:
         """Returns the mean over the samples of a loader, and what this rank has of it in this micro-batch."""
-        batch = given.info
         rows_of_all = sum(batch.weights)
         own: float = batch.weights[batch.index]
         # A `collate_fn` of the script's own may drop samples, so that ranks know their own rows only.
@@ -432,7 +475,9 @@ class Accumulation:
             mean = window.begin_mean(SAMPLES, given.loader, is_local=is_local)
             mean.expect(max(1, planned), self.width, is_exact=is_exact)
         # A micro-batch may have several losses, each with its own backward pass; its rows count once.
-        if mean.count(own if is_local else rows_of_all, window.micro_batch, once=True) and window.sync:
+        is_first = mean.count(own if is_local else rows_of_all, window.micro_batch, once=True)
+        is_as_planned = mean.is_exact and mean.counted == mean.expected  # nearly always
+        if is_first and window.sync and not is_as_planned:
             self._replace_estimate(window, mean)
         return mean, own
 
@@ -501,7 +546,7 @@ class Accumulation:
     def _keep_older(self, window: Window) -> None:
         """Copies gradients from before the window, which nobody has cleared: they are no parts of a mean that is estimated."""
         waiting: set[Tensor] = set()
-        for other in self._windows:
+        for other in self._windows.all:
             if other is window or other.holds_gradients:
                 waiting |= other.members
         held = [(parameter, gradient) for parameter, gradient in self._held() if parameter not in waiting]
@@ -552,7 +597,9 @@ class Accumulation:
 
         Ranks: all.
         """
-        for window in self._windows:
+        for window in self._windows.all:
+            if not window.members:
+                continue
             window.used(parameters)
             # Other means may have a pass before them in this micro-batch.
             open_means = [
@@ -623,15 +670,15 @@ class Accumulation:
 
     def window_state(self) -> dict[str, Any]:
         """Returns the state of the windows. It is the same on all ranks, except for `counts`, which are this rank's."""
-        counts = [window.counts() for window in self._windows]
-        sync = all(window.sync for window in self._windows)
+        counts = [window.counts() for window in self._windows.all]
+        sync = all(window.sync for window in self._windows.all)
         shared = {"sync": sync, "began": self.began, "divisor": self._items_divisor}
         return {**shared, "windows": self._windows.state(), "counts": counts}
 
     def older_gradients(self) -> dict[Tensor, list[Tensor]]:
         """Returns, by parameter, copies of gradients from before the open windows, which wait to be told from theirs."""
         older: dict[Tensor, list[Tensor]] = {}
-        for window in self._windows:
+        for window in self._windows.all:
             if window.holds_gradients:
                 # Where a parameter is in two windows, the copies are the same.
                 for parameter, entries in window.older.items():

@@ -47,6 +47,7 @@ class Window:
         means: the means of which losses of this window are parts.
         members: the parameters that took part in a backward pass of this window.
         older: copies of gradients from before the window, which nobody has cleared, by parameter; see `Older`.
+        num_losses: the number of losses of the current micro-batch so far.
         source: the batch of the last loss, if it was one of a prepared loader.
         ready: the parameters that took part in one of the last micro-batch, or whose gradients were used in it.
     """
@@ -57,7 +58,7 @@ class Window:
         self.is_open = False
         self.micro_batch = 0
         self._num_items_losses = 0  # in this micro-batch
-        self._num_losses = 0
+        self.num_losses = 0
         self.number = 0
         self._passed = False  # whether the current micro-batch had a backward pass
         self._counts_itself = False  # whether the script counts its micro-batches
@@ -97,7 +98,7 @@ class Window:
         self.sync = self.micro_batch >= steps or is_last()
         self.is_open = True
         self._num_items_losses = 0
-        self._num_losses = 0
+        self.num_losses = 0
         self._passed = False
 
     def enter_alone(self) -> None:
@@ -107,7 +108,7 @@ class Window:
         self.micro_batch = 1
         self.sync = True
         self._num_items_losses = 0
-        self._num_losses = 0
+        self.num_losses = 0
 
     def continue_after(self, done: int) -> None:
         """Says how many micro-batches are finished, for a script that counts them itself; 0 begins a new window."""
@@ -188,16 +189,6 @@ class Window:
         self._num_items_losses += 1
         return number
 
-    def note_source(self, source: object) -> None:
-        """Notes the batch of a loss."""
-        self.source = source
-
-    def next_loss(self) -> int:
-        """Returns the number of a loss in its micro-batch, from 0."""
-        number = self._num_losses
-        self._num_losses += 1
-        return number
-
     def used(self, parameters: Iterable[Tensor]) -> None:
         """Records that gradients of these parameters are used, so that they wait for no other pass of the last micro-batch."""
         if self.sync:
@@ -275,6 +266,7 @@ class Windows:
 
     Attributes:
         current: the window of the micro-batch that began last.
+        all: the windows.
     """
 
     def __init__(self, steps: int) -> None:
@@ -282,9 +274,7 @@ class Windows:
         # That of a script without `accumulate`, or that counts its micro-batches itself, is None.
         self._by_models: dict[frozenset[int] | None, Window] = {None: Window(steps)}
         self.current = self._by_models[None]
-
-    def __iter__(self) -> Iterator[Window]:
-        return iter(self._by_models.values())
+        self.all = [self.current]
 
     @property
     def waiting_models(self) -> set[int]:
@@ -297,21 +287,23 @@ class Windows:
 
     def of_models(self, models: frozenset[int] | None) -> Window:
         """Returns the window of models, by their numbers; it becomes the current one."""
-        if models not in self._by_models:
-            self._by_models[models] = Window(self._steps)
-        self.current = self._by_models[models]
-        return self.current
+        window = self._by_models.get(models)
+        if window is None:
+            window = self._by_models[models] = Window(self._steps)
+            self.all.append(window)
+        self.current = window
+        return window
 
     def of(self, parameters: Iterable[Tensor]) -> list[Window]:
         """Returns the windows in which parameters took part; the current one if they took part in none."""
-        if len(self._by_models) == 1:
-            return [self.current]
+        if len(self.all) == 1:
+            return self.all
         chosen = set(parameters)
-        windows = [window for window in self if not window.members.isdisjoint(chosen)]
+        windows = [window for window in self.all if not window.members.isdisjoint(chosen)]
         return windows or [self.current]
 
     def state(self) -> list[dict[str, Any]]:
-        """Returns the states of all windows, in the order of `__iter__`."""
+        """Returns the states of all windows, in the order of `all`."""
         states = []
         for models, window in self._by_models.items():
             named = None if models is None else sorted(models)

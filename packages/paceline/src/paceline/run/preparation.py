@@ -496,7 +496,7 @@ class Preparation:
         """Wraps and records an optimizer that holds the prepared parameters."""
         run = self.run
         entry = PreparedOptimizer(
-            optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits, run.events.stepped
+            optimizer, run.gradients, run.scaler, run.take_step, run.admits, run.events.stepped
         )
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(optimizer)

@@ -6,7 +6,7 @@ forward_backward   the same after the model's forward and the loss; a pipeline r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -84,8 +84,11 @@ class Steps:
                 )
         # The keywords, such as `retain_graph`, are those of `Tensor.backward`.
         checked_loss = self._gradients.checked(loss, keywords)
-        with self._run.explaining_memory("backward"):
-            self._run_backward(self.scaled(checked_loss, num_items), **keywords)
+        try:
+            self._run_backward(self.scaled(checked_loss, num_items), keywords)
+        except BaseException as error:
+            self._run.explain_exhaustion("backward", error)
+            raise
         self.finish_reduction()
 
     def forward_backward(
@@ -99,9 +102,7 @@ class Steps:
         runner = None if entry is None else entry.chain.runner
         # Without micro-batches and without a pipeline this is an ordinary forward and backward pass.
         if parts is None and runner is None:
-            whole = BatchPart.of(batch)
-            with self._run.explaining_memory("forward"):
-                loss = loss_fn(model(*whole.inputs, **whole.named), whole.target)
+            loss = self._forward(model, BatchPart.of(batch), loss_fn)
             self.backward(loss, num_items)
             return loss.detach()
         # Scaling is linear in the loss. So the loss 1 is scaled once, and its result is the factor of each micro-batch's loss.
@@ -123,13 +124,14 @@ class Steps:
         without_communication = entry.chain.hold_gradients()
         phase = self._run.events.phase("pipeline")
         try:
-            with self._run.explaining_memory("forward"), phase, without_communication:
+            with phase, without_communication:
                 if parts is None:
                     loss = runner.forward_backward(BatchPart.of(batch), seen_loss, factor, mean)
                 else:
                     loss = runner.forward_backward_each(parts, seen_loss, factor, mean)
         except BaseException as error:
             self._announce_failure(error)
+            self._run.explain_exhaustion("forward", error)
             raise
         self._run.collectives.backward_passed()
         if self._run.scaler is not None:
@@ -156,16 +158,21 @@ class Steps:
             if number < len(parts):
                 context = self._prepared.hold_gradients([model])
             with context:
-                with self._run.explaining_memory("forward"):
-                    loss = loss_fn(model(*part.inputs, **part.named), part.target)
+                loss = self._forward(model, part, loss_fn)
                 self._run.events.backward(loss, loss * share / divisor, None)
-                with self._run.explaining_memory("backward"):
-                    self._run_backward(self._gradients.checked(loss, {}) * (factor / divisor))
+                self._run_backward(self._gradients.checked(loss, {}) * (factor / divisor), {})
             total += loss.detach()
         self.finish_reduction()
         return total / divisor
 
-    def _run_backward(self, loss: torch.Tensor, **keywords: object) -> None:
+    def _forward(self, model: nn.Module, part: BatchPart, loss_fn: Callable[..., torch.Tensor]) -> torch.Tensor:
+        try:
+            return loss_fn(model(*part.inputs, **part.named), part.target)
+        except BaseException as error:
+            self._run.explain_exhaustion("forward", error)
+            raise
+
+    def _run_backward(self, loss: torch.Tensor, keywords: Mapping[str, object]) -> None:
         with self._run.events.phase("backward"), ExitStack() as stack:
             waiting = self._gradients.waiting_models
             for number, entry in enumerate(self._prepared.models):
@@ -178,6 +185,7 @@ class Steps:
                 loss.backward(**keywords)
             except BaseException as error:
                 self._announce_failure(error)
+                self._run.explain_exhaustion("backward", error)
                 raise
         self._run.collectives.backward_passed()
 
@@ -294,6 +302,10 @@ class Steps:
         """Ends a backward pass, and finishes the reduction of gradients if it was the last of its window. Ranks: all."""
         self._gradients.passed()
         if self._gradients.sync:
-            with self._run.explaining_memory("backward"), self._run.events.phase("reduce"):
-                self._prepared.finish_reduction(self._gradients.waiting_models)
+            try:
+                with self._run.events.phase("reduce"):
+                    self._prepared.finish_reduction(self._gradients.waiting_models)
+            except BaseException as error:
+                self._run.explain_exhaustion("backward", error)
+                raise
             self._replicas.passed()
