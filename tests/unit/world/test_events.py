@@ -66,5 +66,5 @@ def test_a_span_enters_the_context_of_its_name() -> None:
 
 def test_a_copy_tells_nobody() -> None:
     events = Events()
-    events.trains.subscribe(lambda: 1 / 0)
-    assert events.trains and not copy.deepcopy(events).trains
+    events.several_batches.subscribe(lambda: 1 / 0)
+    assert events.several_batches and not copy.deepcopy(events).several_batches

@@ -254,7 +254,6 @@ class ActiveLoaders:
         self.trained |= bool(self._stack)
         for loader in self._stack:
             loader.train()
-        self._events.trains()
 
     def loaded(self, loader: PreparedLoader, takes_ahead: bool) -> None:
         """Called when a loader has loaded a state: it may have trained in the run that saved, which may have taken ahead."""

@@ -309,7 +309,11 @@ class Accumulation:
     @property
     def waiting_models(self) -> set[int]:
         """The numbers of models whose gradients wait in windows of their own: passes of other windows reduce none of them."""
-        return self._windows.waiting_models
+        waiting: set[int] = set()
+        for models, window in self._windows.by_models.items():
+            if models is not None and window.holds_gradients:
+                waiting |= models
+        return waiting
 
     def ends(self, parameters: Iterable[Tensor]) -> bool:
         """Returns whether gradients of these parameters wait for no further micro-batch, so that they may be stepped."""

@@ -164,6 +164,8 @@ class Window:
     def passed(self, parameters: Set[Tensor], mean: Mean | None) -> None:
         """Records that a backward pass has given parts of a mean to the gradients of these parameters."""
         self._passed = True
+        if not parameters:
+            return
         self.members |= parameters
         if self.sync:
             self.ready |= parameters
@@ -266,30 +268,22 @@ class Windows:
 
     Attributes:
         current: the window of the micro-batch that began last.
-        all: the windows.
+        by_models: the windows by the numbers of their models.
+        all: the same windows.
     """
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         # That of a script without `accumulate`, or that counts its micro-batches itself, is None.
-        self._by_models: dict[frozenset[int] | None, Window] = {None: Window(steps)}
-        self.current = self._by_models[None]
+        self.by_models: dict[frozenset[int] | None, Window] = {None: Window(steps)}
+        self.current = self.by_models[None]
         self.all = [self.current]
-
-    @property
-    def waiting_models(self) -> set[int]:
-        """The numbers of models that have windows of their own, whose gradients wait for further micro-batches."""
-        waiting: set[int] = set()
-        for models, window in self._by_models.items():
-            if models is not None and window.holds_gradients:
-                waiting |= models
-        return waiting
 
     def of_models(self, models: frozenset[int] | None) -> Window:
         """Returns the window of models, by their numbers; it becomes the current one."""
-        window = self._by_models.get(models)
+        window = self.by_models.get(models)
         if window is None:
-            window = self._by_models[models] = Window(self._steps)
+            window = self.by_models[models] = Window(self._steps)
             self.all.append(window)
         self.current = window
         return window
@@ -305,7 +299,7 @@ class Windows:
     def state(self) -> list[dict[str, Any]]:
         """Returns the states of all windows, in the order of `all`."""
         states = []
-        for models, window in self._by_models.items():
+        for models, window in self.by_models.items():
             named = None if models is None else sorted(models)
             states.append({"models": named, **window.state()})
         return states

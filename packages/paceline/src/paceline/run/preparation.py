@@ -285,7 +285,7 @@ class Preparation:
         if entry.chain.plan.layout == self.run.plan.layout and entry.chain.plan.zero == self.run.plan.zero:
             self.run.prepared.models.append(entry)
             return True
-        for applied in entry.chain:
+        for applied in entry.chain.strategies:
             applied.release()
         return False
 
@@ -371,7 +371,7 @@ class Preparation:
         entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given), model.is_trained_here)
         if model.recipe is not None and replaces_parameters:
             device = run.device
-            if any(applied.parameters_on_host for applied in chain):
+            if any(applied.parameters_on_host for applied in chain.strategies):
                 device = torch.device("cpu")
             self._materialise(model.recipe, entry.module, device)
         if entry.wrapped is not entry.module or "forward" in vars(entry.module):
@@ -385,7 +385,7 @@ class Preparation:
             run.phases.follow_model(entry.wrapped)
             if chain.runner is not None:
                 chain.runner.follow(run.events.phase)
-            for applied in chain:
+            for applied in chain.strategies:
                 applied.call_before_waiting(run.phases.reduce)
 
     def _trace_origins(self) -> None:
@@ -417,7 +417,7 @@ class Preparation:
             from paceline.parallel.draws import watch_first_pass
 
             watch_first_pass(entry.module, self.run.device, partial(self._note_first_pass, entry.facts))
-        for applied in entry.chain:
+        for applied in entry.chain.strategies:
             applied.call_with_others(partial(self._note, randomness.adapted_weights(entry.facts.name)))
 
     def _note_first_pass(self, facts: ModelFacts, findings: PassFindings) -> None:
@@ -629,7 +629,7 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
             bound.add(model)
             decisions: list[Decision] = []
             with adapter.binding():
-                for applied in model.chain:
+                for applied in model.chain.strategies:
                     decisions += applied.bind(adapter)
             for decision in decisions:
                 present.note(decision)

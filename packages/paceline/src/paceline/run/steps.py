@@ -176,7 +176,7 @@ class Steps:
         with self._run.events.phase("backward"), ExitStack() as stack:
             waiting = self._gradients.waiting_models
             for number, entry in enumerate(self._prepared.models):
-                for applied in entry.chain:
+                for applied in entry.chain.strategies:
                     if number in waiting:
                         stack.enter_context(applied.hold_gradients())
                     elif self._gradients.sync:  # `finish_reduction` follows
@@ -280,7 +280,7 @@ class Steps:
 
         self._run.events.uneven_steps()
         entries = [self._prepared.find(model) for model in joinables if isinstance(model, nn.Module)]
-        strategies = [applied for entry in entries if entry is not None for applied in entry.chain]
+        strategies = [applied for entry in entries if entry is not None for applied in entry.chain.strategies]
         wrapped = [applied.joinable for applied in strategies if applied.joinable is not None]
         with ExitStack() as stack:
             for applied in self._prepared.applied_strategies():

@@ -135,7 +135,6 @@ class Events:
         loop_began: a loop over a prepared loader began.
         loop_over: such a loop ended; and whether it was read to its end.
         gathered: the script gathered or reduced values of all ranks, by the method of this name, with this result. Ranks: all.
-        trains: a backward pass begins.
         several_batches: from now on a script may have several batches of prepared loaders at the same time.
         backward: a backward pass begins; of a pipeline, it has ended. With the loss of the script, what it adds on this rank to
             the mean over the window and the ranks (without loss scaling), and the script's `num_items`.
@@ -156,7 +155,6 @@ class Events:
         self.loop_began: Event[[Any]] = Event()
         self.loop_over: Event[[Any, bool]] = Event()
         self.gathered: Event[[str, object]] = Event()
-        self.trains: Event[[]] = Event()
         self.several_batches: Event[[]] = Event()
         self.backward: Event[[Tensor, Tensor, object]] = Event()
         self.stepped: Event[[Optimizer]] = Event()
