@@ -47,10 +47,10 @@ def test_an_error_of_a_subscriber_is_the_callers() -> None:
 
 def test_a_span_enters_the_context_of_its_name() -> None:
     seen = []
-    span = Span()
-    with span("step"):
+    span = Span(["step", "clip"])
+    with span["step"]:
         pass
-    assert not span
+    assert not span.is_followed
 
     @contextmanager
     def context(name: str):
@@ -59,7 +59,7 @@ def test_a_span_enters_the_context_of_its_name() -> None:
         seen.append("over")
 
     span.subscribe({"step": context("step")})
-    with span("step"), span("clip"):
+    with span["step"], span["clip"]:
         seen.append("inside")
     assert seen == ["step", "inside", "over"]
 

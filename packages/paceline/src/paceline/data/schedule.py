@@ -112,13 +112,14 @@ class Even:
         return self.start + step * self.plan.global_batch + before
 
     def info(self, step: int) -> BatchInfo:
-        steps = self.steps
-        if steps is not None and step < steps - 1:
-            return self._full
+        length = self.entries.length
+        if length is not None and length >= self.start + (step + 2) * self.plan.global_batch:
+            return self._full  # nearly always: the batch after it is full, too
         num_real = self._num_real(step)
+        steps = self.steps
         if steps is None and num_real == self.plan.global_batch:
             return self.plan.info(num_real, last=lambda: not self.has(step + 1))
-        return self.plan.info(num_real, last=True)
+        return self.plan.info(num_real, last=steps is None or step == steps - 1)
 
     def consumed(self, step: int) -> int:
         return max(self.start, self.entries.size(self.start + step * self.plan.global_batch))

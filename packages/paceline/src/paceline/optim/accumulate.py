@@ -472,7 +472,7 @@ class Accumulation:
         mean = window.mean(SAMPLES, given.loader)
         if mean is None:
             num_ahead = window.steps - window.micro_batch + 1
-            planned = given.window_rows(num_ahead)
+            planned = rows_of_all if num_ahead == 1 else given.window_rows(num_ahead)
             is_exact = planned is not None and not given.may_drop
             if planned is None:
                 planned = rows_of_all if window.sync else rows_of_all * num_ahead
@@ -574,8 +574,8 @@ class Accumulation:
             window.forget(cleared)
         self._gradients_before = before
 
-    def passed(self) -> None:
-        """Called after a backward pass, before its gradients are reduced.
+    def passed(self) -> bool:
+        """Called after a backward pass, before its gradients are reduced. Returns whether its window ends.
 
         Raises:
             TrainError: `items-mixed`, if gradients have parts of two means that cannot both be exact.
@@ -589,12 +589,11 @@ class Accumulation:
         window.passed(parameters, mean)
         self._mean = None
         self.loss_weights.passed(self.last_pass.factor)
-        if mean is None:
-            return
-        for other in window.means:
+        for other in window.means if mean is not None else ():
             is_apart = other is mean or other.parameters.isdisjoint(mean.parameters)
             if not is_apart and not (mean.is_exact and other.is_exact):
                 raise mixed(mean, other)
+        return window.sync
 
     def settle(self, parameters: Sequence[Tensor]) -> None:
         """Makes gradients final whose window has ended without a backward pass of their mean in the last micro-batch.

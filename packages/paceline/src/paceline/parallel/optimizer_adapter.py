@@ -171,12 +171,6 @@ class OptimizerAdapter:
     # -- what the methods do ---------------------------------------------------------------------------------------
 
     def _step(self, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        if "step" not in self._surroundings:
-            return self._take_step(plain, args, kwargs)
-        with self._surroundings_of("step"):
-            return self._take_step(plain, args, kwargs)
-
-    def _take_step(self, plain: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Takes one step. This is the order of everything that happens in it."""
         optimizer = self.optimizer
         opened = ExitStack()
@@ -212,12 +206,15 @@ class OptimizerAdapter:
             for act in self._afterwards:
                 act(optimizer)
 
-        # 1. The loss, if it is computed here.
         computed: _ComputedLoss | None = None
-        if self._swaps or self._parts is not None:
-            computed, args, kwargs = self._with_loss(args, kwargs)
-        # 2. The user's hooks before a step; 6. the kernels; 8. the user's hooks after it.
-        with opened:
+        holds_others = bool(self._swaps) or self._parts is not None
+        if not holds_others and "step" not in self._surroundings:
+            return step_inside_of_hooks(optimizer, partial(plain, *args, **kwargs), begin, end)
+        with self._surroundings_of("step"), opened:
+            # 1. The loss, if it is computed here.
+            if holds_others:
+                computed, args, kwargs = self._with_loss(args, kwargs)
+            # 2. The user's hooks before a step; 6. the kernels; 8. the user's hooks after it.
             return step_inside_of_hooks(optimizer, partial(plain, *args, **kwargs), begin, end)
 
     def _with_loss(

@@ -384,7 +384,7 @@ class Preparation:
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)
             if chain.runner is not None:
-                chain.runner.follow(run.events.phase)
+                chain.runner.follow(run.events.phase.__getitem__)
             for applied in chain.strategies:
                 applied.call_before_waiting(run.phases.reduce)
 

@@ -189,7 +189,7 @@ class Run:
             self._has_stepped = True
             self.events.before_first_step()
         try:
-            with self.events.phase("step"):
+            with self.events.phase["step"]:
                 return step()
         except BaseException as error:
             self.explain_exhaustion("step", error)

@@ -122,7 +122,7 @@ class Steps:
             return self._run_each(model, parts or (), seen_loss, share, factor, mean)
         # No strategy communicates within the schedule: its micro-batches reach the ranks at different times.
         without_communication = entry.chain.hold_gradients()
-        phase = self._run.events.phase("pipeline")
+        phase = self._run.events.phase["pipeline"]
         try:
             with phase, without_communication:
                 if parts is None:
@@ -173,7 +173,7 @@ class Steps:
             raise
 
     def _run_backward(self, loss: torch.Tensor, keywords: Mapping[str, object]) -> None:
-        with self._run.events.phase("backward"), ExitStack() as stack:
+        with self._run.events.phase["backward"], ExitStack() as stack:
             waiting = self._gradients.waiting_models
             for number, entry in enumerate(self._prepared.models):
                 for applied in entry.chain.strategies:
@@ -257,7 +257,7 @@ class Steps:
         from paceline.optim.clip import clip_grad_norm  # many loops do not clip
 
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        with self._run.events.phase("clip"):
+        with self._run.events.phase["clip"]:
             if self._finish(chosen):
                 across = self._prepared.across()
                 self._norm = clip_grad_norm(chosen, max_norm, norm_type, across, error_if_nonfinite)
@@ -269,7 +269,7 @@ class Steps:
         from paceline.optim.clip import clip_grad_value  # many loops do not clip
 
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        with self._run.events.phase("clip"):
+        with self._run.events.phase["clip"]:
             if self._finish(chosen):
                 clip_grad_value(chosen, clip_value)
 
@@ -300,12 +300,12 @@ class Steps:
 
     def finish_reduction(self) -> None:
         """Ends a backward pass, and finishes the reduction of gradients if it was the last of its window. Ranks: all."""
-        self._gradients.passed()
-        if self._gradients.sync:
-            try:
-                with self._run.events.phase("reduce"):
-                    self._prepared.finish_reduction(self._gradients.waiting_models)
-            except BaseException as error:
-                self._run.explain_exhaustion("backward", error)
-                raise
-            self._replicas.passed()
+        if not self._gradients.passed():
+            return
+        try:
+            with self._run.events.phase["reduce"]:
+                self._prepared.finish_reduction(self._gradients.waiting_models)
+        except BaseException as error:
+            self._run.explain_exhaustion("backward", error)
+            raise
+        self._replicas.passed()
