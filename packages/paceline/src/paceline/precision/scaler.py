@@ -129,6 +129,11 @@ class LossScaler:
             self._flags.clear()
             self._complete.clear()
 
+    def scale_for_pass(self, loss: Tensor) -> Tensor:
+        """Begins a backward pass, and returns its loss times the scale."""
+        self.begin_pass()
+        return self.scale(loss)
+
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss times the scale."""
         self._loss = loss.detach()

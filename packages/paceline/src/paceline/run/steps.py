@@ -20,8 +20,12 @@ from paceline.run.run import Run
 from paceline.world.tree import first_rows
 
 if TYPE_CHECKING:
+    from paceline.parallel.strategy import AppliedStrategy
     from paceline.data.unprepared import UnpreparedLoaders
     from paceline.run.replicas import Replicas
+
+
+_NOTHING = nullcontext()
 
 
 class _NoReplicas:
@@ -110,7 +114,8 @@ class Steps:
         is_double = entry is not None and "float64" in entry.facts.dtypes
         one = torch.ones((), device=self._run.device, dtype=torch.float64 if is_double else torch.float32)
         share = self._scaled_to_window(one, num_items)
-        factor = self._times_loss_scale(share)
+        scaler = self._run.scaler
+        factor = share if scaler is None else scaler.scale_for_pass(share)
         mean = num_items is None
 
         def seen_loss(output: object, target: object) -> torch.Tensor:
@@ -134,8 +139,8 @@ class Steps:
             self._run.explain_exhaustion("forward", error)
             raise
         self._run.collectives.backward_passed()
-        if self._run.scaler is not None:
-            self._run.scaler.watch(loss)
+        if scaler is not None:
+            scaler.watch(loss)
         self._run.events.backward(loss, loss * share, num_items)
         self.finish_reduction()
         return loss
@@ -173,20 +178,27 @@ class Steps:
             raise
 
     def _run_backward(self, loss: torch.Tensor, keywords: Mapping[str, object]) -> None:
-        with self._run.events.phase["backward"], ExitStack() as stack:
-            waiting = self._gradients.waiting_models
-            for number, entry in enumerate(self._prepared.models):
-                for applied in entry.chain.strategies:
-                    if number in waiting:
-                        stack.enter_context(applied.hold_gradients())
-                    elif self._gradients.sync:  # `finish_reduction` follows
-                        stack.enter_context(applied.finishing_later())
+        models = self._prepared.models
+        waiting = self._gradients.waiting_models
+        held: AbstractContextManager[object] = _NOTHING
+        if waiting:
+            held = self._prepared.hold_gradients([models[number].wrapped for number in waiting])
+        finished: list[AppliedStrategy] = []  # by `finish_reduction`, which follows
+        for number, entry in enumerate(models):
+            if number not in waiting and entry.chain.strategies and self._gradients.sync:
+                finished += entry.chain.strategies
+        with self._run.events.phase["backward"], held:
             try:
+                for applied in finished:
+                    applied.leave_to_finish(True)
                 loss.backward(**keywords)
             except BaseException as error:
                 self._announce_failure(error)
                 self._run.explain_exhaustion("backward", error)
                 raise
+            finally:
+                for applied in finished:
+                    applied.leave_to_finish(False)
         self._run.collectives.backward_passed()
 
     def _announce_failure(self, error: BaseException) -> None:
@@ -199,7 +211,8 @@ class Steps:
         """Returns the loss on which to call `backward`; the caller must call `finish_reduction` afterwards."""
         share = self._scaled_to_window(loss, num_items)
         self._run.events.backward(loss, share, num_items)
-        return self._times_loss_scale(share)
+        scaler = self._run.scaler
+        return share if scaler is None else scaler.scale_for_pass(share)
 
     def _scaled_to_window(self, loss: torch.Tensor, num_items: float | torch.Tensor | None) -> torch.Tensor:
         """Returns the loss as a part of the window's mean over all ranks."""
@@ -212,13 +225,6 @@ class Steps:
         if self._run.settings.debug and self._gradients.sync:
             self._run.collectives.check("backward")
         return loss
-
-    def _times_loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        scaler = self._run.scaler
-        if scaler is None:
-            return loss
-        scaler.begin_pass()
-        return scaler.scale(loss)
 
     # -- gradients that are complete -----------------------------------------------------------------------------
 

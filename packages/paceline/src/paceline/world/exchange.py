@@ -74,6 +74,7 @@ class Exchange:
         if self.size == 2:
             self.limit = _MOST_BYTES_OF_TWO
         self._messages: Messages | None = None
+        self._has_told_failure = False
 
     def fits(self, leaves: int, cpu_bytes: int) -> bool:
         """Returns whether a body of this size travels inside the message."""
@@ -88,9 +89,13 @@ class Exchange:
         reports = hang_reports()
         if reports is not None:
             reports.backward_failed(error)
+            self._has_told_failure = True
 
     def backward_passed(self) -> None:
         """Takes that back, because a later backward pass of this rank has succeeded."""
+        if not self._has_told_failure:
+            return
+        self._has_told_failure = False
         reports = hang_reports()
         if reports is not None:
             reports.backward_passed()

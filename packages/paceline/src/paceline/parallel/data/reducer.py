@@ -142,9 +142,10 @@ class Reducer:
 
     def _follow(self) -> None:
         """Plans the buckets anew if parameters were added, replaced, converted, frozen or unfrozen. Ranks: all, if any were."""
-        is_changed = any(
-            len(table) != len(entries) or tuple(map(id, table.values())) != entries for table, entries in self._tables
-        )
+        is_changed = False
+        for table, entries in self._tables:
+            if len(table) != len(entries) or tuple(map(id, table.values())) != entries:
+                is_changed = True
         if is_changed and not self._is_called_with_others():
             self._search(broadcasts=True)
             return
@@ -282,20 +283,15 @@ class Reducer:
         if self._is_stage and self._holding and self._has_hooks():
             self._reduce()
 
-    @contextmanager
-    def finishing_later(self) -> Iterator[None]:
-        """Promises that `finish` follows the backward passes inside.
+    def leave_to_finish(self, is_left: bool) -> None:
+        """Says whether `finish` follows the backward passes from now on.
 
         Then all ranks finish their models in one order, also where each of them has used other models first.
         """
-        before = self._is_left_to_finish
-        self._is_left_to_finish = True
+        self._is_left_to_finish = is_left
         # An earlier pass may have ended with a reduction that no `finish` followed: the script's own, or one of another engine.
-        self._ended = False
-        try:
-            yield
-        finally:
-            self._is_left_to_finish = before
+        if is_left:
+            self._ended = False
 
     def _pass_began(self, _: object = None) -> None:
         number = backward_pass()
@@ -573,9 +569,13 @@ class Reducer:
         """
         if not self._broadcasts or not self.model.training:
             return
-        buffers = [local(buffer.detach()) for buffer in self.model.buffers() if buffer.numel() and not buffer.is_meta]
+        buffers: dict[int, Tensor] = {}  # by id, since modules may share one
+        for module in self._modules:
+            for buffer in module._buffers.values():
+                if buffer is not None and buffer.numel() and not buffer.is_meta:
+                    buffers[id(buffer)] = local(buffer.detach())
         if buffers:
-            broadcast_tensors(buffers, self.form.group)
+            broadcast_tensors(list(buffers.values()), self.form.group)
 
     @contextmanager
     def without_buffers(self) -> Iterator[None]:
