@@ -317,10 +317,10 @@ class Accumulation:
 
     def ends(self, parameters: Iterable[Tensor]) -> bool:
         """Returns whether gradients of these parameters wait for no further micro-batch, so that they may be stepped."""
+        ended = True
         for window in self._windows.of(parameters):
-            if not window.sync:
-                return False
-        return True
+            ended &= window.sync
+        return ended
 
     def ended(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns those of the parameters whose gradients wait for no further micro-batch."""
@@ -331,10 +331,10 @@ class Accumulation:
         # Of a script that calls `loss.backward()` itself, passes are not known.
         if not (self.weighs_by_samples and self.began):
             return not self.sync
+        kept = False
         for window in self._windows.of(parameters):
-            if window.keeps(parameters):
-                return True
-        return False
+            kept |= window.keeps(parameters)
+        return kept
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Called where gradients were cleared: they are no parts of a mean any more."""

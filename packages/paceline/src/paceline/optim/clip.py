@@ -68,7 +68,7 @@ def clip_grad_norm(
         TrainError: `clip-norm-type`; `clip-nonfinite`, on all ranks and before anything is scaled.
     """
     parameters = [parameter for parameter in _list(parameters) if parameter.grad is not None]
-    gradients = _gradients(parameters)
+    gradients = [parameter.grad for parameter in parameters]
     is_divided = across is not None or any_sharded(gradients)
     if norm_type == 0 and is_divided:
         raise TrainError(

@@ -256,7 +256,9 @@ class PreparedOptimizer(Optimizer):
         """Refuses gradients of a loss that was not scaled, or that were not averaged over the ranks."""
         if self._scaler is not None:
             why = "mixed_precision='fp16': gradients are divided by the loss scale, by which the loss was never multiplied"
-        elif self._accumulation.width > 1 and any(parameter.grad is not None for parameter in parameters_of(self.optimizer)):
+        elif self._accumulation.width > 1 and any(
+            parameter.grad is not None for parameter in parameters_of(self.optimizer)
+        ):
             why = f"{self._accumulation.width} ranks: gradients were not averaged, so their parameters would become different"
         else:
             return

@@ -495,9 +495,7 @@ class Preparation:
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wraps and records an optimizer that holds the prepared parameters."""
         run = self.run
-        entry = PreparedOptimizer(
-            optimizer, run.gradients, run.scaler, run.take_step, run.admits, run.events.stepped
-        )
+        entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.take_step, run.admits, run.events.stepped)
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(optimizer)
         return entry

@@ -20,8 +20,8 @@ from paceline.run.run import Run
 from paceline.world.tree import first_rows
 
 if TYPE_CHECKING:
-    from paceline.parallel.strategy import AppliedStrategy
     from paceline.data.unprepared import UnpreparedLoaders
+    from paceline.parallel.strategy import AppliedStrategy
     from paceline.run.replicas import Replicas
 
 

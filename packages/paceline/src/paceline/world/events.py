@@ -4,8 +4,8 @@
     run.events.between_batches.subscribe(self.between)    in the constructor of the object that wants to know
     run.events.between_batches()                          where it happens: calls all subscribers
 
-An `Event` is a moment. A `Span` has stretches of time by name, `with run.events.phase["step"]`; its only subscriber has a context
-manager for each.
+An `Event` is a moment. A `Span` has stretches of time by name, `with run.events.phase["step"]`; its only subscriber has a
+context manager for each.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ from paceline.parallel.data.votes import Vote
 from paceline.torch_internals.dispatch import after_backward_pass, backward_pass, is_in_function_backward
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.sharded import local
+from paceline.world.transport import PairwiseTransport
 from paceline.world.tree import tensors
 
 
@@ -87,6 +88,7 @@ class Reducer:
         self._siblings = siblings
         # Votes are small and are read on the host at once, so they travel over the CPU.
         self.hosts = cpu_group(form.group)
+        self._votes = PairwiseTransport(self.hosts)
         self._tag = register_unit(f"votes on gradients of {type(model).__name__}")
         self._others_answer = others_answer
         self._is_stage = is_stage
@@ -540,7 +542,7 @@ class Reducer:
         """Returns the flags that any rank has set. A rehearsal has no other ranks: it assumes that they would say the same."""
         if not self._others_answer:
             return flags
-        return Vote(self.hosts, self._tag, flags).wait()
+        return Vote(self._votes, self._tag, flags).wait()
 
     def _has_sent_all(self) -> bool:
         """Returns whether the backward pass has sent the gradients of all parameters, and computed none after that."""
