@@ -1,6 +1,6 @@
 """Counts the Python calls of a training step: what Paceline adds to those of plain PyTorch.
 
-    python tests/step_calls.py                 the number of each case
+    python tests/step_calls.py              the number of each case
     python tests/step_calls.py shard:clip   who makes the calls of one case
 
 Calls are counted and not timed, so that a count is the same on every machine. `tests/ranks/test_step_calls.py` has the limits.
@@ -8,6 +8,7 @@ Calls are counted and not timed, so that a count is the same on every machine. `
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 from collections import Counter
@@ -26,7 +27,7 @@ from paceline.testing import run_ranks
 BATCH = 4
 # Steps 17 to 24: the first ones are looked at, and those whose number is a power of two are compared with other ranks.
 _BEFORE = 16
-_COUNTED = 8
+COUNTED = 8
 
 Steps = Iterator[None]
 PLANS = {"one": {}, "replicate": {}, "zero 2": {"zero": 2}, "shard": {"shard": 2}}
@@ -76,10 +77,14 @@ def calls_of(steps: Steps) -> Counter[str]:
 
     for _ in range(_BEFORE):
         next(steps)
+    # What dies meanwhile would call back those that hold it weakly.
+    gc.collect()
+    gc.disable()
     sys.setprofile(count)
-    for _ in range(_COUNTED):
+    for _ in range(COUNTED):
         next(steps)
     sys.setprofile(None)
+    gc.enable()
     steps.close()  # type: ignore[attr-defined]
     return calls
 
@@ -162,13 +167,14 @@ def engines(case: Case, plan: str) -> Steps:
         yield
 
 
-def count_all(plans: tuple[str, ...]) -> dict[tuple[str, str], Counter[str]]:
-    """Returns the calls of each case under these plans. Runs on as many ranks as these need."""
+def count_all(plans: tuple[str, ...], names: tuple[str, ...] = tuple(CASES)) -> dict[tuple[str, str], Counter[str]]:
+    """Returns the calls of cases under plans. Runs on as many ranks as these need."""
     torch.set_num_threads(1)
     # First, since a run registers a hook for all optimizers of the process.
-    without = {name: calls_of(plain(case)) for name, case in CASES.items()}
+    without = {name: calls_of(plain(CASES[name])) for name in names}
     more: dict[tuple[str, str], Counter[str]] = {}
-    for plan, (name, case) in itertools.product(plans, CASES.items()):
+    for plan, name in itertools.product(plans, names):
+        case = CASES[name]
         if plan == "zero 2" and case.door == "accelerate":
             continue  # it has no such plan
         more[plan, name] = calls_of(engines(case, plan) if case.door == "deepspeed" else ours(case, plan))
@@ -176,18 +182,27 @@ def count_all(plans: tuple[str, ...]) -> dict[tuple[str, str], Counter[str]]:
     return more
 
 
+def outside_of_torch(calls: Counter[str]) -> float:
+    """Returns the number of calls a micro-batch whose functions are none of torch's, which differ between its versions."""
+    return sum(number for function, number in calls.items() if not function.startswith("torch/")) / COUNTED
+
+
 def main() -> None:
     calls = run_ranks(count_all, world=1, args=(("one",),))[0]
     calls |= run_ranks(count_all, world=2, args=(tuple(PLANS)[1:],))[0]
-    print(f"| Python calls a micro-batch | {' | '.join(PLANS)} |\n|---|{'---|' * len(PLANS)}")
+    print("Python calls of a micro-batch beyond those of plain PyTorch, and those of them outside of torch\n")
+    print(f"| | {' | '.join(PLANS)} |\n|---|{'---|' * len(PLANS)}")
     for name in CASES:
-        numbers = [calls[plan, name].total() / _COUNTED if (plan, name) in calls else "" for plan in PLANS]
-        print(f"| {name} | {' | '.join(f'{number:.0f}' if number != '' else '' for number in numbers)} |")
+        numbers: list[str] = []
+        for plan in PLANS:
+            counted = calls.get((plan, name))
+            numbers.append("" if counted is None else f"{counted.total() / COUNTED:.0f}, {outside_of_torch(counted):.0f}")
+        print(f"| {name} | {' | '.join(numbers)} |")
     for plan, name in (each.split(":") for each in sys.argv[1:]):
         print(f"\n{plan}, {name}")
         for function, number in calls[plan, name].most_common():
             if number:
-                print(f"{number / _COUNTED:8.1f}  {function}")
+                print(f"{number / COUNTED:8.1f}  {function}")
 
 
 if __name__ == "__main__":
