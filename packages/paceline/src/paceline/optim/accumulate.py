@@ -406,7 +406,7 @@ class Accumulation:
         self._look(loss, window, batch, num_items)
         if num_items is not None:
             mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
-        elif batch is not None:
+        elif source is not None and batch is not None:
             mean, part = self._samples(window, source, batch)
         else:
             mean, part = self._micro_batches(window)
@@ -589,10 +589,11 @@ class Accumulation:
         window.passed(parameters, mean)
         self._mean = None
         self.loss_weights.passed(self.last_pass.factor)
-        for other in window.means if mean is not None else ():
-            is_apart = other is mean or other.parameters.isdisjoint(mean.parameters)
-            if not is_apart and not (mean.is_exact and other.is_exact):
-                raise mixed(mean, other)
+        if mean is not None:
+            for other in window.means:
+                is_apart = other is mean or other.parameters.isdisjoint(mean.parameters)
+                if not is_apart and not (mean.is_exact and other.is_exact):
+                    raise mixed(mean, other)
         return window.sync
 
     def settle(self, parameters: Sequence[Tensor]) -> None:

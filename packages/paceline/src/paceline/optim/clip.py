@@ -68,7 +68,7 @@ def clip_grad_norm(
         TrainError: `clip-norm-type`; `clip-nonfinite`, on all ranks and before anything is scaled.
     """
     parameters = [parameter for parameter in _list(parameters) if parameter.grad is not None]
-    gradients = [parameter.grad for parameter in parameters]
+    gradients = _gradients(parameters)
     is_divided = across is not None or any_sharded(gradients)
     if norm_type == 0 and is_divided:
         raise TrainError(

@@ -180,6 +180,7 @@ class Steps:
     def _run_backward(self, loss: torch.Tensor, keywords: Mapping[str, object]) -> None:
         models = self._prepared.models
         waiting = self._gradients.waiting_models
+        # Models whose own windows go on communicate nothing, whichever parameters of theirs the pass reaches.
         held: AbstractContextManager[object] = _NOTHING
         if waiting:
             held = self._prepared.hold_gradients([models[number].wrapped for number in waiting])

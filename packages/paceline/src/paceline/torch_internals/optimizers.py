@@ -31,14 +31,14 @@ def step_inside_of_hooks(optimizer: Optimizer, step: Callable[[], Any], begin: H
         end: runs before all hooks after it.
     """
     before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
-    before[begin] = begin
-    after[end] = end
-    after.move_to_end(end, last=False)
+    before[id(begin)] = begin
+    after[id(end)] = end
+    after.move_to_end(id(end), last=False)
     try:
         return step()
     finally:
-        del before[begin]
-        del after[end]
+        del before[id(begin)]
+        del after[id(end)]
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:
