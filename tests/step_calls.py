@@ -196,7 +196,9 @@ def main() -> None:
         numbers: list[str] = []
         for plan in PLANS:
             counted = calls.get((plan, name))
-            numbers.append("" if counted is None else f"{counted.total() / COUNTED:.0f}, {outside_of_torch(counted):.0f}")
+            numbers.append(
+                "" if counted is None else f"{counted.total() / COUNTED:.0f}, {outside_of_torch(counted):.0f}"
+            )
         print(f"| {name} | {' | '.join(numbers)} |")
     for plan, name in (each.split(":") for each in sys.argv[1:]):
         print(f"\n{plan}, {name}")
