@@ -115,7 +115,7 @@ class Steps:
         one = torch.ones((), device=self._run.device, dtype=torch.float64 if is_double else torch.float32)
         share = self._scaled_to_window(one, num_items)
         scaler = self._run.scaler
-        factor = share if scaler is None else scaler.scale_for_pass(share)
+        factor = share if scaler is None else scaler.scale(share)
         mean = num_items is None
 
         def seen_loss(output: object, target: object) -> torch.Tensor:
@@ -213,10 +213,13 @@ class Steps:
         share = self._scaled_to_window(loss, num_items)
         self._run.events.backward(loss, share, num_items)
         scaler = self._run.scaler
-        return share if scaler is None else scaler.scale_for_pass(share)
+        return share if scaler is None else scaler.scale(share)
 
     def _scaled_to_window(self, loss: torch.Tensor, num_items: float | torch.Tensor | None) -> torch.Tensor:
         """Returns the loss as a part of the window's mean over all ranks."""
+        if self._run.scaler is not None:
+            # First of all: a gradient that is written after the look would seem to take part in the pass.
+            self._run.scaler.begin_pass()
         loss = self._gradients.scale(loss, num_items)
         loaders = self._run.active_loaders
         loaders.train()
