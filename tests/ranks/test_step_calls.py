@@ -15,19 +15,19 @@ ONE = {
     "accumulate": 112,
     "window of 2": 154,
     "num_items": 117,
-    "clip": 135,
+    "clip": 136,
     "two optimizers": 141,
     "all": 234,
-    "accelerate": 144,
-    "deepspeed": 166,
+    "accelerate": 145,
+    "deepspeed": 167,
 }
 TWO = {
     ("replicate", "accumulate"): 208,
     ("replicate", "all"): 376,
     ("zero 2", "accumulate"): 409,
-    ("zero 2", "all"): 585,
+    ("zero 2", "all"): 586,
     ("shard", "accumulate"): 545,
-    ("shard", "all"): 866,
+    ("shard", "all"): 867,
 }
 
 
