@@ -170,6 +170,7 @@ def engines(case: Case, plan: str) -> Steps:
 def count_all(plans: tuple[str, ...], names: tuple[str, ...] = tuple(CASES)) -> dict[tuple[str, str], Counter[str]]:
     """Returns the calls of cases under plans. Runs on as many ranks as these need."""
     torch.set_num_threads(1)
+    gc.collect()  # runs of earlier tests would be told of each step
     # First, since a run registers a hook for all optimizers of the process.
     without = {name: calls_of(plain(CASES[name])) for name in names}
     more: dict[tuple[str, str], Counter[str]] = {}
