@@ -29,7 +29,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
 import torch
@@ -113,40 +113,29 @@ class Pass:
         return self.divisor / self.mean.divisor
 
 
+@dataclass(eq=False)
 class _MicroBatch(AbstractContextManager[None]):
     """It is open during a micro-batch; see `Accumulation.window`. A class, since generators cost each step more calls."""
 
-    def __init__(
-        self,
-        accumulation: Accumulation,
-        hold: Callable[[], AbstractContextManager[object]],
-        done: int | None,
-        models: frozenset[int] | None,
-        failed: Callable[[BaseException], None],
-    ) -> None:
-        self._accumulation = accumulation
-        self._hold = hold
-        self._done = done
-        self._models = models
-        self._failed = failed
-        self._held: AbstractContextManager[object] | None = None
+    begin: Callable[[], Window]
+    hold: Callable[[], AbstractContextManager[object]]
+    failed: Callable[[BaseException], None]
+    held: AbstractContextManager[object] | None = None
 
     def __enter__(self) -> None:
-        self._window = self._accumulation.begin(self._done, self._models)
-        if not self._window.sync:
-            self._held = self._hold()
-            self._held.__enter__()
+        self.window = self.begin()
+        if not self.window.sync:
+            self.held = self.hold()
+            self.held.__enter__()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         try:
-            if self._held is not None:
-                self._held.__exit__(kind, error, traceback)
+            if self.held is not None:
+                self.held.__exit__(kind, error, traceback)
         finally:
-            self._window.leave()
+            self.window.leave()
         if error is not None:
-            self._failed(error)
+            self.failed(error)
 
 
 def _nothing_held(models: Iterable[int] | None = None) -> Iterable[tuple[Tensor, Tensor]]:
@@ -263,10 +252,9 @@ class Accumulation:
             models: the models to which the window belongs. Each set of models has windows of its own.
             failed: called with an error of the micro-batch; it may raise another one in its place.
         """
-        return _MicroBatch(self, hold, done, models, failed)
+        return _MicroBatch(partial(self._begin, done, models), hold, failed)
 
-    def begin(self, done: int | None, models: frozenset[int] | None) -> Window:
-        """Begins a micro-batch, and returns its window. Arguments as for `window`."""
+    def _begin(self, done: int | None, models: frozenset[int] | None) -> Window:
         self.declared = True
         window = self._windows.of_models(models)
         if done is not None:
@@ -398,12 +386,12 @@ class Accumulation:
         if window.micro_batch > 1 or not window.sync:
             self._look_before(window)
         source = self._active.source_of(loss, is_whole_step=window.steps == 1)
-        window.source = source
+        order = window.note_loss(source)
         batch = None if source is None else source.info
         # A rank without a sample in the global batch has a filler row. The loss becomes zero, but the backward pass still runs:
         # the collectives of the other ranks need this rank.
         is_idle = batch is not None and batch.weights[batch.index] == 0
-        self._look(loss, window, batch, num_items)
+        self._look(loss, window, order, batch, num_items)
         if num_items is not None:
             mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
         elif source is not None and batch is not None:
@@ -424,10 +412,10 @@ class Accumulation:
             return loss
         return loss / divisor
 
-    def _look(self, loss: Tensor, window: Window, batch: BatchInfo | None, items: float | Tensor | None) -> None:
+    def _look(
+        self, loss: Tensor, window: Window, order: int, batch: BatchInfo | None, items: float | Tensor | None
+    ) -> None:
         """Looks at how much each element of a loss counts, where this could be another number elsewhere."""
-        order = window.num_losses
-        window.num_losses += 1
         # The losses of micro-batches come later.
         is_whole = loss.grad_fn is not None
         if self.width == 1 and is_whole and (items is not None or self.steps == 1):

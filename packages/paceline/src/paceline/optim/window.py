@@ -47,7 +47,6 @@ class Window:
         means: the means of which losses of this window are parts.
         members: the parameters that took part in a backward pass of this window.
         older: copies of gradients from before the window, which nobody has cleared, by parameter; see `Older`.
-        num_losses: the number of losses of the current micro-batch so far.
         source: the batch of the last loss, if it was one of a prepared loader.
         ready: the parameters that took part in one of the last micro-batch, or whose gradients were used in it.
     """
@@ -58,7 +57,7 @@ class Window:
         self.is_open = False
         self.micro_batch = 0
         self._num_items_losses = 0  # in this micro-batch
-        self.num_losses = 0
+        self._num_losses = 0
         self.number = 0
         self._passed = False  # whether the current micro-batch had a backward pass
         self._counts_itself = False  # whether the script counts its micro-batches
@@ -98,7 +97,7 @@ class Window:
         self.sync = self.micro_batch >= steps or is_last()
         self.is_open = True
         self._num_items_losses = 0
-        self.num_losses = 0
+        self._num_losses = 0
         self._passed = False
 
     def enter_alone(self) -> None:
@@ -108,7 +107,7 @@ class Window:
         self.micro_batch = 1
         self.sync = True
         self._num_items_losses = 0
-        self.num_losses = 0
+        self._num_losses = 0
 
     def continue_after(self, done: int) -> None:
         """Says how many micro-batches are finished, for a script that counts them itself; 0 begins a new window."""
@@ -189,6 +188,13 @@ class Window:
         """Returns the number of a loss with items in its micro-batch, from 0: the losses of one number are one mean."""
         number = self._num_items_losses
         self._num_items_losses += 1
+        return number
+
+    def note_loss(self, source: object) -> int:
+        """Notes the batch of a loss, and returns the number of the loss in its micro-batch, from 0."""
+        self.source = source
+        number = self._num_losses
+        self._num_losses += 1
         return number
 
     def used(self, parameters: Iterable[Tensor]) -> None:

@@ -28,25 +28,6 @@ if TYPE_CHECKING:
 _NOTHING = nullcontext()
 
 
-class _NoReplicas:
-    """Takes the place of `Replicas` where no other rank answers."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def passed(self) -> None:
-        """Compares the micro-batches of a window with each other."""
-        # In a rehearsal of several ranks losses have no values.
-        if self._run.world.size == 1:
-            self._run.gradients.loss_weights.judge_own()
-
-    def compare(self) -> None:
-        """Does nothing: there is nobody to differ from."""
-
-    def uneven(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-
 class Steps:
     """Runs the backward passes of prepared models, and clips their gradients.
 
@@ -69,7 +50,7 @@ class Steps:
             from paceline.data.unreduced import UnreducedMetrics
 
             self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
-        self._replicas: Replicas | _NoReplicas = _NoReplicas(run)
+        self._replicas: Replicas | None = None  # no other rank answers
         if run.world.size > 1 and run.runtime.others_answer:
             from paceline.run.replicas import Replicas
 
@@ -297,7 +278,8 @@ class Steps:
                 stack.enter_context(applied.uneven_steps())
             if wrapped and self._run.world.size > 1:
                 stack.enter_context(Join(wrapped))
-            stack.enter_context(self._replicas.uneven())
+            if self._replicas is not None:
+                stack.enter_context(self._replicas.uneven())
             yield
 
     def compare_ranks(self) -> None:
@@ -306,7 +288,8 @@ class Steps:
         Raises:
             TrainError: `replicas-differ`, on every rank.
         """
-        self._replicas.compare()
+        if self._replicas is not None:
+            self._replicas.compare()
 
     def finish_reduction(self) -> None:
         """Ends a backward pass, and finishes the reduction of gradients if it was the last of its window. Ranks: all."""
@@ -318,4 +301,8 @@ class Steps:
         except BaseException as error:
             self._run.explain_exhaustion("backward", error)
             raise
-        self._replicas.passed()
+        if self._replicas is not None:
+            self._replicas.passed()
+        elif self._run.world.size == 1:
+            # The micro-batches of a window are compared. In a rehearsal of several ranks losses have no values.
+            self._gradients.loss_weights.judge_own()
