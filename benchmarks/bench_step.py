@@ -3,7 +3,8 @@
     python benchmarks/bench_step.py            all rows, as Markdown
     python benchmarks/bench_step.py --peers    also accelerate and Lightning Fabric where they are installed
 
-The peer runs in the same process, in turns with ours; on two ranks both loops run on the same two processes.
+The peer runs in the same process, in turns with ours; on two ranks both loops run on the same two processes. All times are
+CPU time (user and system), which other processes disturb less.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ def one_process(make_peer, turns: int, fused: bool | None = None) -> Result:
     samples, batch = 10_000, 100
     candidate, peer = ours(samples, batch, fused=fused), make_peer(samples, batch)
     units = samples // batch
-    clock = time.process_time  # one thread, no waiting: CPU time, which other processes disturb less
+    clock = time.process_time
     return pairs(lambda: seconds(candidate, units, clock), lambda: seconds(peer, units, clock), turns)
 
 
@@ -127,12 +128,12 @@ def all_gathers(values):
 
 
 def _turns(candidate, peer, units: int, turns: int) -> Result | None:
-    """On several ranks: a barrier before each measurement; rank 0's times count."""
+    """On several ranks: a barrier before each measurement; rank 0's CPU times count, of all its threads."""
 
     def measured(work):
         def run() -> float:
             dist.barrier()
-            return seconds(work, units)
+            return seconds(work, units, time.process_time)
 
         return run
 

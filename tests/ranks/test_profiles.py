@@ -209,7 +209,7 @@ def test_off_nothing_is_installed():
         found = (
             accelerator.profiles,
             tap.installed(),
-            bool(accelerator.run.events.phase),
+            accelerator.run.events.phase.is_followed,
             hooks,
         )
         accelerator.end_training()

@@ -279,7 +279,7 @@ def test_a_strategy_in_a_loop(add: Add) -> None:
     with pytest.raises(PlanError, match="backward-pipeline"):
         accelerator.backward(nn.functional.mse_loss(model(batch[0]), batch[1]))
     assert accelerator.get_state_dict(model)["toy"] == 1
-    (applied,) = accelerator.run.prepared.models[0].chain
+    (applied,) = accelerator.run.prepared.models[0].chain.strategies
     assert applied.calls == ["bind", "hold", "finish"]
 
 

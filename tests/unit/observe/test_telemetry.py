@@ -254,7 +254,7 @@ def test_nothing_is_joined_unless_it_is_asked_for() -> None:
     accelerator = Accelerator(cpu=True)
     assert threading.active_count() == threads
     assert accelerator.run.phases is None
-    assert not accelerator.run.events.phase
+    assert not accelerator.run.events.phase.is_followed
     assert not accelerator.run.events.logged
     assert not accelerator.run.events.clipped
     files = set()

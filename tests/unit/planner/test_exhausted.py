@@ -1,6 +1,7 @@
 """Out of memory: what becomes of an allocator's error, and what does not."""
 
 import pickle
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from paceline.optim.batch_size import is_out_of_memory
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.exhausted import ExplainExhaustion
+from paceline.planner.exhausted import explain_exhaustion
 from paceline.planner.out_of_memory import OutOfMemory
 
 CPU = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes. Error code 12"
@@ -27,9 +28,18 @@ def situation(world_size=4, **settings):
     )
 
 
+@contextmanager
+def explained(situation, where):
+    try:
+        yield
+    except BaseException as error:
+        explain_exhaustion(error, where, situation)
+        raise
+
+
 @pytest.mark.parametrize("error", [RuntimeError(CPU), torch.OutOfMemoryError("CUDA out of memory."), MemoryError()])
 def test_it_says_what_the_plan_needs_and_what_needs_less(error):
-    with pytest.raises(OutOfMemory) as caught, ExplainExhaustion(situation(), "backward"):
+    with pytest.raises(OutOfMemory) as caught, explained(situation(), "backward"):
         raise error
     text = str(caught.value)
     assert caught.value.code == "out-of-memory" and "in the backward pass" in text
@@ -41,24 +51,24 @@ def test_it_says_what_the_plan_needs_and_what_needs_less(error):
 def test_one_process_is_told_to_become_more():
     with (
         pytest.raises(OutOfMemory, match=r"launch with `--procs 4 --shard 4 --zero 1`"),
-        ExplainExhaustion(situation(1), "step"),
+        explained(situation(1), "step"),
     ):
         raise MemoryError
 
 
 def test_other_errors_pass_and_one_error_is_told_once():
-    with pytest.raises(RuntimeError, match=r"^shapes$"), ExplainExhaustion(situation(), "forward"):
+    with pytest.raises(RuntimeError, match=r"^shapes$"), explained(situation(), "forward"):
         raise RuntimeError("shapes")
     with (
         pytest.raises(OutOfMemory, match="forward pass"),
-        ExplainExhaustion(situation(), "step"),
-        ExplainExhaustion(situation(), "forward"),
+        explained(situation(), "step"),
+        explained(situation(), "forward"),
     ):
         raise MemoryError
 
 
 def test_it_travels():
-    with pytest.raises(OutOfMemory) as caught, ExplainExhaustion(situation(), "step"):
+    with pytest.raises(OutOfMemory) as caught, explained(situation(), "step"):
         raise MemoryError
     again = pickle.loads(pickle.dumps(caught.value))
     assert type(again) is OutOfMemory and str(again) == str(caught.value)

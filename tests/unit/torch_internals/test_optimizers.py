@@ -8,15 +8,16 @@ from torch import nn
 from paceline.torch_internals import optimizers
 
 
-def test_a_hook_comes_before_those_that_were_registered_earlier() -> None:
+def test_two_hooks_lie_between_the_kernels_and_all_other_hooks_for_one_step() -> None:
     calls = []
     optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
-    optimizer.register_step_post_hook(lambda *_: calls.append("earlier"))
-    handle = optimizers.first_after_step(optimizer, lambda *_: calls.append("first"))
+    optimizer.register_step_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_step_post_hook(lambda *_: calls.append("after"))
+    optimizers.step_inside_of_hooks(
+        optimizer, optimizer.step, lambda *_: calls.append("begin"), lambda *_: calls.append("end")
+    )
     optimizer.step()
-    handle.remove()
-    optimizer.step()
-    assert calls == ["first", "earlier", "earlier"]
+    assert calls == ["before", "begin", "end", "after", "before", "after"]
 
 
 def test_a_step_without_hooks_is_a_step() -> None:

@@ -401,7 +401,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         yield
         for run in live_runs():
             entry = run.prepared.find(model)
-            for applied in entry.chain if entry is not None else ():
+            for applied in entry.chain.strategies if entry is not None else ():
                 applied.finish_reduction()
 
     def backward(self, loss: torch.Tensor, **kwargs: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -50,7 +49,7 @@ class AcceleratedOptimizer(PreparedOptimizer):
         self,
         accumulation: Accumulation,
         scaler: Scaler | None,
-        guard: Callable[[], AbstractContextManager[object]] = nullcontext,
+        take_step: Callable[[Callable[[], Any]], Any],
         finish_reduction: Callable[[], None] | None = None,
         admits: Callable[[PreparedOptimizer], bool] | None = None,
         stepped: Event[[Optimizer]] | None = None,
@@ -58,10 +57,10 @@ class AcceleratedOptimizer(PreparedOptimizer):
         """Makes it an optimizer of a run, whose windows it follows from now on.
 
         Args:
-            accumulation, scaler, guard, admits, stepped: as for `PreparedOptimizer`.
+            accumulation, scaler, take_step, admits, stepped: as for `PreparedOptimizer`.
             finish_reduction: averages gradients that no `accelerator.backward` has; None where this process is alone.
         """
-        PreparedOptimizer.__init__(self, self.optimizer, accumulation, scaler, guard, admits, stepped)
+        PreparedOptimizer.__init__(self, self.optimizer, accumulation, scaler, take_step, admits, stepped)
         self._is_alone = False
         self._passes_done = accumulation.passes  # earlier backward passes were for other optimizers
         self._finish_reduction = finish_reduction

@@ -201,7 +201,7 @@ class AcceleratePreparation(Preparation):
         entry = self.run.prepared.models[-1]
         if plan.layout.size() != plan.layout.width:
             return
-        for applied in entry.chain:
+        for applied in entry.chain.strategies:
             if isinstance(applied, AveragedGradients):
                 entry.wrapped = as_accelerate_wraps(entry.wrapped, applied)
 
@@ -216,7 +216,7 @@ class AcceleratePreparation(Preparation):
                 continue
             result._is_accelerate_prepared = True  # type: ignore[assignment]
             entry = self.run.prepared.find(result, wrapped_only=True)
-            if entry is not None and any(True for _ in entry.chain):
+            if entry is not None and any(True for _ in entry.chain.strategies):
                 result._paceline_entry = EntryOfModel(entry)  # type: ignore[assignment]
         return results
 
@@ -360,7 +360,7 @@ class AcceleratePreparation(Preparation):
         average = None
         if run.world.size > 1:
             average = run.prepared.finish_reduction
-        entry.join(run.gradients, run.scaler, run.optimizer_step, average, run.admits, run.events.stepped)
+        entry.join(run.gradients, run.scaler, run.take_step, average, run.admits, run.events.stepped)
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(entry.optimizer)
 

@@ -385,7 +385,7 @@ class DeepSpeedEngine(nn.Module):
             overflow = self.optimizer.step_was_skipped
         else:
             overflow = True
-            with self.accelerator.run.events.phase("step"):
+            with self.accelerator.run.events.phase["step"]:
                 pass  # nothing is applied, but for whoever measures this step ends too
         self.optimizer.zero_grad()
         self.optimizer.overflow = overflow  # where DeepSpeed's scripts look for it

@@ -258,7 +258,7 @@ def _of_engines(params: list[Tensor]) -> list[Any]:
         model_ids = {id(parameter) for parameter in prepared.module.parameters()}
         if model_ids & wanted_ids:
             # FSDP may still hold whole parameters from the last forward pass, which would be the ones to change.
-            for applied in prepared.chain:
+            for applied in prepared.chain.strategies:
                 applied.reshard()
         prepared_ids |= model_ids & wanted_ids
     return [parameter for parameter in params if id(parameter) in prepared_ids]

@@ -11,9 +11,9 @@ The doors build other libraries' interfaces on the attributes `run`, `preparatio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cached_property
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, TypeVarTuple, Unpack, cast, overload
 
@@ -311,18 +311,17 @@ class Accelerator(Participant):
 
     # -- the step ----------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def accumulate(self, *models: nn.Module) -> Iterator[None]:
+    def accumulate(self, *models: nn.Module) -> AbstractContextManager[None]:
         """Runs one micro-batch: optimizers step, and ranks reduce gradients, only at the end of an accumulation window.
 
         Args:
             models: the models that the micro-batch trains; all prepared models if none is given. A window belongs to its
                 models: `accumulate(a)` and `accumulate(b)` count their micro-batches each for itself.
         """
-        numbers = self.run.prepared.numbers_of(models)
-        window = self.gradients.window(lambda: self.run.prepared.hold_gradients(models), models=numbers)
-        with self.run.explaining_memory("forward"), window:
-            yield
+        run = self.run
+        numbers = run.prepared.numbers_of(models)
+        hold = partial(run.prepared.hold_gradients, models)
+        return run.gradients.window(hold, models=numbers, failed=partial(run.explain_exhaustion, "forward"))
 
     def no_sync(self, *models: nn.Module) -> AbstractContextManager[Any]:
         """While it is open, backward passes accumulate gradients without communication."""

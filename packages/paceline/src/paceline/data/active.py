@@ -300,7 +300,6 @@ class ActiveLoaders:
         self.trained |= bool(self._stack)
         for loader in self._stack:
             loader.train()
-        self._events.trains()
 
     def loaded(self, loader: PreparedLoader, takes_ahead: bool) -> None:
         """Called when a loader has loaded a state: it may have trained in the run that saved, which may have taken ahead."""
@@ -373,13 +372,13 @@ class ActiveLoaders:
     def observed(self, batches: Iterator[T]) -> Iterator[T]:
         """Shows batches to the runtime, and returns them. If phases are measured, the wait for each is the phase "data"."""
         batches = self._runtime.batches(batches)
-        return self._in_phase(batches) if self._events.phase else batches
+        return self._in_phase(batches) if self._events.phase.is_followed else batches
 
     def _in_phase(self, batches: Iterator[T]) -> Iterator[T]:
         # The phase is open only while the next batch is waited for, and not in the body of the script's loop.
         try:
             while True:
-                with self._events.phase("data"):
+                with self._events.phase["data"]:
                     try:
                         batch = next(batches)
                     except StopIteration:

@@ -58,7 +58,8 @@ class Entries:
 
     def cut(self, begin: int, end: int) -> list[Any]:
         """Returns entries `begin` to `end`, or to the last one. They must not be forgotten."""
-        self._read(end)
+        if self.num_read < end:
+            self._read(end)
         entries: list[Any] = []
         for pieces in (self._kept, self._pieces):
             for offset, piece in pieces:

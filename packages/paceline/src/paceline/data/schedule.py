@@ -29,8 +29,11 @@ class BatchSchedule(Protocol):
         """Returns whether there is a step of this number. May read the entries of that step."""
         ...
 
-    def indices(self, step: int, index: int) -> list[Any]:
-        """Indices that data index `index` loads at `step`; never empty. Those of earlier steps are forgotten."""
+    def indices(self, step: int, index: int) -> list[Any] | None:
+        """Indices that data index `index` loads at `step`, at least one; None after the last step.
+
+        Those of earlier steps are forgotten.
+        """
         ...
 
     def place(self, step: int, index: int) -> int:
@@ -81,7 +84,7 @@ class Even:
         num_real = self._num_real(step)
         return num_real == self.plan.global_batch or (num_real > 0 and self.plan.tail != "drop")
 
-    def indices(self, step: int, index: int) -> list[Any]:
+    def indices(self, step: int, index: int) -> list[Any] | None:
         """Returns `micro_batch` consecutive indices; at the tail what `DataPlan.tail` says."""
         plan = self.plan
         first = self.start + step * plan.global_batch
@@ -89,6 +92,8 @@ class Even:
         self.entries.forget(first)
         if num_real == plan.global_batch:
             indices = self.entries.cut(first + self._before[index], first + self._before[index + 1])
+        elif num_real <= 0 or plan.tail == "drop":
+            return None
         else:
             rows = plan.rows(num_real)
             begin = first + sum(rows[:index])
@@ -107,13 +112,14 @@ class Even:
         return self.start + step * self.plan.global_batch + before
 
     def info(self, step: int) -> BatchInfo:
+        length = self.entries.length
+        if length is not None and length >= self.start + (step + 2) * self.plan.global_batch:
+            return self._full  # nearly always: the batch after it is full, too
         num_real = self._num_real(step)
         steps = self.steps
         if steps is None and num_real == self.plan.global_batch:
             return self.plan.info(num_real, last=lambda: not self.has(step + 1))
-        if steps is None or step == steps - 1:
-            return self.plan.info(num_real, last=True)
-        return self._full
+        return self.plan.info(num_real, last=steps is None or step == steps - 1)
 
     def consumed(self, step: int) -> int:
         return max(self.start, self.entries.size(self.start + step * self.plan.global_batch))
@@ -198,11 +204,13 @@ class WholeBatches:
         num_batches = len(self._sizes(step))
         return num_batches == self._group or (num_batches > 0 and self.plan.tail != "drop")
 
-    def indices(self, step: int, index: int) -> list[Any]:
+    def indices(self, step: int, index: int) -> list[Any] | None:
         """Returns one whole batch, or this rank's part of the batches of the step."""
         begin = self._first + step * self._group
         sizes = self._sizes(step)
         self.entries.forget(begin)
+        if not sizes or (len(sizes) < self._group and self.plan.tail == "drop"):
+            return None
         if self._is_cut:
             rows = self._rows(step)
             before = sum(rows[:index])
@@ -334,10 +342,10 @@ class RankBatches:
         if schedule is None:
             return
         for step in count():
-            if not schedule.has(step):
-                return
             for index in self.indexes:
                 indices = schedule.indices(step, index)
+                if indices is None:
+                    return
                 if self.with_places:
                     yield Indices(indices, key, schedule.place(step, index))
                 elif self.scalar:

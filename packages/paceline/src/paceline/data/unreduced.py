@@ -70,7 +70,7 @@ class UnreducedMetrics:
                 events.loop_began.subscribe(self._begin),
                 events.loop_over.subscribe(self._end),
                 events.gathered.subscribe(self._count),
-                events.trains.subscribe(self._decide),
+                events.backward.subscribe(lambda *_: self._decide()),
             ]
             itself = weakref.ref(self)
             lifetime.of_process().work.subscribe(lambda leaving: _at_the_end(itself(), leaving))

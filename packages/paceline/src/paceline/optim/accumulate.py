@@ -25,9 +25,10 @@ The estimate for items is a power of two: to divide by it does not round, so the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Any, Protocol, TypeVar, cast
 
@@ -110,6 +111,31 @@ class Pass:
         if self.mean is None:
             return 1.0
         return self.divisor / self.mean.divisor
+
+
+@dataclass(eq=False)
+class _MicroBatch(AbstractContextManager[None]):
+    """It is open during a micro-batch; see `Accumulation.window`. A class, since generators cost each step more calls."""
+
+    begin: Callable[[], Window]
+    hold: Callable[[], AbstractContextManager[object]]
+    failed: Callable[[BaseException], None]
+    held: AbstractContextManager[object] | None = None
+
+    def __enter__(self) -> None:
+        self.window = self.begin()
+        if not self.window.sync:
+            self.held = self.hold()
+            self.held.__enter__()
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        try:
+            if self.held is not None:
+                self.held.__exit__(kind, error, traceback)
+        finally:
+            self.window.leave()
+        if error is not None:
+            self.failed(error)
 
 
 def _nothing_held(models: Iterable[int] | None = None) -> Iterable[tuple[Tensor, Tensor]]:
@@ -210,31 +236,31 @@ class Accumulation:
 
     # -- windows -------------------------------------------------------------------------------------------------
 
-    @contextmanager
     def window(
         self,
         hold: Callable[[], AbstractContextManager[object]],
         done: int | None = None,
         models: frozenset[int] | None = None,
-    ) -> Iterator[None]:
-        """Runs one micro-batch.
+        failed: Callable[[BaseException], None] = lambda error: None,
+    ) -> AbstractContextManager[None]:
+        """Returns a context that is open during one micro-batch.
 
         Args:
             hold: returns a context in which strategies do not communicate. It is entered unless this micro-batch is the last
                 of its window.
             done: the number of finished micro-batches in the window, if the caller counts them; 0 begins a new window.
             models: the models to which the window belongs. Each set of models has windows of its own.
+            failed: called with an error of the micro-batch; it may raise another one in its place.
         """
+        return _MicroBatch(partial(self._begin, done, models), hold, failed)
+
+    def _begin(self, done: int | None, models: frozenset[int] | None) -> Window:
         self.declared = True
         window = self._windows.of_models(models)
         if done is not None:
             window.continue_after(done)
-        window.enter(self.steps, lambda: self._is_last_batch(window))
-        try:
-            with nullcontext() if window.sync else hold():
-                yield
-        finally:
-            window.leave()
+        window.enter(self.steps, partial(self._is_last_batch, window))
+        return window
 
     def _is_last_batch(self, window: Window) -> bool:
         """Returns whether the current batch ends its window in any case: the rest of it would belong to the next epoch."""
@@ -266,16 +292,23 @@ class Accumulation:
     @property
     def is_between_windows(self) -> bool:
         """Whether no window has gradients that wait for further micro-batches."""
-        return not any(window.holds_gradients for window in self._windows)
+        return not any(window.holds_gradients for window in self._windows.all)
 
     @property
     def waiting_models(self) -> set[int]:
         """The numbers of models whose gradients wait in windows of their own: passes of other windows reduce none of them."""
-        return self._windows.waiting_models
+        waiting: set[int] = set()
+        for models, window in self._windows.by_models.items():
+            if models is not None and window.holds_gradients:
+                waiting |= models
+        return waiting
 
     def ends(self, parameters: Iterable[Tensor]) -> bool:
         """Returns whether gradients of these parameters wait for no further micro-batch, so that they may be stepped."""
-        return all(window.sync for window in self._windows.of(parameters))
+        ended = True
+        for window in self._windows.of(parameters):
+            ended &= window.sync
+        return ended
 
     def ended(self, parameters: Sequence[Tensor]) -> list[Tensor]:
         """Returns those of the parameters whose gradients wait for no further micro-batch."""
@@ -286,12 +319,15 @@ class Accumulation:
         # Of a script that calls `loss.backward()` itself, passes are not known.
         if not (self.weighs_by_samples and self.began):
             return not self.sync
-        return any(window.keeps(parameters) for window in self._windows.of(parameters))
+        kept = False
+        for window in self._windows.of(parameters):
+            kept |= window.keeps(parameters)
+        return kept
 
     def forget(self, parameters: Iterable[Tensor]) -> None:
         """Called where gradients were cleared: they are no parts of a mean any more."""
-        for window in self._windows:
-            if window.means:
+        for window in self._windows.all:
+            if window.members or window.older:
                 window.forget(set(parameters))
 
     # -- a backward pass -----------------------------------------------------------------------------------------
@@ -331,7 +367,6 @@ class Accumulation:
         """
         self.began = True
         self.passes += 1
-        self.last_pass = Pass(self.passes)
         window = self._windows.current
         if not self.weighs_by_samples:
             self._mean = None
@@ -351,16 +386,16 @@ class Accumulation:
         if window.micro_batch > 1 or not window.sync:
             self._look_before(window)
         source = self._active.source_of(loss, is_whole_step=window.steps == 1)
-        window.note_source(source)
+        order = window.note_loss(source)
         batch = None if source is None else source.info
         # A rank without a sample in the global batch has a filler row. The loss becomes zero, but the backward pass still runs:
         # the collectives of the other ranks need this rank.
         is_idle = batch is not None and batch.weights[batch.index] == 0
-        self._look(loss, window, batch, num_items)
+        self._look(loss, window, order, batch, num_items)
         if num_items is not None:
             mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
-        elif source is not None:
-            mean, part = self._samples(window, source)
+        elif source is not None and batch is not None:
+            mean, part = self._samples(window, source, batch)
         else:
             mean, part = self._micro_batches(window)
         if not mean.is_exact and not mean.parameters:
@@ -377,9 +412,10 @@ class Accumulation:
             return loss
         return loss / divisor
 
-    def _look(self, loss: Tensor, window: Window, batch: BatchInfo | None, items: float | Tensor | None) -> None:
+    def _look(
+        self, loss: Tensor, window: Window, order: int, batch: BatchInfo | None, items: float | Tensor | None
+    ) -> None:
         """Looks at how much each element of a loss counts, where this could be another number elsewhere."""
-        order = window.next_loss()
         # The losses of micro-batches come later.
         is_whole = loss.grad_fn is not None
         if self.width == 1 and is_whole and (items is not None or self.steps == 1):
@@ -390,7 +426,7 @@ class Accumulation:
             rows = 1
         else:
             return
-        place = list(self._windows).index(window)
+        place = self._windows.all.index(window)
         self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, items)
 
     def _scaled_by_script(self, loss: Tensor, share: float) -> Tensor:
@@ -411,9 +447,8 @@ class Accumulation:
         num_with_samples = sum(map(bool, batch.weights))
         return len(batch.weights) / num_with_samples
 
-    def _samples(self, window: Window, given: _GivenBatch) -> tuple[Mean, float]:
+    def _samples(self, window: Window, given: _GivenBatch, batch: BatchInfo) -> tuple[Mean, float]:
         """Returns the mean over the samples of a loader, and what this rank has of it in this micro-batch."""
-        batch = given.info
         rows_of_all = sum(batch.weights)
         own: float = batch.weights[batch.index]
         # A `collate_fn` of the script's own may drop samples, so that ranks know their own rows only.
@@ -425,14 +460,16 @@ class Accumulation:
         mean = window.mean(SAMPLES, given.loader)
         if mean is None:
             num_ahead = window.steps - window.micro_batch + 1
-            planned = given.window_rows(num_ahead)
+            planned = rows_of_all if num_ahead == 1 else given.window_rows(num_ahead)
             is_exact = planned is not None and not given.may_drop
             if planned is None:
                 planned = rows_of_all if window.sync else rows_of_all * num_ahead
             mean = window.begin_mean(SAMPLES, given.loader, is_local=is_local)
             mean.expect(max(1, planned), self.width, is_exact=is_exact)
         # A micro-batch may have several losses, each with its own backward pass; its rows count once.
-        if mean.count(own if is_local else rows_of_all, window.micro_batch, once=True) and window.sync:
+        is_first = mean.count(own if is_local else rows_of_all, window.micro_batch, once=True)
+        is_as_planned = mean.is_exact and mean.counted == mean.expected  # nearly always
+        if is_first and window.sync and not is_as_planned:
             self._replace_estimate(window, mean)
         return mean, own
 
@@ -501,7 +538,7 @@ class Accumulation:
     def _keep_older(self, window: Window) -> None:
         """Copies gradients from before the window, which nobody has cleared: they are no parts of a mean that is estimated."""
         waiting: set[Tensor] = set()
-        for other in self._windows:
+        for other in self._windows.all:
             if other is window or other.holds_gradients:
                 waiting |= other.members
         held = [(parameter, gradient) for parameter, gradient in self._held() if parameter not in waiting]
@@ -525,8 +562,8 @@ class Accumulation:
             window.forget(cleared)
         self._gradients_before = before
 
-    def passed(self) -> None:
-        """Called after a backward pass, before its gradients are reduced.
+    def passed(self) -> bool:
+        """Called after a backward pass, before its gradients are reduced. Returns whether its window ends.
 
         Raises:
             TrainError: `items-mixed`, if gradients have parts of two means that cannot both be exact.
@@ -540,19 +577,21 @@ class Accumulation:
         window.passed(parameters, mean)
         self._mean = None
         self.loss_weights.passed(self.last_pass.factor)
-        if mean is None:
-            return
-        for other in window.means:
-            is_apart = other is mean or other.parameters.isdisjoint(mean.parameters)
-            if not is_apart and not (mean.is_exact and other.is_exact):
-                raise mixed(mean, other)
+        if mean is not None:
+            for other in window.means:
+                is_apart = other is mean or other.parameters.isdisjoint(mean.parameters)
+                if not is_apart and not (mean.is_exact and other.is_exact):
+                    raise mixed(mean, other)
+        return window.sync
 
     def settle(self, parameters: Sequence[Tensor]) -> None:
         """Makes gradients final whose window has ended without a backward pass of their mean in the last micro-batch.
 
         Ranks: all.
         """
-        for window in self._windows:
+        for window in self._windows.all:
+            if not window.members:
+                continue
             window.used(parameters)
             # Other means may have a pass before them in this micro-batch.
             open_means = [
@@ -623,19 +662,19 @@ class Accumulation:
 
     def window_state(self) -> dict[str, Any]:
         """Returns the state of the windows. It is the same on all ranks, except for `counts`, which are this rank's."""
-        counts = [window.counts() for window in self._windows]
-        sync = all(window.sync for window in self._windows)
+        counts = [window.counts() for window in self._windows.all]
+        sync = all(window.sync for window in self._windows.all)
         shared = {"sync": sync, "began": self.began, "divisor": self._items_divisor}
         return {**shared, "windows": self._windows.state(), "counts": counts}
 
     def older(self) -> list[Tensor]:
         """Returns the copies of gradients from before the windows, divided as those are."""
-        return [entry.copy for window in self._windows for entries in window.older.values() for entry in entries]
+        return [entry.copy for window in self._windows.all for entries in window.older.values() for entry in entries]
 
     def older_gradients(self) -> dict[Tensor, list[Tensor]]:
         """Returns, by parameter, copies of gradients from before the open windows, which wait to be told from theirs."""
         older: dict[Tensor, list[Tensor]] = {}
-        for window in self._windows:
+        for window in self._windows.all:
             if window.holds_gradients:
                 # Where a parameter is in two windows, the copies are the same.
                 for parameter, entries in window.older.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from inspect import signature
 from typing import Any, Protocol
 
@@ -25,6 +25,10 @@ class Scaler(Protocol):
     def unscale(self, parameters: Iterable[torch.Tensor], optimizers: Sequence[Optimizer]) -> None: ...
     def step(self, optimizer: Optimizer) -> bool: ...
     def forget(self, parameters: Iterable[torch.Tensor]) -> None: ...
+
+
+def _just_call(step: Callable[[], Any]) -> Any:
+    return step()
 
 
 def _of_wrapped(name: str) -> property:
@@ -49,7 +53,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: the user's, rebound to the prepared parameters.
         accumulation: knows whether a window ends.
         scaler: the loss scaler, or None.
-        guard: returns the context in which each step runs.
+        take_step: takes each step, by calling what it is given, and returns its result.
         admits: decides, on the final gradients of a window, whether they are stepped; None if they always are.
         stepped: is told of each step.
 
@@ -65,7 +69,7 @@ class PreparedOptimizer(Optimizer):
         optimizer: Optimizer,
         accumulation: Accumulation,
         scaler: Scaler | None = None,
-        guard: Callable[[], AbstractContextManager[object]] = nullcontext,
+        take_step: Callable[[Callable[[], Any]], Any] = _just_call,
         admits: Callable[[PreparedOptimizer], bool] | None = None,
         stepped: Event[[Optimizer]] | None = None,
     ) -> None:
@@ -75,7 +79,7 @@ class PreparedOptimizer(Optimizer):
         self.stepped_through = inner_optimizers(optimizer)
         self._accumulation = accumulation
         self._scaler = scaler
-        self._guard = guard
+        self._take_step = take_step
         self._admits = admits
         self._stepped: Event[[Optimizer]] = Event() if stepped is None else stepped
         # An optimizer of a script's own may have a `zero_grad` without arguments.
@@ -116,7 +120,7 @@ class PreparedOptimizer(Optimizer):
         """
         if closure is not None:
             return self._search(closure)
-        parameters = parameters_of(self)
+        parameters = parameters_of(self.optimizer)
         if not self._accumulation.ends(parameters):
             return None
         self._finish_gradients(parameters)
@@ -129,12 +133,11 @@ class PreparedOptimizer(Optimizer):
         self._passes_done = self._accumulation.passes
         self._is_stepping = True
         try:
-            with self._guard():
-                if self._scaler is None:
-                    self.step_was_skipped = False
-                    result = self.optimizer.step()
-                else:
-                    self.step_was_skipped = self._scaler.step(self.optimizer)
+            if self._scaler is None:
+                self.step_was_skipped = False
+                result = self._take_step(self.optimizer.step)
+            else:
+                self.step_was_skipped = self._take_step(partial(self._scaler.step, self.optimizer))
         finally:
             self._is_stepping = False
         self._stepped(self)
@@ -161,7 +164,7 @@ class PreparedOptimizer(Optimizer):
         def evaluate() -> float:
             passes_before = self._accumulation.passes
             loss = closure()
-            self._finish_gradients(parameters_of(self))
+            self._finish_gradients(parameters_of(self.optimizer))
             return self._accumulation.over_ranks(loss, passes_before)
 
         self.steps += 1
@@ -182,7 +185,7 @@ class PreparedOptimizer(Optimizer):
         if self._is_stepping:
             return
         kind = type(self.optimizer).__name__
-        if not self._accumulation.ends(parameters_of(self)):
+        if not self._accumulation.ends(parameters_of(self.optimizer)):
             steps = self._accumulation.steps
             why = f"gradient_accumulation_steps={steps}: the window has not ended, and only `step` of {kind} waits for that"
             fix = "call the method that steps at the end of a window only: `if accelerator.sync_gradients:`"
@@ -193,7 +196,7 @@ class PreparedOptimizer(Optimizer):
             why = f"`anomalies` are set: only `step` of {kind} asks whether the step may be taken"
             fix = "leave `anomalies` out"
         else:
-            self._finish_gradients(parameters_of(self))
+            self._finish_gradients(parameters_of(self.optimizer))
             self.steps += 1
             self._passes_done = self._accumulation.passes
             return
@@ -202,7 +205,7 @@ class PreparedOptimizer(Optimizer):
 
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients, but not those that wait for the rest of their window. Gradients become None by default."""
-        parameters = parameters_of(self)
+        parameters = parameters_of(self.optimizer)
         if self._accumulation.keeps(parameters):
             return
         if set_to_none is None and not self._takes_set_to_none:
@@ -227,7 +230,7 @@ class PreparedOptimizer(Optimizer):
     @property
     def stale(self) -> bool:
         """Whether its gradients, if there are any, were stepped already, and no backward pass has run since."""
-        return self._accumulation.ends(parameters_of(self)) and self._passes_done == self._accumulation.passes
+        return self._accumulation.ends(parameters_of(self.optimizer)) and self._passes_done == self._accumulation.passes
 
     @property
     def pending(self) -> bool:
@@ -253,7 +256,9 @@ class PreparedOptimizer(Optimizer):
         """Refuses gradients of a loss that was not scaled, or that were not averaged over the ranks."""
         if self._scaler is not None:
             why = "mixed_precision='fp16': gradients are divided by the loss scale, by which the loss was never multiplied"
-        elif self._accumulation.width > 1 and any(parameter.grad is not None for parameter in parameters_of(self)):
+        elif self._accumulation.width > 1 and any(
+            parameter.grad is not None for parameter in parameters_of(self.optimizer)
+        ):
             why = f"{self._accumulation.width} ranks: gradients were not averaged, so their parameters would become different"
         else:
             return
@@ -266,7 +271,7 @@ class PreparedOptimizer(Optimizer):
 
     def unscale(self) -> None:
         """Makes gradients final, as clipping and logging need them; inside of a window it does nothing. Ranks: all."""
-        parameters = parameters_of(self)
+        parameters = parameters_of(self.optimizer)
         if self._accumulation.ends(parameters):
             self._finish_gradients(parameters)
             if self._scaler is not None:
@@ -299,7 +304,7 @@ class PreparedOptimizer(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         # A copy does not belong to the run.
-        return {**self.__dict__, "_guard": nullcontext, "_admits": None, "_stepped": Event()}
+        return {**self.__dict__, "_take_step": _just_call, "_admits": None, "_stepped": Event()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -163,6 +163,8 @@ class Window:
     def passed(self, parameters: Set[Tensor], mean: Mean | None) -> None:
         """Records that a backward pass has given parts of a mean to the gradients of these parameters."""
         self._passed = True
+        if not parameters:
+            return
         self.members |= parameters
         if self.sync:
             self.ready |= parameters
@@ -188,12 +190,9 @@ class Window:
         self._num_items_losses += 1
         return number
 
-    def note_source(self, source: object) -> None:
-        """Notes the batch of a loss."""
+    def note_loss(self, source: object) -> int:
+        """Notes the batch of a loss, and returns the number of the loss in its micro-batch, from 0."""
         self.source = source
-
-    def next_loss(self) -> int:
-        """Returns the number of a loss in its micro-batch, from 0."""
         number = self._num_losses
         self._num_losses += 1
         return number
@@ -275,45 +274,38 @@ class Windows:
 
     Attributes:
         current: the window of the micro-batch that began last.
+        by_models: the windows by the numbers of their models.
+        all: the same windows.
     """
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
         # That of a script without `accumulate`, or that counts its micro-batches itself, is None.
-        self._by_models: dict[frozenset[int] | None, Window] = {None: Window(steps)}
-        self.current = self._by_models[None]
-
-    def __iter__(self) -> Iterator[Window]:
-        return iter(self._by_models.values())
-
-    @property
-    def waiting_models(self) -> set[int]:
-        """The numbers of models that have windows of their own, whose gradients wait for further micro-batches."""
-        waiting: set[int] = set()
-        for models, window in self._by_models.items():
-            if models is not None and window.holds_gradients:
-                waiting |= models
-        return waiting
+        self.by_models: dict[frozenset[int] | None, Window] = {None: Window(steps)}
+        self.current = self.by_models[None]
+        self.all = [self.current]
 
     def of_models(self, models: frozenset[int] | None) -> Window:
         """Returns the window of models, by their numbers; it becomes the current one."""
-        if models not in self._by_models:
-            self._by_models[models] = Window(self._steps)
-        self.current = self._by_models[models]
-        return self.current
+        window = self.by_models.get(models)
+        if window is None:
+            window = self.by_models[models] = Window(self._steps)
+            self.all.append(window)
+        self.current = window
+        return window
 
     def of(self, parameters: Iterable[Tensor]) -> list[Window]:
         """Returns the windows in which parameters took part; the current one if they took part in none."""
-        if len(self._by_models) == 1:
-            return [self.current]
+        if len(self.all) == 1:
+            return self.all
         chosen = set(parameters)
-        windows = [window for window in self if not window.members.isdisjoint(chosen)]
+        windows = [window for window in self.all if not window.members.isdisjoint(chosen)]
         return windows or [self.current]
 
     def state(self) -> list[dict[str, Any]]:
-        """Returns the states of all windows, in the order of `__iter__`."""
+        """Returns the states of all windows, in the order of `all`."""
         states = []
-        for models, window in self._by_models.items():
+        for models, window in self.by_models.items():
             named = None if models is None else sorted(models)
             states.append({"models": named, **window.state()})
         return states

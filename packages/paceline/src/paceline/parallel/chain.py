@@ -2,14 +2,14 @@
 
     plan.strategies                ("tensor", "shard")   resolved, checked, frozen
       -> Chain.apply(model, ...)   for each, by stage: `strategy.apply(model, context)` -> an `AppliedStrategy`
-      -> for applied in chain      from the outermost to the innermost, as in all methods below
+      -> chain.strategies          from the outermost to the innermost, as in all methods below
 
 What a strategy is asked in one place alone is no method here: `Prepared.applied_strategies` has those of all models.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any
@@ -35,6 +35,7 @@ class Chain:
         plan: the resolved plan.
         module: the module that the user wrote.
         wrapped: the outermost module, which the training loop calls.
+        strategies: what was applied, from the outermost to the innermost.
         runner: the applied strategy that runs forward and backward passes together (a pipeline), or None.
     """
 
@@ -47,6 +48,7 @@ class Chain:
             if isinstance(outcome, Runner):
                 self.runner = outcome
         self._inwards = dict(reversed(applied.items()))
+        self.strategies = tuple(self._inwards.values())
 
     @classmethod
     def apply(cls, model: nn.Module, context: Context) -> Chain:
@@ -74,28 +76,25 @@ class Chain:
             refuse_assigned_data(model)
         return cls(context.plan, model, applied)
 
-    def __iter__(self) -> Iterator[AppliedStrategy]:
-        return iter(self._inwards.values())
-
     @property
     def owners(self) -> Collectives | None:
         """The ranks that hold different parameters of the model (stages of a pipeline); None if all hold the same."""
-        for applied in self:
+        for applied in self.strategies:
             if applied.owners is not None:
                 return applied.owners
         return None
 
     def hold_gradients(self) -> AbstractContextManager[Any]:
         """While it is open, no strategy communicates gradients of the model."""
-        return _all_open(applied.hold_gradients() for applied in self)
+        return _all_open(applied.hold_gradients() for applied in self.strategies)
 
     def full_parameters(self, writeback: bool = False) -> AbstractContextManager[Any]:
         """While it is open, parameters are unsharded plain tensors. Ranks: all."""
-        return _all_open(applied.full_parameters(writeback) for applied in self)
+        return _all_open(applied.full_parameters(writeback) for applied in self.strategies)
 
     def shards_of(self, parameters: Iterable[Tensor]) -> Iterable[Tensor]:
         """Returns the parameters that optimizers step, see `AppliedStrategy.shards_of`."""
-        for applied in self:
+        for applied in self.strategies:
             parameters = applied.shards_of(parameters)
         return parameters
 

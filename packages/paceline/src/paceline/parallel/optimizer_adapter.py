@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
-from paceline.torch_internals.optimizers import first_after_step, step_without_hooks
+from paceline.torch_internals.optimizers import step_inside_of_hooks, step_without_hooks
 from paceline.torch_internals.tensors import times_written
 from paceline.world.param_groups import inner_optimizers
 
@@ -51,7 +51,7 @@ class OptimizerAdapter:
         self._parts: Parts | None = None
         self._afterwards: list[Act] = []
         self._forgets: list[Callable[[bool], None]] = []
-        self._surroundings: list[Surroundings] = []
+        self._surroundings: dict[str, list[Surroundings]] = {}  # by the name of a method
         self._followers: list[tuple[Stepped, Act]] = []
         self._installed: set[str] = set()  # names of the methods that are replaced
 
@@ -131,10 +131,10 @@ class OptimizerAdapter:
 
     def surround(self, surroundings: Surroundings) -> None:
         """Runs each public method of the user's own class inside of `surroundings(its name)`; torch's run as ever."""
-        self._surroundings.append(surroundings)
         for name in dir(type(self.optimizer)):
             if name.startswith("_") or not self._is_own(name):
                 continue
+            self._surroundings.setdefault(name, []).append(surroundings)
             if name == "step":
                 self._install_step()
             elif name == "zero_grad":
@@ -206,22 +206,16 @@ class OptimizerAdapter:
             for act in self._afterwards:
                 act(optimizer)
 
-        with self._surroundings_of("step"):
+        computed: _ComputedLoss | None = None
+        holds_others = bool(self._swaps) or self._parts is not None
+        if not holds_others and "step" not in self._surroundings:
+            return step_inside_of_hooks(optimizer, partial(plain, *args, **kwargs), begin, end)
+        with self._surroundings_of("step"), opened:
             # 1. The loss, if it is computed here.
-            computed: _ComputedLoss | None = None
-            if self._swaps or self._parts is not None:
+            if holds_others:
                 computed, args, kwargs = self._with_loss(args, kwargs)
-            # Both hooks are registered at each step, so that `begin` is the last before the kernels and `end` the first after.
-            before = optimizer.register_step_pre_hook(begin)
-            after = first_after_step(optimizer, end)
-            try:
-                # 2. The user's hooks before a step; 6. the kernels; 8. the user's hooks after it.
-                with opened:
-                    result = plain(*args, **kwargs)
-            finally:
-                before.remove()
-                after.remove()
-        return result
+            # 2. The user's hooks before a step; 6. the kernels; 8. the user's hooks after it.
+            return step_inside_of_hooks(optimizer, partial(plain, *args, **kwargs), begin, end)
 
     def _with_loss(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -274,13 +268,11 @@ class OptimizerAdapter:
         with self._surroundings_of(name):
             return plain(*args, **kwargs)
 
-    @contextmanager
-    def _surroundings_of(self, name: str) -> Iterator[None]:
-        with ExitStack() as stack:
-            if self._is_own(name):
-                for surroundings in self._surroundings:
-                    stack.enter_context(surroundings(name))
-            yield
+    def _surroundings_of(self, name: str) -> ExitStack:
+        stack = ExitStack()
+        for surroundings in self._surroundings.get(name, ()):
+            stack.enter_context(surroundings(name))
+        return stack
 
     # -- how they get their place ----------------------------------------------------------------------------------
 

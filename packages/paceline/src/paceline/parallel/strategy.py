@@ -122,9 +122,8 @@ class AppliedStrategy:
         """While it is open, backward passes accumulate gradients without communication."""
         return nullcontext()
 
-    def finishing_later(self) -> AbstractContextManager[None]:
-        """Promises that `finish_reduction` follows the backward passes inside; a pass without the promise finishes itself."""
-        return nullcontext()
+    def leave_to_finish(self, is_left: bool) -> None:
+        """Says whether `finish_reduction` follows the backward passes from now on; others finish themselves."""
 
     def finish_reduction(self) -> None:
         """Called at the end of a window: reduces gradients that were held back, and checks that all were reduced."""

@@ -289,7 +289,7 @@ class Preparation:
         if entry.chain.plan.layout == self.run.plan.layout and entry.chain.plan.zero == self.run.plan.zero:
             self.run.prepared.models.append(entry)
             return True
-        for applied in entry.chain:
+        for applied in entry.chain.strategies:
             applied.release()
         return False
 
@@ -375,7 +375,7 @@ class Preparation:
         entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given), model.is_trained_here)
         if model.recipe is not None and replaces_parameters:
             device = run.device
-            if any(applied.parameters_on_host for applied in chain):
+            if any(applied.parameters_on_host for applied in chain.strategies):
                 device = torch.device("cpu")
             self._materialise(model.recipe, entry.module, device)
         if entry.wrapped is not entry.module or "forward" in vars(entry.module):
@@ -388,8 +388,8 @@ class Preparation:
         if run.phases is not None:
             run.phases.follow_model(entry.wrapped)
             if chain.runner is not None:
-                chain.runner.follow(run.events.phase)
-            for applied in chain:
+                chain.runner.follow(run.events.phase.__getitem__)
+            for applied in chain.strategies:
                 applied.call_before_waiting(run.phases.reduce)
 
     def _trace_origins(self) -> None:
@@ -443,7 +443,7 @@ class Preparation:
             from paceline.parallel.draws import watch_first_pass
 
             watch_first_pass(entry.module, self.run.device, partial(self._note_first_pass, entry.facts))
-        for applied in entry.chain:
+        for applied in entry.chain.strategies:
             applied.call_with_others(partial(self._note, randomness.adapted_weights(entry.facts.name)))
 
     def _note_first_pass(self, facts: ModelFacts, findings: PassFindings) -> None:
@@ -522,9 +522,7 @@ class Preparation:
     def record_optimizer(self, optimizer: Optimizer) -> PreparedOptimizer:
         """Wraps and records an optimizer that holds the prepared parameters."""
         run = self.run
-        entry = PreparedOptimizer(
-            optimizer, run.gradients, run.scaler, run.optimizer_step, run.admits, run.events.stepped
-        )
+        entry = PreparedOptimizer(optimizer, run.gradients, run.scaler, run.take_step, run.admits, run.events.stepped)
         run.prepared.optimizers.append(entry)
         run.prepared.may_step(optimizer)
         return entry
@@ -656,7 +654,7 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
             bound.add(model)
             decisions: list[Decision] = []
             with adapter.binding():
-                for applied in model.chain:
+                for applied in model.chain.strategies:
                     decisions += applied.bind(adapter)
             for decision in decisions:
                 present.note(decision)

@@ -202,7 +202,7 @@ class Prepared:
                 if parameter.grad is not None:
                     yield parameter, parameter.grad
         for model in chosen:
-            for applied in model.chain:
+            for applied in model.chain.strategies:
                 yield from applied.held_gradients()
 
     def all_evaluate(self) -> bool:
@@ -248,7 +248,7 @@ class Prepared:
         for number, entry in enumerate(self.models):
             if number in waiting:
                 continue
-            for applied in entry.chain:
+            for applied in entry.chain.strategies:
                 applied.finish_reduction()
 
     def across(self) -> Across | None:
@@ -267,7 +267,7 @@ class Prepared:
         """Returns the strategies that were applied to all models so far."""
         applied: list[AppliedStrategy] = []
         for entry in self.models:
-            applied += entry.chain
+            applied += entry.chain.strategies
         return applied
 
     def full_parameters(self, model: nn.Module, writeback: bool) -> AbstractContextManager[object]:
@@ -297,7 +297,7 @@ class Prepared:
             gathered[name] = gathered[first_name] if first_name in gathered else whole(value)
         state = {clean(name): value for name, value in gathered.items()}
         entry = self.find(model)
-        for applied in entry.chain if entry is not None else ():
+        for applied in entry.chain.strategies if entry is not None else ():
             state = applied.gather_state(state)
         return state
 
@@ -337,7 +337,7 @@ class Prepared:
     def clear(self) -> None:
         """Forgets all objects. A model that strategies have changed can be prepared again as it is."""
         for entry in self.models:
-            if any(True for _ in entry.chain):
+            if any(True for _ in entry.chain.strategies):
                 vars(entry.module)["_paceline_entry"] = EntryOfModel(entry)
         self.models.clear()
         self.optimizers.clear()

@@ -12,8 +12,8 @@ prepared                                the models, optimizers, loaders and sche
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -32,7 +32,7 @@ from paceline.optim.optimizer import PreparedOptimizer
 from paceline.parallel.strategy import strategies_of
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
-from paceline.planner.exhausted import ExplainExhaustion
+from paceline.planner.exhausted import explain_exhaustion
 from paceline.precision.policy import Precision
 from paceline.run.prepared import Prepared
 from paceline.world.collectives import Collectives
@@ -182,24 +182,28 @@ class Run:
         self.phases = phases
         self.events.phase.subscribe(contexts)
 
-    # -- contexts ------------------------------------------------------------------------------------------------
+    # -- what surrounds passes and steps -------------------------------------------------------------------------
 
-    @contextmanager
-    def optimizer_step(self) -> Iterator[None]:
-        """The context in which each prepared optimizer steps."""
+    def take_step(self, step: Callable[[], Any]) -> Any:
+        """Takes a step of a prepared optimizer, and returns what it returns."""
         if not self._has_stepped:
             self._has_stepped = True
             self.events.before_first_step()
-        with self.explaining_memory("step"), self.events.phase("step"):
-            yield
+        try:
+            with self.events.phase["step"]:
+                return step()
+        except BaseException as error:
+            self.explain_exhaustion("step", error)
+            raise
 
-    def explaining_memory(self, where: str) -> AbstractContextManager[None]:
-        """While it is open, an out-of-memory error is raised again with what the plan needs and what could be changed.
+    def explain_exhaustion(self, where: str, error: BaseException) -> None:
+        """Raises another error for one of an allocator: with what the plan needs, and what could be changed.
 
         Args:
             where: "forward", "backward" or "step".
+            error: that was caught there; the caller raises it again, if it is another one.
         """
-        return ExplainExhaustion(self.situation, where)
+        explain_exhaustion(error, where, self.situation)
 
     def situation(self) -> tuple[Plan, tuple[ModelFacts, ...], int, int]:
         """Returns what an out-of-memory error reports: the plan, the models, the number of ranks, and of those on this node."""
@@ -244,7 +248,9 @@ def _watch_optimizers() -> None:
     """
 
     def before_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
-        for run in live_runs():
-            run.events.before_step(optimizer)
+        for reference in tuple(_live_runs):
+            run = reference()
+            if run is not None:
+                run.events.before_step(optimizer)
 
     register_optimizer_step_pre_hook(before_step)

@@ -205,7 +205,7 @@ class States:
         if busy == "skip" and self._checkpointer.busy():
             return None
         # One save at a time. A save in the background ends first, and if it failed, its error is raised here.
-        with self._run.events.phase("checkpoint"):
+        with self._run.events.phase["checkpoint"]:
             self._checkpointer.wait()
         check()
         target = path or self._checkpointer.next_path(self._automatic(), self.iteration)
@@ -220,7 +220,7 @@ class States:
                 hook(models, weights, folder)
             _leave_out_popped(state, len(weights))
 
-        with self._run.events.phase("checkpoint"):
+        with self._run.events.phase["checkpoint"]:
             saved = self._checkpointer.save(
                 target,
                 state,

@@ -6,7 +6,7 @@ forward_backward   the same after the model's forward and the loss; a pipeline r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -21,26 +21,11 @@ from paceline.world.tree import first_rows
 
 if TYPE_CHECKING:
     from paceline.data.unprepared import UnpreparedLoaders
+    from paceline.parallel.strategy import AppliedStrategy
     from paceline.run.replicas import Replicas
 
 
-class _NoReplicas:
-    """Takes the place of `Replicas` where no other rank answers."""
-
-    def __init__(self, run: Run) -> None:
-        self._run = run
-
-    def passed(self) -> None:
-        """Compares the micro-batches of a window with each other."""
-        # In a rehearsal of several ranks losses have no values.
-        if self._run.world.size == 1:
-            self._run.gradients.loss_weights.judge_own()
-
-    def compare(self) -> None:
-        """Does nothing: there is nobody to differ from."""
-
-    def uneven(self) -> AbstractContextManager[None]:
-        return nullcontext()
+_NOTHING = nullcontext()
 
 
 class Steps:
@@ -65,7 +50,7 @@ class Steps:
             from paceline.data.unreduced import UnreducedMetrics
 
             self._unreduced = UnreducedMetrics(run.world, run.events, self._prepared.all_evaluate)
-        self._replicas: Replicas | _NoReplicas = _NoReplicas(run)
+        self._replicas: Replicas | None = None  # no other rank answers
         if run.world.size > 1 and run.runtime.others_answer:
             from paceline.run.replicas import Replicas
 
@@ -84,8 +69,11 @@ class Steps:
                 )
         # The keywords, such as `retain_graph`, are those of `Tensor.backward`.
         checked_loss = self._gradients.checked(loss, keywords)
-        with self._run.explaining_memory("backward"):
-            self._run_backward(self.scaled(checked_loss, num_items), **keywords)
+        try:
+            self._run_backward(self.scaled(checked_loss, num_items), keywords)
+        except BaseException as error:
+            self._run.explain_exhaustion("backward", error)
+            raise
         self.finish_reduction()
 
     def forward_backward(
@@ -99,9 +87,7 @@ class Steps:
         runner = None if entry is None else entry.chain.runner
         # Without micro-batches and without a pipeline this is an ordinary forward and backward pass.
         if parts is None and runner is None:
-            whole = BatchPart.of(batch)
-            with self._run.explaining_memory("forward"):
-                loss = loss_fn(model(*whole.inputs, **whole.named), whole.target)
+            loss = self._forward(model, BatchPart.of(batch), loss_fn)
             self.backward(loss, num_items)
             return loss.detach()
         # Scaling is linear in the loss. So the loss 1 is scaled once, and its result is the factor of each micro-batch's loss.
@@ -109,7 +95,8 @@ class Steps:
         is_double = entry is not None and "float64" in entry.facts.dtypes
         one = torch.ones((), device=self._run.device, dtype=torch.float64 if is_double else torch.float32)
         share = self._scaled_to_window(one, num_items)
-        factor = self._times_loss_scale(share)
+        scaler = self._run.scaler
+        factor = share if scaler is None else scaler.scale(share)
         mean = num_items is None
 
         def seen_loss(output: object, target: object) -> torch.Tensor:
@@ -121,19 +108,20 @@ class Steps:
             return self._run_each(model, parts or (), seen_loss, share, factor, mean)
         # No strategy communicates within the schedule: its micro-batches reach the ranks at different times.
         without_communication = entry.chain.hold_gradients()
-        phase = self._run.events.phase("pipeline")
+        phase = self._run.events.phase["pipeline"]
         try:
-            with self._run.explaining_memory("forward"), phase, without_communication:
+            with phase, without_communication:
                 if parts is None:
                     loss = runner.forward_backward(BatchPart.of(batch), seen_loss, factor, mean)
                 else:
                     loss = runner.forward_backward_each(parts, seen_loss, factor, mean)
         except BaseException as error:
             self._announce_failure(error)
+            self._run.explain_exhaustion("forward", error)
             raise
         self._run.collectives.backward_passed()
-        if self._run.scaler is not None:
-            self._run.scaler.watch(loss)
+        if scaler is not None:
+            scaler.watch(loss)
         self._run.events.backward(loss, loss * share, num_items)
         self.finish_reduction()
         return loss
@@ -156,29 +144,43 @@ class Steps:
             if number < len(parts):
                 context = self._prepared.hold_gradients([model])
             with context:
-                with self._run.explaining_memory("forward"):
-                    loss = loss_fn(model(*part.inputs, **part.named), part.target)
+                loss = self._forward(model, part, loss_fn)
                 self._run.events.backward(loss, loss * share / divisor, None)
-                with self._run.explaining_memory("backward"):
-                    self._run_backward(self._gradients.checked(loss, {}) * (factor / divisor))
+                self._run_backward(self._gradients.checked(loss, {}) * (factor / divisor), {})
             total += loss.detach()
         self.finish_reduction()
         return total / divisor
 
-    def _run_backward(self, loss: torch.Tensor, **keywords: object) -> None:
-        with self._run.events.phase("backward"), ExitStack() as stack:
-            waiting = self._gradients.waiting_models
-            for number, entry in enumerate(self._prepared.models):
-                for applied in entry.chain:
-                    if number in waiting:
-                        stack.enter_context(applied.hold_gradients())
-                    elif self._gradients.sync:  # `finish_reduction` follows
-                        stack.enter_context(applied.finishing_later())
+    def _forward(self, model: nn.Module, part: BatchPart, loss_fn: Callable[..., torch.Tensor]) -> torch.Tensor:
+        try:
+            return loss_fn(model(*part.inputs, **part.named), part.target)
+        except BaseException as error:
+            self._run.explain_exhaustion("forward", error)
+            raise
+
+    def _run_backward(self, loss: torch.Tensor, keywords: Mapping[str, object]) -> None:
+        models = self._prepared.models
+        waiting = self._gradients.waiting_models
+        # Models whose own windows go on communicate nothing, whichever parameters of theirs the pass reaches.
+        held: AbstractContextManager[object] = _NOTHING
+        if waiting:
+            held = self._prepared.hold_gradients([models[number].wrapped for number in waiting])
+        finished: list[AppliedStrategy] = []  # by `finish_reduction`, which follows
+        for number, entry in enumerate(models):
+            if number not in waiting and entry.chain.strategies and self._gradients.sync:
+                finished += entry.chain.strategies
+        with self._run.events.phase["backward"], held:
             try:
+                for applied in finished:
+                    applied.leave_to_finish(True)
                 loss.backward(**keywords)
             except BaseException as error:
                 self._announce_failure(error)
+                self._run.explain_exhaustion("backward", error)
                 raise
+            finally:
+                for applied in finished:
+                    applied.leave_to_finish(False)
         self._run.collectives.backward_passed()
 
     def _announce_failure(self, error: BaseException) -> None:
@@ -191,7 +193,8 @@ class Steps:
         """Returns the loss on which to call `backward`; the caller must call `finish_reduction` afterwards."""
         share = self._scaled_to_window(loss, num_items)
         self._run.events.backward(loss, share, num_items)
-        return self._times_loss_scale(share)
+        scaler = self._run.scaler
+        return share if scaler is None else scaler.scale(share)
 
     def _scaled_to_window(self, loss: torch.Tensor, num_items: float | torch.Tensor | None) -> torch.Tensor:
         """Returns the loss as a part of the window's mean over all ranks."""
@@ -207,10 +210,6 @@ class Steps:
         if self._run.settings.debug and self._gradients.sync:
             self._run.collectives.check("backward")
         return loss
-
-    def _times_loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
-        scaler = self._run.scaler
-        return loss if scaler is None else scaler.scale(loss)
 
     # -- gradients that are complete -----------------------------------------------------------------------------
 
@@ -249,7 +248,7 @@ class Steps:
         from paceline.optim.clip import clip_grad_norm  # many loops do not clip
 
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        with self._run.events.phase("clip"):
+        with self._run.events.phase["clip"]:
             if self._finish(chosen):
                 across = self._prepared.across()
                 self._norm = clip_grad_norm(chosen, max_norm, norm_type, across, error_if_nonfinite)
@@ -261,7 +260,7 @@ class Steps:
         from paceline.optim.clip import clip_grad_value  # many loops do not clip
 
         chosen = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
-        with self._run.events.phase("clip"):
+        with self._run.events.phase["clip"]:
             if self._finish(chosen):
                 clip_grad_value(chosen, clip_value)
 
@@ -272,14 +271,15 @@ class Steps:
 
         self._run.events.uneven_steps()
         entries = [self._prepared.find(model) for model in joinables if isinstance(model, nn.Module)]
-        strategies = [applied for entry in entries if entry is not None for applied in entry.chain]
+        strategies = [applied for entry in entries if entry is not None for applied in entry.chain.strategies]
         wrapped = [applied.joinable for applied in strategies if applied.joinable is not None]
         with ExitStack() as stack:
             for applied in self._prepared.applied_strategies():
                 stack.enter_context(applied.uneven_steps())
             if wrapped and self._run.world.size > 1:
                 stack.enter_context(Join(wrapped))
-            stack.enter_context(self._replicas.uneven())
+            if self._replicas is not None:
+                stack.enter_context(self._replicas.uneven())
             yield
 
     def compare_ranks(self) -> None:
@@ -288,12 +288,21 @@ class Steps:
         Raises:
             TrainError: `replicas-differ`, on every rank.
         """
-        self._replicas.compare()
+        if self._replicas is not None:
+            self._replicas.compare()
 
     def finish_reduction(self) -> None:
         """Ends a backward pass, and finishes the reduction of gradients if it was the last of its window. Ranks: all."""
-        self._gradients.passed()
-        if self._gradients.sync:
-            with self._run.explaining_memory("backward"), self._run.events.phase("reduce"):
+        if not self._gradients.passed():
+            return
+        try:
+            with self._run.events.phase["reduce"]:
                 self._prepared.finish_reduction(self._gradients.waiting_models)
+        except BaseException as error:
+            self._run.explain_exhaustion("backward", error)
+            raise
+        if self._replicas is not None:
             self._replicas.passed()
+        elif self._run.world.size == 1:
+            # The micro-batches of a window are compared. In a rehearsal of several ranks losses have no values.
+            self._gradients.loss_weights.judge_own()

@@ -6,12 +6,14 @@ import inspect
 import sys
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import update_bn
-from torch.utils.hooks import RemovableHandle
+
+Hook = Callable[..., None]
 
 
 def complete_hooks(optimizer: Optimizer) -> None:
@@ -20,11 +22,23 @@ def complete_hooks(optimizer: Optimizer) -> None:
         Optimizer.__setstate__(optimizer, {})  # as after unpickling an optimizer of an older torch
 
 
-def first_after_step(optimizer: Optimizer, hook: Callable[..., None]) -> RemovableHandle:
-    """Registers a hook that runs after each step before all others that were registered."""
-    handle = optimizer.register_step_post_hook(hook)
-    optimizer._optimizer_step_post_hooks.move_to_end(handle.id, last=False)
-    return handle
+def step_inside_of_hooks(optimizer: Optimizer, step: Callable[[], Any], begin: Hook, end: Hook) -> Any:
+    """Takes a step with two hooks between those of the user's and the kernels, and returns what the step returns.
+
+    Args:
+        step: takes it.
+        begin: runs after all hooks before the step.
+        end: runs before all hooks after it.
+    """
+    before, after = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    before[id(begin)] = begin
+    after[id(end)] = end
+    after.move_to_end(id(end), last=False)
+    try:
+        return step()
+    finally:
+        del before[id(begin)]
+        del after[id(end)]
 
 
 def step_without_hooks(optimizer: Optimizer) -> None:

@@ -69,6 +69,7 @@ class Collectives:
         self._topics: dict[tuple[str, str], Topic] = {}
         self._exchange: Exchange | None = None
         self._reports: HangReports | None = None
+        self._has_told_failure = False
         if self.size > 1:
             # Loaded here: one process sends nothing, and has no use for messages, their links and the reports about them.
             from paceline.world.exchange import Exchange
@@ -114,11 +115,13 @@ class Collectives:
         """Tells the other ranks of an error in a backward pass: they would wait for this rank's gradients."""
         if self._reports is not None:
             self._reports.backward_failed(error)
+            self._has_told_failure = True
 
     def backward_passed(self) -> None:
         """Takes that back, because a later backward pass of this rank has succeeded."""
-        if self._reports is not None:
+        if self._has_told_failure and self._reports is not None:
             self._reports.backward_passed()
+            self._has_told_failure = False
 
     # -------------------------------------------------------------------- tensors
 

@@ -4,12 +4,13 @@
     run.events.between_batches.subscribe(self.between)    in the constructor of the object that wants to know
     run.events.between_batches()                          where it happens: calls all subscribers
 
-An `Event` is a moment. A `Span` is a stretch of time with a name; its only subscriber has a context manager for each name.
+An `Event` is a moment. A `Span` has stretches of time by name, `with run.events.phase["step"]`; its only subscriber has a
+context manager for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec
@@ -53,28 +54,25 @@ class Event(Subscribers[P]):
             subscriber(*args, **kwargs)
 
 
-class Span:
-    """A stretch of time, such as an optimizer's step, which is known by its name."""
+class Span(dict[str, AbstractContextManager[object]]):
+    """Stretches of time, such as an optimizer's step: the context of each, which is open while it lasts, by its name.
 
-    def __init__(self) -> None:
-        self._contexts: Mapping[str, AbstractContextManager[object]] = {}
+    Attributes:
+        is_followed: whether anybody subscribed.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__(dict.fromkeys(names, nullcontext()))
+        self.is_followed = False
 
     def subscribe(self, contexts: Mapping[str, AbstractContextManager[object]]) -> None:
         """Enters `contexts[name]` around each stretch of that name from now on."""
-        assert not self._contexts, "somebody follows these stretches already"
-        self._contexts = contexts
-
-    def __bool__(self) -> bool:
-        """Returns whether anybody subscribed."""
-        return bool(self._contexts)
-
-    # A step opens six of these: a table of contexts that are used again costs a third of functions which make them.
-    def __call__(self, name: str) -> AbstractContextManager[object]:
-        """It lasts while the context that is returned is open."""
-        return self._contexts.get(name, _NOTHING)
+        assert not self.is_followed, "somebody follows these stretches already"
+        self.is_followed = True
+        self.update(contexts)
 
 
-_NOTHING = nullcontext()
+_PHASES = ("data", "forward", "backward", "reduce", "clip", "step", "pipeline", "checkpoint")
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,6 @@ class Events:
         loop_began: a loop over a prepared loader began.
         loop_over: such a loop ended; and whether it was read to its end.
         gathered: the script gathered or reduced values of all ranks, by the method of this name, with this result. Ranks: all.
-        trains: a backward pass begins.
         several_batches: from now on a script may have several batches of prepared loaders at the same time.
         outside_loops: the script has left all loops over prepared loaders (True), or does what it does inside of one again.
         backward: a backward pass begins; of a pipeline, it has ended. With the loss of the script, what it adds on this rank to
@@ -157,11 +154,10 @@ class Events:
         self.between_batches: Event[[]] = Event()
         self.between_evaluation_batches: Event[[]] = Event()
         self.epoch_over: Event[[]] = Event()
-        self.phase = Span()
+        self.phase = Span(_PHASES)
         self.loop_began: Event[[Any]] = Event()
         self.loop_over: Event[[Any, bool]] = Event()
         self.gathered: Event[[str, object]] = Event()
-        self.trains: Event[[]] = Event()
         self.several_batches: Event[[]] = Event()
         self.outside_loops: Event[[bool]] = Event()
         self.backward: Event[[Tensor, Tensor, object]] = Event()

@@ -102,9 +102,9 @@ class Mesh:
 
     def same_part_axes(self, parameter: torch.Tensor) -> tuple[str, ...]:
         """Returns the axes of `gradient_group` along which ranks hold the same part of a parameter: not `ep`, of experts."""
-        divided_over: tuple[str, ...] = ()
-        if is_sharded(parameter):
-            divided_over = parameter.device_mesh.mesh_dim_names or ()
+        if not is_sharded(parameter):
+            return GRADIENT_AXES
+        divided_over = parameter.device_mesh.mesh_dim_names or ()
         return tuple(axis for axis in GRADIENT_AXES if axis not in divided_over)
 
     def same_part_group(self, parameter: torch.Tensor) -> Group:

@@ -38,9 +38,9 @@ class ReducedGradients(AppliedStrategy):
         """While it is open, backward passes accumulate whole gradients in `.grad`."""
         return self.reducer.holding()
 
-    def finishing_later(self) -> AbstractContextManager[None]:
-        """Promises that `finish_reduction` follows the backward passes inside."""
-        return self.reducer.finishing_later()
+    def leave_to_finish(self, is_left: bool) -> None:
+        """Says whether `finish_reduction` follows the backward passes from now on."""
+        self.reducer.leave_to_finish(is_left)
 
     def finish_reduction(self) -> None:
         """Reduces the remaining gradients, also those of parameters that this rank did not use. Ranks: all."""

@@ -41,6 +41,7 @@ from paceline.parallel.data.votes import Vote
 from paceline.torch_internals.dispatch import after_backward_pass, backward_pass, is_in_function_backward
 from paceline.world.mesh import cpu_group, register_unit
 from paceline.world.sharded import local
+from paceline.world.transport import PairwiseTransport
 from paceline.world.tree import tensors
 
 
@@ -87,6 +88,7 @@ class Reducer:
         self._siblings = siblings
         # Votes are small and are read on the host at once, so they travel over the CPU.
         self.hosts = cpu_group(form.group)
+        self._votes = PairwiseTransport(self.hosts)
         self._tag = register_unit(f"votes on gradients of {type(model).__name__}")
         self._others_answer = others_answer
         self._is_stage = is_stage
@@ -142,9 +144,10 @@ class Reducer:
 
     def _follow(self) -> None:
         """Plans the buckets anew if parameters were added, replaced, converted, frozen or unfrozen. Ranks: all, if any were."""
-        is_changed = any(
-            len(table) != len(entries) or tuple(map(id, table.values())) != entries for table, entries in self._tables
-        )
+        is_changed = False
+        for table, entries in self._tables:
+            if len(table) != len(entries) or tuple(map(id, table.values())) != entries:
+                is_changed = True
         if is_changed and not self._is_called_with_others():
             self._search(broadcasts=True)
             return
@@ -282,20 +285,15 @@ class Reducer:
         if self._is_stage and self._holding and self._has_hooks():
             self._reduce()
 
-    @contextmanager
-    def finishing_later(self) -> Iterator[None]:
-        """Promises that `finish` follows the backward passes inside.
+    def leave_to_finish(self, is_left: bool) -> None:
+        """Says whether `finish` follows the backward passes from now on.
 
         Then all ranks finish their models in one order, also where each of them has used other models first.
         """
-        before = self._is_left_to_finish
-        self._is_left_to_finish = True
+        self._is_left_to_finish = is_left
         # An earlier pass may have ended with a reduction that no `finish` followed: the script's own, or one of another engine.
-        self._ended = False
-        try:
-            yield
-        finally:
-            self._is_left_to_finish = before
+        if is_left:
+            self._ended = False
 
     def _pass_began(self, _: object = None) -> None:
         number = backward_pass()
@@ -544,7 +542,7 @@ class Reducer:
         """Returns the flags that any rank has set. A rehearsal has no other ranks: it assumes that they would say the same."""
         if not self._others_answer:
             return flags
-        return Vote(self.hosts, self._tag, flags).wait()
+        return Vote(self._votes, self._tag, flags).wait()
 
     def _has_sent_all(self) -> bool:
         """Returns whether the backward pass has sent the gradients of all parameters, and computed none after that."""
@@ -573,9 +571,13 @@ class Reducer:
         """
         if not self._broadcasts or not self.model.training:
             return
-        buffers = [local(buffer.detach()) for buffer in self.model.buffers() if buffer.numel() and not buffer.is_meta]
+        buffers: dict[int, Tensor] = {}  # by id, since modules may share one
+        for module in self._modules:
+            for buffer in module._buffers.values():
+                if buffer is not None and buffer.numel() and not buffer.is_meta:
+                    buffers[id(buffer)] = local(buffer.detach())
         if buffers:
-            broadcast_tensors(buffers, self.form.group)
+            broadcast_tensors(list(buffers.values()), self.form.group)
 
     @contextmanager
     def without_buffers(self) -> Iterator[None]:

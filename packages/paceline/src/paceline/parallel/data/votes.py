@@ -19,15 +19,15 @@ class Vote:
     each other. For 2 ranks it takes a third of the time of gloo's all-reduce.
 
     Args:
-        group: takes CPU tensors.
+        transport: of a group that takes CPU tensors.
         tag: of this kind of vote; see `register_unit`.
         flags: of this rank. Shape: [flags], uint8, the same length on all ranks.
 
     Ranks: all of the group.
     """
 
-    def __init__(self, group: dist.ProcessGroup, tag: int, flags: Tensor) -> None:
-        self._transport = PairwiseTransport(group)
+    def __init__(self, transport: PairwiseTransport, tag: int, flags: Tensor) -> None:
+        self._transport = transport
         self._tag = tag
         self._known = flags
         self._distance = 1
