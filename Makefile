@@ -54,7 +54,7 @@ quickstart: $(QUICKSTART_STAMP)  ## train a small network on handwritten digits,
 	$(QUICKSTART)/bin/python examples/quickstart/make_digits.py
 	$(QUICKSTART)/bin/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
 
-# Files in the order of tests/conftest.py: those with few cases may take long, and would be left for the end.
+# Files in the order of conftest.py: those with few cases may take long, and would be left for the end.
 SUITE = $(PYTEST) -m "not long" -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 test: setup  ## run the tests that the changes since the last whole run can reach (set-up included); says how many these are
@@ -73,8 +73,8 @@ TORCH ?=
 TORCH_ENV = .venv-torch-$(TORCH)$(shell $(PYTHON) -c "import sys; v = sys.version_info; print('' if v[:2] == (3, 11) else f'-py{v[0]}{v[1]}')")
 TORCH_STAMP = $(TORCH_ENV)/.setup-done-$(SUM)
 TORCH_PIP = $(TORCH_ENV)/bin/python -m pip install --quiet -c $(TORCH_ENV)/constraints.txt
-TORCH_TESTS := tests/unit tests/ranks/test_checkpoint_ranks.py $(wildcard tests/ranks/test_parity*.py tests/ranks/test_res*.py) \
-	tests/ranks/test_profiles.py tests/compat
+TORCH_TESTS := tests/unit packages/paceline/tests/ranks/test_checkpoint_ranks.py $(wildcard tests/ranks/test_parity*.py tests/ranks/test_res*.py) \
+	packages/paceline-lens/tests/ranks/test_profiles.py tests/compat
 
 test-torch:  ## unit, parity, checkpoint and door tests under another torch: make test-torch TORCH=2.15.0 [PYTHON=python3.12]
 	@test -n "$(TORCH)" || { echo "say which release of torch: make test-torch TORCH=2.15.0"; exit 2; }
@@ -154,7 +154,7 @@ programs: setup  ## run programs of public repositories beside the real library:
 	PYTHONPATH=tests $(BIN)/python -m programs --folder "$(FOLDER)" $(ARGS)
 
 hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM, Ray, Kubernetes; says what is missing
-	$(PYTEST) tests/hosts tests/ranks/test_launch_kubernetes.py -rs $(ARGS)
+	$(PYTEST) tests/hosts packages/paceline-hosts/tests/ranks/test_launch_kubernetes.py -rs $(ARGS)
 
 # Clients of trackers, which are no dependencies: over 1 GB. MLflow's server and an OTLP receiver run on loopback, all others
 # offline. Prometheus is tried where it is installed (apt-get install prometheus).
@@ -181,9 +181,9 @@ simulated-device: setup  ## the GPU tests and the parity of all plans on a simul
 	$(BIN)/python tests/simulated_device/site/simulated_device.py
 	# Two runs: a process in which autograd has used a device cannot be forked, and the ranks of the second are forks.
 	$(SIMULATED) $(PYTEST) tests/gpu -n 2 -rs $(ARGS)
-	$(SIMULATED) $(PYTEST) tests/ranks/test_parity.py -n 2 $(ARGS)
+	$(SIMULATED) $(PYTEST) packages/paceline/tests/ranks/test_parity.py -n 2 $(ARGS)
 	# Eight devices for the combinations of axes. The device has no convolutions, which the model with batch norm has.
-	$(SIMULATED) SIMULATED_DEVICES=8 $(PYTEST) tests/ranks/test_parity_plans.py --deselect tests/ranks/test_parity_plans.py::test_batch_norm $(ARGS)
+	$(SIMULATED) SIMULATED_DEVICES=8 $(PYTEST) packages/paceline-large/tests/ranks/test_parity_plans.py --deselect packages/paceline-large/tests/ranks/test_parity_plans.py::test_batch_norm $(ARGS)
 
 docs: setup  ## build the documentation, strictly; open site/index.html, no server is needed
 	$(BIN)/python -m mkdocs build --strict --quiet

@@ -12,7 +12,7 @@ with what is not committed yet. A file of tests is reached by
 - files that are not Python, in the folder of a file that it needs or below.
 
 Texts of programs that a test starts count as its own imports. Some files always run: `ALWAYS`. A change of anything else
-(`tests/conftest.py`, `pyproject.toml`, `constraints.txt`, ...) reaches all of them.
+(`conftest.py`, `pyproject.toml`, `constraints.txt`, ...) reaches all of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROOT = Path(__file__).parents[1]
 WHOLE_RUN = ROOT / "dev" / "whole-run"
 CORE = "paceline"
 # They cost little, or look at all of the text; and programs that are drawn anew each day.
-ALWAYS = ("tests/shape/", "tests/loops/", "tests/ranks/test_parity.py", "tests/docs/test_quickstart.py")
+ALWAYS = ("tests/shape/", "tests/loops/", "packages/paceline/tests/ranks/test_parity.py", "tests/docs/test_quickstart.py")
 # What no test reads. `dev/LOG` and reports are written after the tests.
 UNTESTED = (
     "dev/LOG/",
