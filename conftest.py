@@ -11,6 +11,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """
     if items:
         long_cases.mark(items)
+    skip_without_parts(items)
     files = [list(cases) for _, cases in itertools.groupby(items, key=lambda item: item.path)]
     waiting = [cases for cases in files if cases[0].path.parent.name == "hosts"]
     others = [cases for cases in files if cases[0].path.parent.name != "hosts"]
     for number, cases in enumerate(waiting):
         others.insert(number * _FILES_APART, cases)
     items[:] = itertools.chain.from_iterable(others)
+
+
+def skip_without_parts(items: list[pytest.Item]) -> None:
+    """Skips cases that need a part beside their own, `pytest.mark.needs("large")`, where that is not installed.
+
+    So it is where the tests of a part run with what the part depends on (`make test-part`); other runs have all parts.
+    """
+    for item in items:
+        needed = [extra for mark in item.iter_markers("needs") for extra in mark.args]
+        absent = [extra for extra in needed if find_spec(f"paceline_{extra}") is None]
+        if absent:
+            item.add_marker(pytest.mark.skip(reason=f"needs another part: {', '.join(absent)}"))
 
 
 def pytest_collection_finish() -> None:

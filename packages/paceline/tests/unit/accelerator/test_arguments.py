@@ -110,7 +110,13 @@ MISTAKES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+OF_LARGE = ("LocalSGD", "idle value", "idle name", "no strategy")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.needs("large")] if name in OF_LARGE else []) for name in MISTAKES],
+)
 def test_a_mistake_has_a_code_and_the_right_fix(name):
     mistake, code, fix = MISTAKES[name]
     with pytest.raises(PacelineError) as caught:

@@ -91,7 +91,7 @@ def test_version(capsys):
         (["launch", "--plan", "zero=2,shard=2", "train.py"], "write --zero 2 --shard 2"),
         (["launch", "--plan=shard=auto", "train.py"], "write --shard auto"),
         (["explain", "--procs"], "expected one argument"),
-        (["explain", "--use_megatron_lm"], "[accelerate-feature]"),
+        pytest.param(["explain", "--use_megatron_lm"], "[accelerate-feature]", marks=pytest.mark.needs("accelerate")),
         (["explain", "--redirects", "3"], "[launcher-flag]"),
         (["train.py", "--lr", "0.1"], "write `paceline launch train.py --lr 0.1`"),
         (["-n", "2", "train.py"], "write `paceline launch -n 2 train.py`"),

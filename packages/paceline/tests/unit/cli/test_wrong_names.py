@@ -36,8 +36,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("launch -m package.evalute", "looked for package.evalute in its package", "write package.evaluate"),
         ("launch -m pakage.evaluate", "looked for pakage in", "give the path of a Python file"),
         ("launch --no-python trian.py", "it is not on PATH", "give the path of a Python file"),
-        ("deepspeed trian.py", "there is no such file", "write train.py"),
-        ("plan --procs 2 trian.py", "there is no such file", "write train.py"),
+        pytest.param(
+            "deepspeed trian.py", "there is no such file", "write train.py", marks=pytest.mark.needs("deepspeed")
+        ),
+        pytest.param("plan --procs 2 trian.py", "there is no such file", "write train.py", marks=pytest.mark.needs("lens")),
     ],
 )
 def test_a_missing_script_does_not_wait_for_torch(words, why, fix, folder, monkeypatch, capsys) -> None:

@@ -52,7 +52,14 @@ def row(decisions, name):
     return next(decision for decision in decisions if decision.field == name)
 
 
-@pytest.mark.parametrize("name", [name for name in settings_of() if settings_of()[name].in_file and name != "options"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.needs("accelerate")] if name == "compat" else [])
+        for name in settings_of()
+        if settings_of()[name].in_file and name != "options"
+    ],
+)
 def test_the_strongest_source_wins_for_every_subset(name, tmp_path):
     setting = settings_of()[name]
     values = dict(zip(STRENGTH, samples(name), strict=True))

@@ -77,7 +77,7 @@ def test_a_distribution_that_transformers_asks_for_is_one_whose_names_can_be_ser
         ("", "accelerator.device"),
         ("accelerate", "accelerator.device"),
         ("accelerate,deepspeed", "accelerator.device"),
-        ("deepspeed", "engine.device"),
+        pytest.param("deepspeed", "engine.device", marks=pytest.mark.needs("deepspeed")),
     ],
 )
 def test_a_script_that_needs_cuda_is_told_where_it_runs_or_what_to_write(

@@ -6,10 +6,12 @@ import gc
 import subprocess
 import sys
 
+import pytest
+
 from paceline.base.lazy import fast_imports
 
 
-@pytest.mark.needs("accelerate")
+@pytest.mark.needs("accelerate", "deepspeed")
 def test_what_scripts_for_a_library_need_is_imported():
     program = (
         "import sys; from paceline.launch.launchers.local import import_for_scripts\n"

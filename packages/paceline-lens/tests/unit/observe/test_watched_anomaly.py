@@ -8,7 +8,6 @@ from torch import nn
 from paceline import Accelerator
 
 
-@pytest.mark.needs("lens")
 def test_a_line_of_the_journal(tmp_path, monkeypatch):
     monkeypatch.setenv("PACELINE_WATCH_DIR", str(tmp_path))
     accelerator = Accelerator(cpu=True, anomalies={"nan": "skip"})
