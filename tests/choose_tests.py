@@ -1,4 +1,5 @@
-"""Names the test files that a change can reach: `python tests/choose_tests.py` prints them, one a line, for pytest.
+"""Names the test files that a change can reach: `python tests/choose_tests.py` prints them, one a line, for pytest; no line
+stands for all.
 
 The change is what differs from the last commit that passed the whole suite (`dev/whole-run`, which `make test-all` writes),
 with what is not committed yet. A file of tests is reached by
@@ -224,12 +225,12 @@ def _lazy_names(facade: Path) -> dict[str, str]:
 
 
 class FilesOfTests:
-    """The files below tests/, and what each needs."""
+    """The files of tests of all parts, and what each needs."""
 
     def __init__(self, sources: Sources, root: Path = ROOT) -> None:
         self.sources = sources
         self.root = root
-        self.files = sorted(path for path in root.glob("tests/**/test_*.py"))
+        self.files = sorted([*root.glob("tests/**/test_*.py"), *root.glob("packages/*/tests/**/test_*.py")])
         # `import parity_models` and `from hosts.network import Network`: tests/ is on the path.
         self._helpers: dict[str, Path] = {}
         # Many files share their helpers, each of which is read once.
@@ -346,7 +347,7 @@ def chosen(changed: set[str], needs: Mapping[str, set[str]]) -> list[str] | None
     pages = {path for path in changed if path.startswith(PAGES)}
     unknown = changed - pages - known
     # What a test reads beside its file, or a module beside its own: tables, pages, programs.
-    folders = {str(Path(path).parent) for path in unknown if path.startswith("tests/") or "/src/" in path}
+    folders = {str(Path(path).parent) for path in unknown if path.startswith("tests/") or "/tests/" in path or "/src/" in path}
     if "tests" in folders or any(str(Path(path).parent) not in folders for path in unknown):
         return None
     words = []
@@ -358,7 +359,7 @@ def chosen(changed: set[str], needs: Mapping[str, set[str]]) -> list[str] | None
         if not is_reached:
             continue
         if file in LONG_WHERE_CHANGED and any(path.startswith(LONG_WHERE_CHANGED[file]) for path in changed):
-            words += [f"tests/{case}" for case in LONG if f"tests/{case}".startswith(f"{file}::")]
+            words += [case for case in LONG if case.startswith(f"{file}::")]
         if file == PAGE_CASES and file not in changed:
             words += [f"{file}::test_a_page_runs[{page}]" for page in sorted(pages) if _has_code(page)]
         else:
@@ -380,14 +381,12 @@ def main() -> None:
         print(
             f"all tests: {commit[:8]}, the last commit that passed all of them, is not in this clone", file=sys.stderr
         )
-        print("tests")
         return
     tests = FilesOfTests(Sources())
     needs = {str(file.relative_to(ROOT)): tests.needs(file) for file in tests.files}
     words = chosen(changed, needs)
     if words is None:
         print(f"all tests: files that concern them all have changed since {commit[:8]}", file=sys.stderr)
-        print("tests")
         return
     files = {word.partition("::")[0] for word in words}
     print(
