@@ -240,7 +240,7 @@ class FilesOfTests:
 
     def needs(self, file: Path) -> set[str]:
         """The files, relative to the root, that can change what a file of tests finds."""
-        files = self._with_helpers(file)
+        files = self.with_helpers(file)
         names: set[str] = set()
         words: set[str] = set()
         for path in files:
@@ -255,7 +255,7 @@ class FilesOfTests:
         found = {self.sources.files[module] for module in modules} | files
         return {str(path.relative_to(self.root)) for path in found}
 
-    def _with_helpers(self, file: Path) -> set[Path]:
+    def with_helpers(self, file: Path) -> set[Path]:
         """A file and those of tests/ that it imports, directly or not, with the scripts that it names."""
         found: set[Path] = set()
         waiting = [file]
@@ -273,7 +273,7 @@ class FilesOfTests:
         """The files of tests/ that one imports or names itself."""
         helpers = []
         found = _text(path)
-        for name in found.imported_names(".".join(path.relative_to(self.root / "tests").parts[:-1])):
+        for name in found.imported_names(""):
             while name:
                 if name in self._helpers:
                     helpers.append(self._helpers[name])
