@@ -36,7 +36,12 @@ ROOT = Path(__file__).parents[1]
 WHOLE_RUN = ROOT / "dev" / "whole-run"
 CORE = "paceline"
 # They cost little, or look at all of the text; and programs that are drawn anew each day.
-ALWAYS = ("tests/shape/", "tests/loops/", "packages/paceline/tests/ranks/test_parity.py", "tests/docs/test_quickstart.py")
+ALWAYS = (
+    "tests/shape/",
+    "tests/loops/",
+    "packages/paceline/tests/ranks/test_parity.py",
+    "tests/docs/test_quickstart.py",
+)
 # What no test reads. `dev/LOG` and reports are written after the tests.
 UNTESTED = (
     "dev/LOG/",
@@ -347,7 +352,9 @@ def chosen(changed: set[str], needs: Mapping[str, set[str]]) -> list[str] | None
     pages = {path for path in changed if path.startswith(PAGES)}
     unknown = changed - pages - known
     # What a test reads beside its file, or a module beside its own: tables, pages, programs.
-    folders = {str(Path(path).parent) for path in unknown if path.startswith("tests/") or "/tests/" in path or "/src/" in path}
+    folders = {
+        str(Path(path).parent) for path in unknown if path.startswith("tests/") or "/tests/" in path or "/src/" in path
+    }
     if "tests" in folders or any(str(Path(path).parent) not in folders for path in unknown):
         return None
     words = []

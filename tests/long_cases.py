@@ -176,15 +176,27 @@ LONG = {
 
 # Tests of which the cases with these ids alone are not long.
 KEPT = {
-    "tests/docs/test_code_blocks.py::test_a_page_runs": ("README.md", "docs/index.md", "docs/tutorial/two-processes.md"),
+    "tests/docs/test_code_blocks.py::test_a_page_runs": (
+        "README.md",
+        "docs/index.md",
+        "docs/tutorial/two-processes.md",
+    ),
     "tests/hosts/test_launch_ray.py::test_what_cannot_be_given": (
         "--ray-address-127.0.0.1:1---",
         "--nodes-9---",
         "--no-wait---",
     ),
     "packages/paceline/tests/ranks/test_background_save.py::test_the_process_ends_after_its_save": ("failing",),
-    "packages/paceline/tests/ranks/test_launch_local.py::test_nobody_is_left_behind": ("kill the launcher", "a rank fails"),
-    "packages/paceline-accelerate/tests/compat/test_trainer.py::test_trainer": ("two processes, accumulation, bf16", "zero 2", "fsdp", "tp"),
+    "packages/paceline/tests/ranks/test_launch_local.py::test_nobody_is_left_behind": (
+        "kill the launcher",
+        "a rank fails",
+    ),
+    "packages/paceline-accelerate/tests/compat/test_trainer.py::test_trainer": (
+        "two processes, accumulation, bf16",
+        "zero 2",
+        "fsdp",
+        "tp",
+    ),
 }
 
 

@@ -49,9 +49,7 @@ def test_a_change_of_a_page_runs_this_page(needs) -> None:
     assert "tests/docs/test_site.py" in words
 
 
-@pytest.mark.parametrize(
-    "changed", ["constraints.txt", "conftest.py", "packages/paceline/pyproject.toml", "Makefile"]
-)
+@pytest.mark.parametrize("changed", ["constraints.txt", "conftest.py", "packages/paceline/pyproject.toml", "Makefile"])
 def test_a_change_that_concerns_all_runs_all(changed: str, needs) -> None:
     assert chosen({changed}, needs) is None
 

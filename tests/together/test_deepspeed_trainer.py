@@ -6,8 +6,8 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 import launched
+import pytest
 
 HERE = Path(__file__).parent
 PROGRAM = HERE / "programs" / "deepspeed_trainer.py"

@@ -14,8 +14,8 @@ import random
 import re
 from pathlib import Path
 
-import pytest
 import launched
+import pytest
 
 from paceline.testing import run_ranks
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from inference_models import IDS, Model, made
 from safetensors.torch import save_file
 from torch import nn
-from inference_models import IDS, Model, made
 
 from paceline import CheckpointError, ConfigError, PlanError
 from paceline.base import env

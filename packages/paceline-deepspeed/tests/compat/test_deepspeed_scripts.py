@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 import launched
+import pytest
 from launched import run
 
 SCRIPTS = Path(__file__).parent / "scripts"

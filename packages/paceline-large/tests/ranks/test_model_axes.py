@@ -1,6 +1,6 @@
 """Tensor, pipeline and context parallel: small models drawn at random, and one process in float64.
 
-More of them: `python packages/paceline-large/tests/ranks/test_model_axes.py 100 200` runs the seeds from 100 to 199 under each plan.
+More of them: `python test_model_axes.py 100 200` runs the seeds from 100 to 199 under each plan.
 """
 
 import random

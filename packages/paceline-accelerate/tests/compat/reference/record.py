@@ -1,7 +1,7 @@
 """Runs the programs under the real accelerate and writes what they gave: `python record.py`, in its own environment.
 
     python3 -m venv /tmp/real && /tmp/real/bin/pip install torch==2.13.0 accelerate==1.15.0 numpy
-    /tmp/real/bin/python packages/paceline-accelerate/tests/compat/reference/record.py
+    /tmp/real/bin/python record.py
 
 Writes recorded.json (by number of processes) and checkpoint/ (a folder that the real `save_state` made).
 """

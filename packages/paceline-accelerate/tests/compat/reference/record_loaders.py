@@ -1,6 +1,6 @@
 """Runs loaders_program.py under the real accelerate on 1, 2 and 3 processes and writes recorded_loaders.json.xz.
 
-/tmp/real/bin/python packages/paceline-accelerate/tests/compat/reference/record_loaders.py       (its environment: see record.py; torchdata besides)
+/tmp/real/bin/python record_loaders.py       (its environment: see record.py; torchdata besides)
 """
 
 import json

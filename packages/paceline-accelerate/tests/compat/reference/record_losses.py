@@ -1,6 +1,6 @@
 """Runs losses_program.py under the real accelerate on 1 and 2 processes and writes recorded_losses.json.
 
-/tmp/real/bin/python packages/paceline-accelerate/tests/compat/reference/record_losses.py    (its environment: see record.py; transformers besides)
+/tmp/real/bin/python record_losses.py    (its environment: see record.py; transformers besides)
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Records which calls accelerate's trackers make: python packages/paceline-accelerate/tests/compat/reference/record_trackers.py, where accelerate is.
+"""Records which calls accelerate's trackers make: python record_trackers.py, where accelerate is.
 
 None of the libraries that they write to is needed: stand-ins take the calls (`trackers_program.py`).
 """

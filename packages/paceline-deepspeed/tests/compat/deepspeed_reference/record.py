@@ -1,7 +1,7 @@
 """Runs the cases under the real deepspeed and writes what they gave, one JSON file for each part.
 
     python3 -m venv .venv-deepspeed && .venv-deepspeed/bin/pip install torch==2.13.0 deepspeed==0.19.8 ninja
-    .venv-deepspeed/bin/python packages/paceline-deepspeed/tests/compat/deepspeed_reference/record.py [partitions schedules batch scale training]
+    .venv-deepspeed/bin/python record.py [partitions schedules batch scale training]
 
 `training` runs two processes over gloo. The first run of deepspeed compiles its operators (minutes, a C++ compiler). Where
 a build is killed it leaves a `lock` in ~/.cache/torch_extensions for which all later runs wait: remove it.

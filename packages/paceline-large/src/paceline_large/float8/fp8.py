@@ -37,7 +37,7 @@ class Float8Recipe:
         multiple: the sizes of a layer must be multiples of it.
         rows: the rows of an input are filled up with zeros to a multiple of it.
         numbers: how the numbers depend on the number of ranks. The figures are differences between the gradient of a batch and
-            the sum of those of its halves, relative to its norm, of one layer in float32 (`packages/paceline-large/tests/ranks/test_fp8.py`).
+            the sum of those of its halves, relative to its norm, of one layer in float32 (`tests/ranks/test_fp8.py`).
         blocks: whether scales span so few features that a division of features (tp) keeps them.
         depends: whether losses change visibly with the number of ranks.
     """

@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
 from inference_models import Model
+from torch import nn
 
 from paceline_large.inference import placement_facts
 

@@ -6,8 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from torch import nn
 from inference_models import Model
+from torch import nn
 
 from paceline import PlanError
 from paceline_large.inference import Rates, Workload, choose_placement, placement_facts, placement_from_map

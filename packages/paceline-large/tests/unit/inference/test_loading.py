@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from inference_models import IDS, Model, made
 from safetensors.torch import save_file
 from torch import nn
-from inference_models import IDS, Model, made
 
 from paceline import CheckpointError, PlanError, PrepareError, TrainError
 from paceline.checkpoint import save_model

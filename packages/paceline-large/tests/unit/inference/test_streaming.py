@@ -6,8 +6,8 @@ import threading
 
 import pytest
 import torch
-from torch import nn
 from inference_models import IDS, made
+from torch import nn
 
 from paceline_large.inference import PlacedModel, placement_facts, placement_from_map
 from paceline_large.inference.page_cache import MappedPages

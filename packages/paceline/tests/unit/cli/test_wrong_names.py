@@ -39,7 +39,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pytest.param(
             "deepspeed trian.py", "there is no such file", "write train.py", marks=pytest.mark.needs("deepspeed")
         ),
-        pytest.param("plan --procs 2 trian.py", "there is no such file", "write train.py", marks=pytest.mark.needs("lens")),
+        pytest.param(
+            "plan --procs 2 trian.py", "there is no such file", "write train.py", marks=pytest.mark.needs("lens")
+        ),
     ],
 )
 def test_a_missing_script_does_not_wait_for_torch(words, why, fix, folder, monkeypatch, capsys) -> None:

@@ -85,7 +85,10 @@ def test_a_tied_parameter_of_an_ignored_module_is_ignored_everywhere():
     [
         {"zero": 3},
         {"zero": 2},
-        *(pytest.param(each, marks=pytest.mark.needs("large")) for each in ({"tp": 2}, {"pp": 2}, {"tp": 2, "zero": 3})),
+        *(
+            pytest.param(each, marks=pytest.mark.needs("large"))
+            for each in ({"tp": 2}, {"pp": 2}, {"tp": 2, "zero": 3})
+        ),
     ],
 )
 def test_what_lets_models_share_parameters(settings):
