@@ -22,8 +22,12 @@ REACHED = {
     "packages/paceline/src/paceline/precision/bf16.py": "packages/paceline-large/tests/ranks/test_parity_plans.py",
     "packages/paceline-hosts/src/paceline_hosts/launchers/slurm/srun.py": "tests/hosts/test_slurm.py",
     "packages/paceline-lens/src/paceline_lens/cli/ps.py": "packages/paceline-lens/tests/unit/cli/test_watch_command.py",
-    "packages/paceline-accelerate/src/paceline_accelerate/operations.py": "packages/paceline-accelerate/tests/compat/test_scripts.py",
-    "packages/paceline-deepspeed/src/paceline_deepspeed/engine.py": "packages/paceline-deepspeed/tests/compat/test_deepspeed_scripts.py",
+    "packages/paceline-accelerate/src/paceline_accelerate/operations.py": (
+        "packages/paceline-accelerate/tests/compat/test_scripts.py"
+    ),
+    "packages/paceline-deepspeed/src/paceline_deepspeed/engine.py": (
+        "packages/paceline-deepspeed/tests/compat/test_deepspeed_scripts.py"
+    ),
     "tests/parity_models.py": "packages/paceline-large/tests/ranks/test_parity_plans.py",
 }
 

@@ -1,4 +1,4 @@
-"""Rates, means and tables of communication; what really happens on ranks is in `packages/paceline-lens/tests/ranks/test_profiles.py`."""
+"""Rates, means and tables of communication; what really happens on ranks is in `ranks/test_profiles.py`."""
 
 import pytest
 import torch

@@ -172,7 +172,8 @@ def test_options_that_no_strategy_of_the_plan_reads_say_so():
 
 SETTINGS = (
     {"offload": "activations"}, {"offload": "optimizer"}, {"offload": "all"}, {"compile": True}, {"recompute": "blocks"},
-    pytest.param({"mixed_precision": "fp8"}, marks=pytest.mark.needs("large")), {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}, {},
+    pytest.param({"mixed_precision": "fp8"}, marks=pytest.mark.needs("large")),
+    {"zero": 1}, {"zero": 2}, {"zero": 3}, {"tp": 2}, {"pp": 2}, {"cp": 2}, {"ep": 2}, {},
     {"tp": 2, "zero": 1}, {"ep": 2, "zero": 3}, {"ep": 2, "zero": 1}, {"cp": 2, "zero": 3}, {"pp": 2, "recompute": "2"},
 )  # fmt: skip
 
