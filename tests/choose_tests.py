@@ -10,7 +10,8 @@ with what is not committed yet. A file of tests is reached by
 - an entry point of a part beside the core, if the test says its name: `slurm`, `deepspeed`, `watch`;
 - pages and examples, for the tests in tests/docs, page by page; their long cases, which `make test-all` leaves out, and the
   built site, too;
-- files that are not Python, in the folder of a file that it needs or below.
+- files that are not Python, in the folder of a file that it needs or below;
+- all files below its own folder that no test names.
 
 Texts of programs that a test starts count as its own imports. Some files always run: `ALWAYS`. A change of anything else
 (`conftest.py`, `pyproject.toml`, `constraints.txt`, ...) reaches all of them.
@@ -42,14 +43,22 @@ ALWAYS = (
     "packages/paceline/tests/ranks/test_parity.py",
     "tests/docs/test_quickstart.py",
 )
-# What no test reads. `dev/LOG` and reports are written after the tests.
+# What no test reads, or those of tests/shape alone. `dev/LOG` and reports are written after the tests.
 UNTESTED = (
     "dev/LOG/",
     "dev/reports/",
+    "dev/coverage_by_package.py",
+    "dev/figures.py",
+    "dev/mutants.py",
+    "dev/replay.py",
+    "dev/test_part.py",
     "dev/whole-run",
     "benchmarks/reports/",
     "CHANGELOG.md",
-    ".github/ISSUE_TEMPLATE/",
+    "SECURITY.md",
+    ".github/",
+    ".gitignore",
+    "tests/README.md",
 )
 PAGES = ("docs/", "examples/", "README.md", "CONTRIBUTING.md", "mkdocs.yml")
 PAGE_TESTS = "tests/docs/"
@@ -347,20 +356,21 @@ def chosen(changed: set[str], needs: Mapping[str, set[str]]) -> list[str] | None
     Returns:
         Arguments for pytest; None for all tests.
     """
-    changed = {path for path in changed if not path.startswith(UNTESTED)}
+    changed = {path for path in changed if not path.startswith(UNTESTED) and not _is_of_a_package(path)}
     known = {path for paths in needs.values() for path in paths}
     pages = {path for path in changed if path.startswith(PAGES)}
     unknown = changed - pages - known
     # What a test reads beside its file, or a module beside its own: tables, pages, programs.
-    folders = {
-        str(Path(path).parent) for path in unknown if path.startswith("tests/") or "/tests/" in path or "/src/" in path
-    }
-    if "tests" in folders or any(str(Path(path).parent) not in folders for path in unknown):
+    folders = {_nearest_folder(path, known) for path in unknown}
+    is_beside = all(path.startswith("tests/") or "/tests/" in path or "/src/" in path for path in unknown)
+    if "tests" in folders or not is_beside:
         return None
     words = []
     for file, needed in needs.items():
         is_reached = file.startswith(ALWAYS) or bool(needed & changed)
         is_reached |= any(path.startswith(f"{folder}/") for folder in folders for path in needed)
+        # What is recorded, and the programs that read it, lie below the tests: `compat/reference`.
+        is_reached |= any(path.startswith(f"{Path(file).parent}/") for path in unknown)
         if file.startswith(PAGE_TESTS) and not file.startswith(ALWAYS):
             is_reached = bool(pages) or file in changed
         if not is_reached:
@@ -372,6 +382,21 @@ def chosen(changed: set[str], needs: Mapping[str, set[str]]) -> list[str] | None
         else:
             words.append(file)
     return words
+
+
+def _nearest_folder(path: str, known: set[str]) -> str:
+    """The nearest folder around a file in which, or below which, there is one that tests need: of `page/page.js`, `watch`."""
+    folder = Path(path).parent
+    while not any(each.startswith(f"{folder}/") for each in known):
+        folder = folder.parent
+        if folder == Path():
+            return ""
+    return str(folder)
+
+
+def _is_of_a_package(path: str) -> bool:
+    """Whether a file is the first page of a part, which goes into its wheel."""
+    return path.startswith("packages/") and path.endswith("/README.md")
 
 
 def _has_code(page: str) -> bool:
