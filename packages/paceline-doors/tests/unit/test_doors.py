@@ -17,6 +17,15 @@ from paceline_doors.door_files import Door
 from paceline_doors.environments import Environment
 
 
+LIBRARIES = pytest.mark.parametrize(
+    "library",
+    [
+        pytest.param("accelerate", marks=pytest.mark.needs("accelerate")),
+        pytest.param("deepspeed", marks=pytest.mark.needs("deepspeed")),
+    ],
+)
+
+
 @pytest.fixture
 def environment(tmp_path: Path) -> Environment:
     """An empty environment that has paceline."""
@@ -65,7 +74,7 @@ def codes(error: pytest.ExceptionInfo[CompatError]) -> list[str]:
 # -- in and out ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("library", ["accelerate", "deepspeed"])
+@LIBRARIES
 def test_a_door_is_removed_without_a_trace(environment: Environment, library: str) -> None:
     before = tree(environment)
     doors.check([library], environment, set_aside=False)
@@ -78,7 +87,7 @@ def test_a_door_is_removed_without_a_trace(environment: Environment, library: st
     assert not doors.remove(library, environment)
 
 
-@pytest.mark.parametrize("library", ["accelerate", "deepspeed"])
+@LIBRARIES
 def test_every_command_names_a_function(library: str) -> None:
     commands: dict[str, str] = importlib.import_module(f"paceline_{library}").COMMANDS
     for target in commands.values():
@@ -86,6 +95,7 @@ def test_every_command_names_a_function(library: str) -> None:
         assert callable(getattr(importlib.import_module(module), function, None)), target
 
 
+@pytest.mark.needs("accelerate")
 def test_what_pip_reads(environment: Environment) -> None:
     doors.install("accelerate", environment)
     distribution = environment.installed_door("accelerate")
@@ -101,6 +111,7 @@ def test_what_pip_reads(environment: Environment) -> None:
     assert all((environment.scripts / name).stat().st_mode & 0o111 for name in commands)
 
 
+@pytest.mark.needs("accelerate")
 def test_installing_twice_is_once(environment: Environment) -> None:
     before = tree(environment)
     for _ in range(2):
@@ -110,6 +121,7 @@ def test_installing_twice_is_once(environment: Environment) -> None:
     assert tree(environment) == before
 
 
+@pytest.mark.needs("accelerate")
 def test_dry_run_lists_what_is_written(environment: Environment) -> None:
     _install_real(environment)
     lines = doors.planned("accelerate", environment, set_aside=True)
@@ -118,6 +130,7 @@ def test_dry_run_lists_what_is_written(environment: Environment) -> None:
     assert len(lines) == len(moved) + len(environment.door("accelerate").files)
 
 
+@pytest.mark.needs("accelerate")
 def test_a_blank_in_the_path_of_the_interpreter(tmp_path: Path) -> None:
     python = tmp_path / "a b" / "python"
     python.parent.mkdir()
@@ -132,6 +145,7 @@ def test_a_blank_in_the_path_of_the_interpreter(tmp_path: Path) -> None:
 # -- beside the real library ---------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("accelerate")
 def test_a_real_library_is_set_aside_and_brought_back(environment: Environment) -> None:
     _install_real(environment)
     before = tree(environment)
@@ -148,6 +162,7 @@ def test_a_real_library_is_set_aside_and_brought_back(environment: Environment) 
     assert tree(environment) == before
 
 
+@pytest.mark.needs("accelerate")
 def test_after_pip_uninstall_the_real_library_still_comes_back(environment: Environment) -> None:
     _install_real(environment)
     before = tree(environment)
@@ -159,6 +174,7 @@ def test_after_pip_uninstall_the_real_library_still_comes_back(environment: Envi
     assert tree(environment) == before
 
 
+@pytest.mark.needs("accelerate")
 def test_a_real_library_that_was_installed_again_is_not_overwritten(environment: Environment) -> None:
     _install_real(environment)
     doors.install("accelerate", environment, set_aside=True)
@@ -186,6 +202,7 @@ def test_a_checkout_in_front_would_be_imported_instead(environment: Environment)
     assert codes(error) == ["door-real"]
 
 
+@pytest.mark.needs("accelerate")
 def test_a_real_library_in_another_folder(environment: Environment, tmp_path: Path, monkeypatch, capsys) -> None:
     behind = tmp_path / "system"
     _install(behind, "accelerate", "1.2.0", {"accelerate/__init__.py": ""})
@@ -208,6 +225,7 @@ def test_a_real_library_in_another_folder(environment: Environment, tmp_path: Pa
 # -- what goes wrong -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("accelerate")
 @pytest.mark.parametrize("number", range(14))
 def test_an_interrupted_installation_leaves_nothing(environment: Environment, number: int, monkeypatch) -> None:
     """Whatever file it is stopped at: by an exception it cleans up itself, by a kill the next command does."""
@@ -260,6 +278,7 @@ def test_environments_that_take_no_doors(environment: Environment, monkeypatch) 
 # -- the command ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("accelerate", "deepspeed")
 def test_the_command(environment: Environment, monkeypatch, capsys) -> None:
     monkeypatch.setattr(Environment, "active", lambda: environment)
     before = tree(environment)
