@@ -16,7 +16,6 @@ from paceline_doors import doors
 from paceline_doors.door_files import Door
 from paceline_doors.environments import Environment
 
-
 LIBRARIES = pytest.mark.parametrize(
     "library",
     [

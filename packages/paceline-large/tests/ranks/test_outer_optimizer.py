@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator, ConfigError, LocalSGD
+from paceline import Accelerator, ConfigError, LocalSGD, PlanError
 from paceline.testing import run_ranks
 
 ROWS = torch.randn(48, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -167,3 +167,15 @@ def test_what_is_no_outer_optimizer_is_refused():
         with pytest.raises(ConfigError) as caught:
             LocalSGD(accelerator, model, 2, outer=outer)
         assert caught.value.code == "local-sgd-outer"
+
+
+@pytest.mark.parametrize("plan", [{"shard": 2}, {"shard": 2, "zero": 2}, {"shard": 2, "zero": 1}], ids=str)
+def test_parameters_that_are_divided_have_no_local_steps(plan):
+    def refused():
+        accelerator = Accelerator(cpu=True, plan=plan)
+        model = nn.Linear(5, 5)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        with pytest.raises(PlanError, match="local-sgd-plan"):
+            LocalSGD(accelerator, model, 2)
+
+    run_ranks(refused, world=2)

@@ -261,6 +261,7 @@ def test_a_frozen_teacher_is_prepared_beside_its_student():
     assert first == second
 
 
+@pytest.mark.needs("large")
 def test_a_frozen_model_gets_the_first_ranks_values_beside_tensor_parallel_ranks():
     def build(seed):
         torch.manual_seed(seed)

@@ -32,7 +32,14 @@ from paceline.checkpoint.store.local import LocalStore
 from paceline.testing import ranks, run_ranks
 from paceline.testing.ranks import RankFailed
 
-PLANS = [{"replicate": 2}, {"shard": 2, "zero": 1}, {"shard": 2}, {"tp": 2}, {"pp": 2}, {"replicate": 2, "shard": 2}]
+PLANS = [
+    {"replicate": 2},
+    {"shard": 2, "zero": 1},
+    {"shard": 2},
+    pytest.param({"tp": 2}, marks=pytest.mark.needs("large")),
+    pytest.param({"pp": 2}, marks=pytest.mark.needs("large")),
+    {"replicate": 2, "shard": 2},
+]
 
 
 class Counter:

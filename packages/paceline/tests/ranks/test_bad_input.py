@@ -83,7 +83,14 @@ MISUSES = {
 }
 
 
-@pytest.mark.parametrize("misuse", MISUSES, ids=lambda misuse: misuse.__name__)
+@pytest.mark.parametrize(
+    "misuse",
+    [
+        pytest.param(misuse, marks=[pytest.mark.needs("large")] if misuse is a_model_without_layers_to_divide else [])
+        for misuse in MISUSES
+    ],
+    ids=lambda misuse: misuse.__name__,
+)
 def test_every_rank_raises_the_same(misuse):
     def work():
         with pytest.raises(PacelineError) as caught:

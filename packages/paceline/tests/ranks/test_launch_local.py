@@ -494,6 +494,7 @@ def test_dry_run_starts_nothing(script: Callable[..., Path], tmp_path: Path) -> 
     assert not list(tmp_path.glob("*.pid"))
 
 
+@pytest.mark.needs("accelerate")
 def test_names_of_another_library_are_served(script: Callable[..., Path], tmp_path: Path) -> None:
     path = script("import accelerate; print(accelerate.Accelerator.__mro__[1].__module__.split('.')[0], flush=True)")
     done = launch("-n", 2, "--cpu", "--compat", "accelerate", path, cwd=tmp_path)

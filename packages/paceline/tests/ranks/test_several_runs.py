@@ -177,6 +177,7 @@ def test_a_suspended_save_that_was_cleaned_away_publishes_nothing(tmp_path) -> N
     assert names(tmp_path) == ["checkpoint_1"]
 
 
+@pytest.mark.needs("hosts")
 def test_two_writers_on_an_object_store(s3, tmp_path) -> None:
     """As above: each keeps what it has published last, also after one of them was killed."""
     script = tmp_path / "writer.py"
