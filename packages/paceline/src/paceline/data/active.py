@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,15 @@ if TYPE_CHECKING:
     from paceline.data.origins import Origins
 
 
+class BatchesInUse(IntEnum):
+    """Which of the batches that a script was given it may use for a loss, as far as is known. A run only goes up."""
+
+    NEWEST = 0  # the newest one of the only loop
+    SEVERAL_LOOPS = 1  # the newest one of some loop
+    HELD = 2  # a batch was given before the one before it was used: any batch that the script still has
+    AHEAD = 3  # a loss was computed from another batch than the newest one
+
+
 class ActiveLoaders:
     """A stack of the loaders that are being iterated: the loader of an evaluation inside of a training loop is on top.
 
@@ -31,13 +41,13 @@ class ActiveLoaders:
     Attributes:
         trained: whether any loader trains.
         unused: whether a loader that trains has yielded a batch that no backward pass has followed.
-        takes_ahead: whether a loss was computed from another batch than the last one: the script takes batches ahead.
+        in_use: which batches a loss may come from.
     """
 
     def __init__(self, events: Events | None = None, runtime: Runtime | None = None) -> None:
         self.trained = False
         self.unused = False
-        self.takes_ahead = False
+        self.in_use = BatchesInUse.NEWEST
         self._used: GivenBatch | None = None  # from which the last loss was computed
         self._events = Events() if events is None else events
         self._runtime = Runtime() if runtime is None else runtime
@@ -52,15 +62,17 @@ class ActiveLoaders:
         # iterators before it takes the first batch, and a loop in the body of another one does not.
         self._created: weakref.WeakKeyDictionary[CreatedIterator, weakref.WeakSet[PreparedLoader]]
         self._created = weakref.WeakKeyDictionary()
-        # The last batch that was given, while batches are not traced.
+        # The last batch that was given, as long as losses come from the newest one.
         self._last: tuple[GivenBatch, object] | None = None
-        self._is_traced = False  # whether `origins` knows the batches that are given
-        # Whether a batch was given before the one before it was used: losses may come from other batches than the last.
-        self._holds_batches = False
         self._ended_by_current = False  # whether `ends_window` took the last batch for that of the micro-batch
         self._given_since_gather = 0  # in the loop that began last
         # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
+
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether a loss was computed from another batch than the newest one: the script takes batches ahead."""
+        return self.in_use == BatchesInUse.AHEAD
 
     @cached_property
     def origins(self) -> Origins:
@@ -109,7 +121,7 @@ class ActiveLoaders:
             loss: the loss.
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
         """
-        if len(self._stack) < 2 and not self._holds_batches:  # nearly always
+        if len(self._stack) < 2 and self.in_use < BatchesInUse.HELD:  # nearly always
             newest = None if self.top is None else self.top.given
             batches = [] if newest is None else [newest]
         else:
@@ -127,12 +139,12 @@ class ActiveLoaders:
             return
         self._used = given
         self._sources.add(loader)
-        if not self._is_traced:
+        if self.in_use == BatchesInUse.NEWEST:
             return
         self.origins.waiting.discard(given)
         if given is loader.given or self.takes_ahead:
             return
-        self.takes_ahead = True
+        self._follow(BatchesInUse.AHEAD)
         if self._ended_by_current:
             self.origins.tell_of_early_end()
 
@@ -199,7 +211,7 @@ class ActiveLoaders:
 
         Where a script has several batches, it is the one that the model was called with last, if that is known.
         """
-        batches = [given.info for given in self.origins.inputs] if self._is_traced else []
+        batches = [given.info for given in self.origins.inputs] if self.in_use > BatchesInUse.NEWEST else []
         if not batches and self.leading is not None and self.leading.current is not None:
             batches = [self.leading.current]
         return bool(batches) and all(batch.weights[batch.index] == 0 for batch in batches)
@@ -207,10 +219,10 @@ class ActiveLoaders:
     def gathered(self) -> BatchInfo | None:
         """Returns the batch to which gathered values belong: the top loader's, or the one that a model has seen last."""
         # A loop that trains shows by its backward passes whether it holds batches.
-        if self._given_since_gather > 1 and not self._holds_batches and self.top is not None and not self.top.trains:
-            self._hold()
+        if self._given_since_gather > 1 and self.top is not None and not self.top.trains:
+            self._follow(BatchesInUse.HELD)
         self._given_since_gather = 0
-        if self._holds_batches and len(self.origins.inputs) == 1:
+        if self.in_use >= BatchesInUse.HELD and len(self.origins.inputs) == 1:
             (given,) = self.origins.inputs
             return given.info
         return None if self.top is None else self.top.current
@@ -230,8 +242,8 @@ class ActiveLoaders:
         self._stack.append(loader)
         self._given_since_gather = 0
         self._events.loop_began(loader)
-        if len(self._stack) > 1 and not self._is_traced:
-            self._trace()
+        if len(self._stack) > 1:
+            self._follow(BatchesInUse.SEVERAL_LOOPS)
         self._finished = None
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
@@ -261,8 +273,7 @@ class ActiveLoaders:
         self.trained |= loader.trains
         if takes_ahead:
             self._sources.add(loader)
-            self.takes_ahead = True
-            self._hold()
+            self._follow(BatchesInUse.AHEAD)
 
     def give(self, given: GivenBatch, batch: object = None) -> None:
         """Called by a loader's iterator when it yields a batch."""
@@ -270,11 +281,11 @@ class ActiveLoaders:
         assert loader is not None
         self.unused |= loader.trains
         # Without gradients it is an evaluation, which uses batches without a backward pass.
-        if loader in self._given and not self._holds_batches and torch.is_grad_enabled():
-            self._hold()
+        if loader in self._given and self.in_use < BatchesInUse.HELD and torch.is_grad_enabled():
+            self._follow(BatchesInUse.HELD)
         self._given.add(loader)
         self._given_since_gather += 1
-        if not self._is_traced:
+        if self.in_use == BatchesInUse.NEWEST:
             self._last = (given, batch)
         else:
             self.origins.remember(given, batch)
@@ -284,21 +295,18 @@ class ActiveLoaders:
             for advanced in self._created.values():
                 advanced.add(loader)
 
-    def _trace(self) -> None:
-        """Follows batches to the losses that are computed from them, from the current one on."""
-        self._is_traced = True
+    def _follow(self, in_use: BatchesInUse) -> None:
+        """Notes which batches a loss may come from; where these are several, each is followed from the current one on."""
+        begins = self.in_use == BatchesInUse.NEWEST
+        self.in_use = max(self.in_use, in_use)
+        if not begins:
+            return
         if self._last is not None:
             self.origins.begin(*self._last)
             if self._last[0] is self._used:
                 self.origins.waiting.discard(self._used)
         self._last = None
         self._events.several_batches()
-
-    def _hold(self) -> None:
-        """Notes that the script may use a batch after it has taken the next one."""
-        self._holds_batches = True
-        if not self._is_traced:
-            self._trace()
 
     def ask(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator when it is asked for another batch: the run may be between two batches.
