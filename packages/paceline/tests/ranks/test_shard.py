@@ -456,8 +456,8 @@ IN_OTHER_ORDER = lambda rank, step: (0, 1) if step < 2 or rank else (1, 0)  # no
         (OTHER, 2, {}),  # FSDP2 would compute with the other block's weights
         (IN_OTHER_ORDER, 2, {}),
         (lambda rank, step: (0, 1, 2) if rank else (0,), 3, {}),  # one ends before the others
-        (OTHER, 2, AS_A_GPU),
-        (IN_OTHER_ORDER, 2, AS_A_GPU),
+        pytest.param(OTHER, 2, AS_A_GPU, marks=pytest.mark.needs("lens")),
+        pytest.param(IN_OTHER_ORDER, 2, AS_A_GPU, marks=pytest.mark.needs("lens")),
     ],
     ids=["other", "order", "more", "other-native-in-debug-mode", "order-native-in-debug-mode"],
 )

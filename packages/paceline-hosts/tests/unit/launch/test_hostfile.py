@@ -90,6 +90,7 @@ def test_what_cannot_be_chosen(asked: dict[str, object], said: list[str]) -> Non
     assert all(each in str(caught.value) for each in said), caught.value
 
 
+@pytest.mark.needs("deepspeed")
 def test_what_goes_along(tmp_path: Path) -> None:
     home, here = tmp_path / "home", tmp_path / "here"
     home.mkdir()

@@ -141,6 +141,7 @@ def test_a_launcher_that_is_not_installed(hostfile: str, monkeypatch: pytest.Mon
     )
 
 
+@pytest.mark.needs("deepspeed")
 def test_a_launcher_of_ones_own(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
     class Pigeon:
         name = "pigeon"
