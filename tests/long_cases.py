@@ -63,7 +63,7 @@ LONG = {
     "packages/paceline/tests/ranks/test_launch_local.py::test_the_script_is_main_as_under_python[exec]",
     "packages/paceline-hosts/tests/ranks/test_launch_kubernetes.py::test_the_launcher_in_a_pod_finds_its_world[pytorchjob]",
     "packages/paceline-hosts/tests/ranks/test_launch_kubernetes.py::test_a_bare_script_in_a_pod_finds_its_world[pytorchjob]",
-    "packages/paceline-deepspeed/tests/ranks/test_tune.py::test_the_autotuning_key",
+    "packages/paceline-lens/tests/ranks/test_tune.py::test_the_autotuning_key",
     "packages/paceline-lens/tests/ranks/test_hang_reports.py::test_the_launcher_names_the_rank_that_left_first_with_its_code[1-os._exit(0)]",
     "packages/paceline-hosts/tests/ranks/test_launch_strangers.py::test_a_run_among_strangers[2000-yes]",
     "tests/docs/test_examples.py::test_images_are_classified_from_a_notebook",

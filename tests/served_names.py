@@ -1,4 +1,4 @@
-"""A fixture that serves the names of another library for the length of a test; `conftest.py` of a folder imports it."""
+"""Fixtures for tests of the names of other libraries; `conftest.py` of a folder imports them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,21 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
+from paceline.base.log import forget_warnings
 from paceline.compat import install
 from paceline_doors.served import Server
+
+
+@pytest.fixture
+def fresh_states() -> Iterator[None]:
+    """Views of accelerators do not outlive a test, and each test sees the warnings that are said once a process."""
+    yield
+    from paceline_accelerate.gradient_state import GradientState
+    from paceline_accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    forget_warnings()
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline_accelerate.accelerator import Accelerator
 from paceline_accelerate.arguments import DataLoaderConfiguration, GradScalerKwargs, KwargsHandler
 from paceline_accelerate.available import is_npu_available, is_wandb_available
-from paceline_accelerate.deepspeed_wrappers import DeepSpeedOptimizerWrapper
 from paceline_accelerate.gradient_state import GradientState
 from paceline_accelerate.loader_classes import DataLoaderDispatcher, DataLoaderShard
 from paceline_accelerate.loading import load_checkpoint_in_model
@@ -163,7 +162,10 @@ def test_trackers_compare_as_a_list_and_can_be_added() -> None:
     assert accelerator.trackers == [tracker] and tracker.values == [({"loss": 1.0}, 2)]
 
 
+@pytest.mark.needs("deepspeed")
 def test_the_optimizer_of_a_deepspeed_engine_is_an_accelerated_one() -> None:
+    from paceline_accelerate.deepspeed_wrappers import DeepSpeedOptimizerWrapper
+
     optimizer = torch.optim.SGD(nn.Linear(1, 1).parameters(), 0.1)
     assert isinstance(DeepSpeedOptimizerWrapper(optimizer), AcceleratedOptimizer)
 

@@ -96,7 +96,7 @@ def test_store_apart_writes_nowhere_else(tmp_path: Path) -> None:
         (["--minutes", "0"], "rehearse-value"),
         (["--nodes", "1:2"], "rehearse-value"),
         (["--folder", "."], "rehearse-value"),
-        (["--compat", "accelerate"], "rehearse-folder"),
+        pytest.param(["--compat", "accelerate"], "rehearse-folder", marks=pytest.mark.needs("accelerate")),
     ],
 )
 def test_options_without_sense(words: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -251,6 +251,7 @@ def test_the_environment_says_it_too(monkeypatch):
     assert loop.run() == [BAD] and loop.accelerator.anomaly_counts["nan"] == 1
 
 
+@pytest.mark.needs("accelerate")
 def test_a_script_of_accelerate_gets_them_from_the_command_line_but_no_rollback(monkeypatch, tmp_path):
     from paceline_accelerate.accelerator import Accelerator as Served
 

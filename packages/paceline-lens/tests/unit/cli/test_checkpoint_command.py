@@ -255,6 +255,7 @@ def test_a_folder_named_as_safetensors(tmp_path, capsys):
     assert "[checkpoint-" in capsys.readouterr().err
 
 
+@pytest.mark.needs("accelerate", "deepspeed")
 def test_checkpoints_of_other_libraries_are_listed_and_left_alone(tmp_path, capsys):
     for name, files in (
         (

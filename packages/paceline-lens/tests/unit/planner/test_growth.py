@@ -44,8 +44,8 @@ def operations_of_prepare(plan: dict[str, int], ranks: int, file: Path) -> int:
         ({"shard": 8}, {"shard": 256}),
         ({"replicate": 8}, {"replicate": 256}),
         ({"replicate": 2, "shard": 4}, {"replicate": 32, "shard": 8}),
-        ({"tp": 2, "replicate": 4}, {"tp": 2, "replicate": 128}),
-        ({"cp": 2, "ep": 2, "shard": 2}, {"cp": 2, "ep": 2, "shard": 64}),
+        pytest.param({"tp": 2, "replicate": 4}, {"tp": 2, "replicate": 128}, marks=pytest.mark.needs("large")),
+        pytest.param({"cp": 2, "ep": 2, "shard": 2}, {"cp": 2, "ep": 2, "shard": 64}, marks=pytest.mark.needs("large")),
     ],
     ids=lambda plan: "-".join(plan),
 )

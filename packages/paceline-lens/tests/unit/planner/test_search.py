@@ -153,6 +153,7 @@ def test_a_largest_batch_of_zero_is_refused():
 # -- DeepSpeed's block -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("deepspeed")
 def test_the_autotuning_block():
     block = {
         "enabled": True, "results_dir": None, "exps_dir": None, "overwrite": False, "metric": "latency",
@@ -173,6 +174,7 @@ def test_the_autotuning_block():
     assert config.fixed_batch() == 16
 
 
+@pytest.mark.needs("deepspeed")
 @pytest.mark.parametrize(
     ("stage", "expected"), [("all", (0, 1, 2, 3)), (2, (2,)), ([0, 2], (0, 2)), (None, (0, 1, 2, 3))]
 )
@@ -183,6 +185,7 @@ def test_stages(stage, expected):
     assert script_configs().plain(content).get("zero_optimization", {}).get("stage", 0) == expected[0]
 
 
+@pytest.mark.needs("deepspeed")
 def test_a_candidate_in_a_config():
     content = {
         "train_batch_size": 16,

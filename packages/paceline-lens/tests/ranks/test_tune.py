@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from importlib.util import find_spec
 
 import pytest
 import torch  # noqa: F401  (trials are forks of this process)
@@ -9,7 +10,6 @@ import yaml
 
 from paceline.cli import main as command_line
 from paceline.config import files
-from paceline_deepspeed import config as deepspeed
 
 SCRIPT = """
 import argparse, os, sys, time
@@ -104,8 +104,13 @@ def test_a_script_is_tuned_and_leaves_its_folders_alone(folder, capfd):
     place = folder / "autotuning_results"
     best = yaml.safe_load((place / "best.yaml").read_text())
     assert best["procs"] == 2 and best["accumulate"] == 2 and not files.read(str(place / "best.yaml")).problems
-    config = deepspeed.read(place / "ds_config_optimal.json")
-    assert config.batch(2).train == 16 and config["zero_optimization.stage"] == best["zero"]
+    optimal = place / "ds_config_optimal.json"
+    assert optimal.exists() == (find_spec("paceline_deepspeed") is not None)  # it is for those who have such scripts
+    if optimal.exists():
+        from paceline_deepspeed.config import read
+
+        config = read(optimal)
+        assert config.batch(2).train == 16 and config["zero_optimization.stage"] == best["zero"]
     summary = (place / "summary.txt").read_text()
     assert summary.strip() in out and "best by throughput" in summary
     assert 'class="plot"' in (place / "predicted.html").read_text()
@@ -222,7 +227,10 @@ CONFIG = """{
 """
 
 
+@pytest.mark.needs("deepspeed")
 def test_the_autotuning_key(folder, capfd):
+    from paceline_deepspeed.config import read
+
     (folder / "ds.py").write_text(DEEPSPEED)
     (folder / "ds.json").write_text(CONFIG)
     words = ["--num_gpus", "2", "--autotuning"]
@@ -233,7 +241,7 @@ def test_the_autotuning_key(folder, capfd):
     assert {row["status"] for row in rows.values()} == {"measured"}, rows
     best = json.loads((folder / "autotuning_results" / "ds_config_optimal.json").read_text())
     assert best["csv_monitor"]["enabled"] is True and "autotuning" not in best
-    assert deepspeed.read(best).batch(2).train == 16
+    assert read(best).batch(2).train == 16
     assert "came to no step" not in out
     assert not {"csv", "saved"} & {row.name for row in folder.iterdir()}
     assert json.loads((folder / "autotuning_exps" / "z2_gas1_tmbspg8" / "ds_config.json").read_text())[
@@ -261,6 +269,7 @@ for _ in range(6):
 """
 
 
+@pytest.mark.needs("deepspeed")
 def test_a_pipeline_s_micro_batches_are_tuned(folder):
     (folder / "pipe.py").write_text(PIPELINE)
     run(*SEARCH, "--cpu", "--compat", "deepspeed", "pipe.py")
