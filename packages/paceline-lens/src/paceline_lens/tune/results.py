@@ -3,7 +3,7 @@
 results.jsonl            a line that says what was tuned, then one for each trial; an interrupted search continues from it
 summary.txt              the table
 best.yaml                the best candidate as settings of Paceline, for `paceline launch --config`
-ds_config_optimal.json   the best candidate as a config that scripts may bring (`script_config.py`), where a part serves such scripts
+ds_config_optimal.json   the best as a config that scripts may bring (`script_config.py`), where a part serves such scripts
 cmd_optimal.txt          the command that runs the best candidate
 predicted.html           measured and predicted times
 
