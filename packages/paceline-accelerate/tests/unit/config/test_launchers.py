@@ -7,6 +7,7 @@ import os
 
 import pytest
 
+from paceline.base import parts
 from paceline.base.errors import ConfigError
 from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
@@ -44,9 +45,18 @@ def told(text: str) -> Launch:
             "--num_processes 4 --num_machines 2 --machine_rank 1 --main_process_ip a",
             {"procs": 2, "nodes": 2, "node_rank": 1, "main_address": "a"},
         ),
-        ("--zero_stage 2", {"zero": 2}),
-        ("--use_deepspeed", {"zero": 2}),
-        ("--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu", {"zero": 3, "offload": "optimizer"}),
+        pytest.param("--zero_stage 2", {"zero": 2}, marks=pytest.mark.needs("deepspeed")),
+        pytest.param("--use_deepspeed", {"zero": 2}, marks=pytest.mark.needs("deepspeed")),
+        pytest.param(
+            "--use_fsdp --use_deepspeed --cpu",
+            "accelerate-feature",
+            "--use_fsdp and --use_deepspeed",
+            marks=pytest.mark.needs("deepspeed"),
+        ),
+            "--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu",
+            {"zero": 3, "offload": "optimizer"},
+            marks=pytest.mark.needs("deepspeed"),
+        ),
     ],
 )
 def test_what_is_said_in_their_words_is_taken(theirs: str, ours: dict[str, object]) -> None:
@@ -76,6 +86,12 @@ def test_what_is_not_the_same_is_answered_with_what_is(theirs: str, ours: str) -
     assert problem.code == "launcher-flag" and ours in problem.fix and theirs.split()[0] in problem.what
 
 
+def test_deepspeeds_words_without_its_part_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts.PathFinder, "find_spec", lambda *names: None)
+    with pytest.raises(ConfigError, match=r"(?s)part-missing.*paceline-deepspeed"):
+        told("--use_deepspeed")
+
+
 def test_a_flag_of_deepspeeds_that_asks_for_nothing_alone_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"(?s)accelerate-feature.*`--zero 1`, 2 or 3"):
         told("--offload_optimizer_device cpu")
@@ -84,7 +100,12 @@ def test_a_flag_of_deepspeeds_that_asks_for_nothing_alone_is_refused() -> None:
 @pytest.mark.parametrize(
     ("theirs", "code", "message"),
     [
-        ("--use_fsdp --use_deepspeed --cpu", "accelerate-feature", "--use_fsdp and --use_deepspeed"),
+        pytest.param(
+            "--use_fsdp --use_deepspeed --cpu",
+            "accelerate-feature",
+            "--use_fsdp and --use_deepspeed",
+            marks=pytest.mark.needs("deepspeed"),
+        ),
         ("--cpu --multi_gpu", "accelerate-feature", "--cpu and --multi_gpu"),
         ("--dynamo_backend zz", "config-value", "dynamo_backend cannot be 'zz'"),
         ("--num_machines 2", "launch-address", "the machines do not know where they find each other"),
@@ -148,17 +169,25 @@ def test_every_field_of_accelerates_deepspeed_that_is_a_flag_is_known() -> None:
     }
 
 
+@pytest.mark.needs("deepspeed")
 def test_a_deepspeed_config_that_is_called_none_is_none() -> None:
     assert told("--use_deepspeed --deepspeed_config_file none").run.zero == 2
 
 
-@pytest.mark.parametrize("flags", ["--config_file ~nobody-here/a.yaml", "--deepspeed_config_file ~nobody-here/a.json"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--config_file ~nobody-here/a.yaml",
+        pytest.param("--deepspeed_config_file ~nobody-here/a.json", marks=pytest.mark.needs("deepspeed")),
+    ],
+)
 def test_the_home_of_an_unknown_user(flags: str) -> None:
     with pytest.raises(ConfigError) as caught:
         told(flags)
     assert caught.value.code == "config-file"
 
 
+@pytest.mark.needs("deepspeed")
 def test_the_words_of_a_command_line_can_be_said_again() -> None:
     parser = argparse.ArgumentParser()
     schema.add_options(parser)

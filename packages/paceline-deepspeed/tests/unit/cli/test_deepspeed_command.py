@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
@@ -20,6 +21,8 @@ from paceline.launch import host
 from paceline.launch.job import Job
 from paceline_deepspeed import cli as deepspeed
 
+# accelerate's names are served too, where its part is installed.
+SERVED = "accelerate,deepspeed" if find_spec("paceline_accelerate") is not None else "deepspeed"
 SCRIPT = """
     import json, os, sys
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE CUDA_VISIBLE_DEVICES OMP_NUM_THREADS".split()
@@ -77,7 +80,7 @@ def test_processes_of_this_host(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     job = job_for(words, monkeypatch, devices, **env)
-    assert (job.procs, job.env.get("CUDA_VISIBLE_DEVICES"), job.compat) == (procs, visible, "accelerate,deepspeed")
+    assert (job.procs, job.env.get("CUDA_VISIBLE_DEVICES"), job.compat) == (procs, visible, SERVED)
     assert job.target.on(1).args == ("--local_rank=1",)
     assert job.assignment is None
 
@@ -100,7 +103,7 @@ def test_other_hosts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         False,
         ("--x",),
     )
-    assert job.assignment.settings.launch.compat == "accelerate,deepspeed"
+    assert job.assignment.settings.launch.compat == SERVED
 
 
 @pytest.mark.parametrize(
