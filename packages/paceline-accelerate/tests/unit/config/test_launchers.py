@@ -48,11 +48,6 @@ def told(text: str) -> Launch:
         pytest.param("--zero_stage 2", {"zero": 2}, marks=pytest.mark.needs("deepspeed")),
         pytest.param("--use_deepspeed", {"zero": 2}, marks=pytest.mark.needs("deepspeed")),
         pytest.param(
-            "--use_fsdp --use_deepspeed --cpu",
-            "accelerate-feature",
-            "--use_fsdp and --use_deepspeed",
-            marks=pytest.mark.needs("deepspeed"),
-        ),
             "--use_deepspeed --zero_stage 3 --offload_optimizer_device cpu",
             {"zero": 3, "offload": "optimizer"},
             marks=pytest.mark.needs("deepspeed"),
