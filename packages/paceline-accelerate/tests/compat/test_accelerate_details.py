@@ -167,6 +167,7 @@ def test_log_with_holds_a_scripts_own_tracker_itself() -> None:
         accelerator.get_tracker("other")
 
 
+@pytest.mark.needs("lens")
 def test_mlflows_arguments_go_by_position() -> None:
     tracker = MLflowTracker("experiment", "folder", "run", {"a": "b"}, True, "name", "text")
     assert tracker.init_kwargs == {

@@ -278,6 +278,7 @@ def test_a_missing_file_of_weights_is_a_file_that_was_not_found(tmp_path: Path) 
         load_state_dict(tmp_path / "missing.safetensors")
 
 
+@pytest.mark.needs("deepspeed")
 def test_words_of_refused_deepspeed_configs(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="string path to an existing deepspeed config"):
         DeepSpeedPlugin(hf_ds_config=str(tmp_path / "missing.json"))

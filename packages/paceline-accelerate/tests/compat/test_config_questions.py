@@ -23,7 +23,17 @@ RECORDED = json.loads((REFERENCE / "recorded_questions.json").read_text(encoding
 PROGRAM = "from paceline_accelerate.commands.accelerate_cli import main; raise SystemExit(main())"
 
 
-@pytest.mark.parametrize("name", [name for name, (_, text) in RECORDED.items() if text])
+OF_DEEPSPEED = pytest.mark.needs("deepspeed")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[OF_DEEPSPEED] if "DeepSpeed" in name or name == "yes everywhere" else [])
+        for name, (_, text) in RECORDED.items()
+        if text
+    ],
+)
 def test_every_file_is_accepted_by_launch_or_refused_by_name(name: str, tmp_path: Path) -> None:
     file = tmp_path / ("a.json" if name == "JSON" else "a.yaml")
     file.write_text(RECORDED[name][1])

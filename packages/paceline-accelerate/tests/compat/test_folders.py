@@ -188,6 +188,7 @@ def test_refusals_touch_nothing(folders, tmp_path) -> None:
     assert "folders_program.Counter" in refused(unsafe, "checkpoint-unsafe")
 
 
+@pytest.mark.needs("lens")
 @pytest.mark.parametrize("kind", ["plain", "torch", "ddp", "fsdp1-sharded", "fsdp2-sharded", "fsdp2-full"])
 def test_weights_alone(kind, folders, tmp_path, capsys) -> None:
     want = torch.load(folders / kind / "want.pt", weights_only=True)["weights"]

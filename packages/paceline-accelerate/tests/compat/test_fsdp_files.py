@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -206,6 +207,7 @@ def adapter_alone(folder: str, version: int) -> tuple[list[str], list[float]]:
     return sorted(saved), weight.unique().tolist()
 
 
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed: it would bring accelerate")
 @pytest.mark.parametrize(("version", "middle"), [(1, ""), (2, ".default")])
 def test_the_adapter_alone(tmp_path: Path, version: int, middle: str) -> None:
     """FSDP 2 of accelerate names it as the model does, version 1 as peft does; both are read."""

@@ -456,6 +456,7 @@ accelerator.save_state(sys.argv[1])
     assert set(os.listdir(folder)) == {"model.safetensors", "pytorch_model.bin", "optimizer.bin", "random_states_0.pkl"}
 
 
+@pytest.mark.needs("hosts")
 def test_behind_a_url_the_files_are_the_native_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """accelerate itself reads no URL. Before, the state went into a local folder of that name."""
     monkeypatch.chdir(tmp_path)
