@@ -83,7 +83,7 @@ def test_what_is_not_the_same_is_answered_with_what_is(theirs: str, ours: str) -
 
 def test_deepspeeds_words_without_its_part_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts.PathFinder, "find_spec", lambda *names: None)
-    with pytest.raises(ConfigError, match=r"(?s)part-missing.*paceline-deepspeed"):
+    with pytest.raises(ConfigError, match=r"(?s)part-missing.*deepspeed"):
         told("--use_deepspeed")
 
 
