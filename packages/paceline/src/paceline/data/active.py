@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.data.loader import CreatedIterator, GivenBatch, PreparedLoader, T
 from paceline.plan.data import BatchInfo
 from paceline.world.events import Events
 from paceline.world.runtime import Runtime
+from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
     from paceline.data.origins import Origins
@@ -24,7 +26,7 @@ class BatchesInUse(IntEnum):
     """Which of the batches that a script was given it may use for a loss, as far as is known. A run only goes up."""
 
     NEWEST = 0  # the newest one of the only loop
-    SEVERAL_LOOPS = 1  # the newest one of some loop
+    SEVERAL_LOOPS = 1  # the newest one of some loop, or one that was kept of a loop that the script has left
     HELD = 2  # a batch was given before the one before it was used: any batch that the script still has
     AHEAD = 3  # a loss was computed from another batch than the newest one
 
@@ -62,8 +64,13 @@ class ActiveLoaders:
         # iterators before it takes the first batch, and a loop in the body of another one does not.
         self._created: weakref.WeakKeyDictionary[CreatedIterator, weakref.WeakSet[PreparedLoader]]
         self._created = weakref.WeakKeyDictionary()
+        # The batches of each storage: the one it belongs to, or those from which it was computed. Batches may be used after
+        # their loop has ended: by `itertools.cycle`, or after `next(iter(loader))`.
+        self._by_storage: MutableMapping[torch.UntypedStorage, frozenset[GivenBatch]] = WeakIdKeyDictionary()
+        # The last ones of loops that the script has left before their end.
+        self._left: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         # The last batch that was given, as long as losses come from the newest one.
-        self._last: tuple[GivenBatch, object] | None = None
+        self._last: weakref.ref[GivenBatch] | None = None
         self._ended_by_current = False  # whether `ends_window` took the last batch for that of the micro-batch
         self._given_since_gather = 0  # in the loop that began last
         # A weak reference, so that a loader which the user drops ends its workers at once.
@@ -79,7 +86,7 @@ class ActiveLoaders:
         """Tells from which batch a loss was computed, where a script has several batches at the same time."""
         from paceline.data.origins import Origins  # most runs have one batch at a time
 
-        return Origins()
+        return Origins(self._by_storage)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a loader that another process unpickles is in no loop
@@ -121,10 +128,13 @@ class ActiveLoaders:
             loss: the loss.
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
         """
-        if len(self._stack) < 2 and self.in_use < BatchesInUse.HELD:  # nearly always
+        batches: Sequence[GivenBatch] = ()
+        if self.in_use == BatchesInUse.SEVERAL_LOOPS and len(self._stack) < 2:
+            batches = self.origins.known_of(loss)
+        if not batches and len(self._stack) < 2 and self.in_use < BatchesInUse.HELD:  # nearly always
             newest = None if self.top is None else self.top.given
             batches = [] if newest is None else [newest]
-        else:
+        elif not batches:
             advanced = self._advanced([loader for loader in self._stack if loader.given is not None])
             batches = self.origins.sources_of(loss, self._stack, advanced, is_whole_step)
         for given in batches:
@@ -139,6 +149,9 @@ class ActiveLoaders:
             return
         self._used = given
         self._sources.add(loader)
+        if loader not in self._stack:
+            loader.train()
+            self.trained = True
         if self.in_use == BatchesInUse.NEWEST:
             return
         self.origins.waiting.discard(given)
@@ -222,9 +235,10 @@ class ActiveLoaders:
         if self._given_since_gather > 1 and self.top is not None and not self.top.trains:
             self._follow(BatchesInUse.HELD)
         self._given_since_gather = 0
-        if self.in_use >= BatchesInUse.HELD and len(self.origins.inputs) == 1:
+        if self.in_use > BatchesInUse.NEWEST and len(self.origins.inputs) == 1:
             (given,) = self.origins.inputs
-            return given.info
+            if self.in_use >= BatchesInUse.HELD or given.loader() not in self._stack:
+                return given.info
         return None if self.top is None else self.top.current
 
     def created(self) -> CreatedIterator:
@@ -242,14 +256,26 @@ class ActiveLoaders:
         self._stack.append(loader)
         self._given_since_gather = 0
         self._events.loop_began(loader)
-        if len(self._stack) > 1:
+        if len(self._stack) > 1 or self._is_batch_kept_beside(loader):
             self._follow(BatchesInUse.SEVERAL_LOOPS)
+        if len(self._stack) == 1:
+            self._events.outside_loops(False)
         self._finished = None
+
+    def _is_batch_kept_beside(self, loader: PreparedLoader) -> bool:
+        """Returns whether the script has kept a batch of another loader, other than the variable of a loop that has ended."""
+        kept: dict[object, set[GivenBatch]] = {}
+        for batches in self._by_storage.values():
+            for given in batches:
+                if given.loader() is not loader:
+                    kept.setdefault(given.loader, set()).add(given)
+        return any(len(batches) > 1 or not self._left.isdisjoint(batches) for batches in kept.values())
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
         """Removes the last entry of `loader`, which need not be the top: a script may interleave loops."""
         self._events.loop_over(loader, finished)
-        self._last = None
+        if not finished and loader.newest is not None:
+            self._left.add(loader.newest)
         if finished:
             self._finished = weakref.ref(loader)
         elif not self.ended_beside(loader):  # `zip` ends its loops one after the other
@@ -257,7 +283,16 @@ class ActiveLoaders:
         for place in range(len(self._stack) - 1, -1, -1):
             if self._stack[place] is loader:
                 del self._stack[place]
-                return
+                break
+        if not self._stack and self.in_use == BatchesInUse.NEWEST:
+            self._events.outside_loops(True)
+
+    def called_outside(self, model: nn.Module, inputs: object, output: object) -> None:
+        """Called after a prepared model was called outside of all loops: a script may have kept batches for it."""
+        if any(tensor.untyped_storage() in self._by_storage for tensor in tensors(inputs)):
+            self._follow(BatchesInUse.HELD)
+            self.origins.call(model, inputs)
+            self.origins.mark(model, output)
 
     def train(self) -> None:
         """Called by each backward pass: the loaders that are being iterated are marked as loaders that train."""
@@ -275,7 +310,7 @@ class ActiveLoaders:
             self._sources.add(loader)
             self._follow(BatchesInUse.AHEAD)
 
-    def give(self, given: GivenBatch, batch: object = None) -> None:
+    def give(self, given: GivenBatch, batch: object) -> None:
         """Called by a loader's iterator when it yields a batch."""
         loader = given.loader()
         assert loader is not None
@@ -285,10 +320,15 @@ class ActiveLoaders:
             self._follow(BatchesInUse.HELD)
         self._given.add(loader)
         self._given_since_gather += 1
+        for tensor in tensors(batch):
+            storage = tensor.untyped_storage()
+            # Views of one tensor may be batches of several loaders.
+            others = [other for other in self._by_storage.get(storage, ()) if other.loader != given.loader]
+            self._by_storage[storage] = frozenset([*others, given])
         if self.in_use == BatchesInUse.NEWEST:
-            self._last = (given, batch)
+            self._last = weakref.ref(given)
         else:
-            self.origins.remember(given, batch)
+            self.origins.remember(given)
         for later in self._stack[self._stack.index(loader) + 1 :]:
             self._interleaved.add((id(loader), id(later)))
         if self._created:  # which it hardly ever is, and to iterate it costs a microsecond
@@ -301,11 +341,12 @@ class ActiveLoaders:
         self.in_use = max(self.in_use, in_use)
         if not begins:
             return
-        if self._last is not None:
-            self.origins.begin(*self._last)
-            if self._last[0] is self._used:
-                self.origins.waiting.discard(self._used)
-        self._last = None
+        last = None if self._last is None else self._last()
+        if last is not None:
+            self.origins.begin(last)
+            if last is self._used:
+                self.origins.waiting.discard(last)
+        self._events.outside_loops(False)
         self._events.several_batches()
 
     def ask(self, loader: PreparedLoader) -> None:
