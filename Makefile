@@ -11,16 +11,20 @@ PARTS := -e "packages/paceline[completion,notebook,tensorboard]" -e "packages/pa
 # pytest-xdist 3.8 under pytest 9.2, which keeps names elsewhere. Test processes spend much of their time waiting
 # for each other, so four on 2 cores. `make test JOBS=8` on a larger machine.
 JOBS ?= 4
+# Those of each part, and in tests/together those of parts that do not depend on each other.
+UNIT := $(wildcard packages/*/tests/unit)
+RANKS := $(wildcard packages/*/tests/ranks) tests/together
+COMPAT := $(wildcard packages/*/tests/compat)
 ARGS ?=
 PYTEST = $(BIN)/python -m pytest
 export OMP_NUM_THREADS ?= 1
 # Huge pages: forks of a large process, which most tests need, copy a fifth as many entries of page tables (a fifth of the
-# processor time of tests/ranks).
+# processor time of the tests in ranks/).
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 # Where it is set, each process of a test compiles all of our sources anew (0.15 s).
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup quickstart test test-all test-long test-torch huggingface check ranks ranks-alone loops programs hosts trackers gpu simulated-device docs coverage mutants package release bench bench-deepspeed sweep chaos clean
+.PHONY: help setup quickstart test test-all test-long test-part test-torch huggingface check ranks ranks-alone loops programs hosts trackers gpu simulated-device docs coverage mutants package release bench bench-deepspeed sweep chaos clean
 .DEFAULT_GOAL := help
 
 help:  ## list these entries
@@ -54,7 +58,7 @@ quickstart: $(QUICKSTART_STAMP)  ## train a small network on handwritten digits,
 	$(QUICKSTART)/bin/python examples/quickstart/make_digits.py
 	$(QUICKSTART)/bin/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
 
-# Files in the order of tests/conftest.py: those with few cases may take long, and would be left for the end.
+# Files in the order of conftest.py: those with few cases may take long, and would be left for the end.
 SUITE = $(PYTEST) -m "not long" -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 test: setup  ## run the tests that the changes since the last whole run can reach (set-up included); says how many these are
@@ -62,19 +66,23 @@ test: setup  ## run the tests that the changes since the last whole run can reac
 	$(SUITE) @.chosen-tests $(ARGS)
 
 test-all: setup  ## run the whole test suite: before a release, and before an issue is closed; commit dev/whole-run then
-	$(SUITE) tests $(ARGS)
+	$(SUITE) $(ARGS)
 	@git diff --quiet HEAD && git rev-parse HEAD > dev/whole-run || echo "dev/whole-run is as before: there are changes that are not committed"
 
 test-long: setup  ## run the cases that test-all leaves out, as they add little to their neighbours: each night, and before a release
-	$(PYTEST) -m long -n $(JOBS) --dist loadscope --no-loadscope-reorder tests $(ARGS)
+	$(PYTEST) -m long -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
+
+PART ?=
+test-part:  ## build and install one part with its dependencies alone, and run its tests: make test-part PART=paceline-large
+	$(PYTHON) dev/test_part.py "$(PART)" -m "not long" -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 # An environment for each release, named after it and after the Python where that is not 3.11: .venv-torch-2.15.0-py312.
 TORCH ?=
 TORCH_ENV = .venv-torch-$(TORCH)$(shell $(PYTHON) -c "import sys; v = sys.version_info; print('' if v[:2] == (3, 11) else f'-py{v[0]}{v[1]}')")
 TORCH_STAMP = $(TORCH_ENV)/.setup-done-$(SUM)
 TORCH_PIP = $(TORCH_ENV)/bin/python -m pip install --quiet -c $(TORCH_ENV)/constraints.txt
-TORCH_TESTS := tests/unit tests/ranks/test_checkpoint_ranks.py $(wildcard tests/ranks/test_parity*.py tests/ranks/test_res*.py) \
-	tests/ranks/test_profiles.py tests/compat
+TORCH_TESTS := $(UNIT) $(COMPAT) \
+	$(wildcard $(foreach name,checkpoint_ranks parity parity_plans profiles res*,packages/*/tests/ranks/test_$(name).py))
 
 test-torch:  ## unit, parity, checkpoint and door tests under another torch: make test-torch TORCH=2.15.0 [PYTHON=python3.12]
 	@test -n "$(TORCH)" || { echo "say which release of torch: make test-torch TORCH=2.15.0"; exit 2; }
@@ -134,13 +142,13 @@ check: setup  ## format, lint, types, shape and unit tests, before each commit; 
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(PYTEST) tests/shape tests/unit -n $(JOBS) --dist loadscope --durations=5 $(ARGS)
+	$(PYTEST) tests/shape $(UNIT) -n $(JOBS) --dist loadscope --durations=5 $(ARGS)
 
 ranks: setup  ## tests on several real processes, over gloo on this machine
-	$(PYTEST) tests/ranks $(ARGS)
+	$(PYTEST) $(RANKS) $(ARGS)
 
 ranks-alone: setup  ## the same, with fresh processes for each case: each night
-	SHARED_RANKS=no $(SUITE) tests/ranks $(ARGS)
+	SHARED_RANKS=no $(SUITE) $(RANKS) $(ARGS)
 
 SEEDS ?= 100
 START ?= 0
@@ -154,7 +162,7 @@ programs: setup  ## run programs of public repositories beside the real library:
 	PYTHONPATH=tests $(BIN)/python -m programs --folder "$(FOLDER)" $(ARGS)
 
 hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM, Ray, Kubernetes; says what is missing
-	$(PYTEST) tests/hosts tests/ranks/test_launch_kubernetes.py -rs $(ARGS)
+	$(PYTEST) tests/hosts packages/paceline-hosts/tests/ranks/test_launch_kubernetes.py -rs $(ARGS)
 
 # Clients of trackers, which are no dependencies: over 1 GB. MLflow's server and an OTLP receiver run on loopback, all others
 # offline. Prometheus is tried where it is installed (apt-get install prometheus).
@@ -181,15 +189,15 @@ simulated-device: setup  ## the GPU tests and the parity of all plans on a simul
 	$(BIN)/python tests/simulated_device/site/simulated_device.py
 	# Two runs: a process in which autograd has used a device cannot be forked, and the ranks of the second are forks.
 	$(SIMULATED) $(PYTEST) tests/gpu -n 2 -rs $(ARGS)
-	$(SIMULATED) $(PYTEST) tests/ranks/test_parity.py -n 2 $(ARGS)
+	$(SIMULATED) $(PYTEST) packages/paceline/tests/ranks/test_parity.py -n 2 $(ARGS)
 	# Eight devices for the combinations of axes. The device has no convolutions, which the model with batch norm has.
-	$(SIMULATED) SIMULATED_DEVICES=8 $(PYTEST) tests/ranks/test_parity_plans.py --deselect tests/ranks/test_parity_plans.py::test_batch_norm $(ARGS)
+	$(SIMULATED) SIMULATED_DEVICES=8 $(PYTEST) packages/paceline-large/tests/ranks/test_parity_plans.py --deselect packages/paceline-large/tests/ranks/test_parity_plans.py::test_batch_norm $(ARGS)
 
 docs: setup  ## build the documentation, strictly; open site/index.html, no server is needed
 	$(BIN)/python -m mkdocs build --strict --quiet
 
-COVERED ?= tests/unit tests/ranks tests/compat
-coverage: setup  ## which lines and branches the tests reach, by package: make coverage [COVERED=tests/unit]
+COVERED ?= $(UNIT) $(RANKS) $(COMPAT)
+coverage: setup  ## which lines and branches the tests reach, by package: make coverage [COVERED=packages/paceline/tests]
 	$(BIN)/python -m coverage erase
 	# Forked ranks and started commands are counted too; the figures of all processes are put together at the end.
 	$(BIN)/python -m coverage run -m pytest $(COVERED) -m "not long" $(ARGS)
@@ -233,4 +241,4 @@ chaos: setup  ## kill processes of one run 25 times at random; it must end with 
 	$(BIN)/python examples/survive/chaos.py $(ARGS)
 
 clean:  ## remove what was built: .venv, site, caches
-	rm -rf .venv .venv-bench .venv-deepspeed .venv-hf-* .venv-torch-* .venv-trackers .venv-mutants .coverage* site build dist .pytest_cache .ruff_cache .mypy_cache
+	rm -rf .venv .venv-bench .venv-deepspeed .venv-hf-* .venv-torch-* .venv-trackers .venv-mutants .venv-part-* .coverage* site build dist .pytest_cache .ruff_cache .mypy_cache

@@ -22,9 +22,9 @@ TOOLS = ROOT / ".venv-mutants" / "bin"
 
 # Module below packages/paceline/src/paceline -> the tests that are about it.
 MODULES = {
-    "world/layout.py": "tests/unit/world/test_layout.py",
-    "optim/mean.py": "tests/unit/optim/test_mean.py tests/unit/optim/test_accumulate.py",
-    "optim/window.py": "tests/unit/optim/test_accumulate.py",
+    "world/layout.py": "packages/paceline/tests/unit/world/test_layout.py",
+    "optim/mean.py": "packages/paceline/tests/unit/optim/test_mean.py packages/paceline/tests/unit/optim/test_accumulate.py",
+    "optim/window.py": "packages/paceline/tests/unit/optim/test_accumulate.py",
 }
 
 CONFIG = """

@@ -45,9 +45,12 @@ def of_today(name: str) -> str:
         moved = now + name.removeprefix(before)
         if name.startswith(before) and (ROOT / moved).exists():
             return moved
-    tail = "/".join(Path(name).parts[-2:])
-    found = [path for path in git("ls-files", f"*/{tail}") if Path(path).parts[0] in ("packages", "tests")]
-    return found[0] if len(found) == 1 else ""
+    for words in (2, 1):
+        tail = "/".join(Path(name).parts[-words:])
+        found = [path for path in git("ls-files", f"*/{tail}") if Path(path).parts[0] in ("packages", "tests")]
+        if len(found) == 1:
+            return found[0]
+    return ""
 
 
 def changes(revisions: str) -> list[tuple[str, set[str], set[str]]]:
@@ -55,8 +58,8 @@ def changes(revisions: str) -> list[tuple[str, set[str], set[str]]]:
     rows = []
     for commit in git("log", "--no-merges", "--format=%h", revisions):
         files = {of_today(name) for name in git("show", "--name-only", "--format=", commit)}
-        sources = {name for name in files if name.startswith("packages/") and name.endswith(".py")}
-        tests = {name for name in files if name.startswith("tests/") and Path(name).name.startswith("test_")}
+        sources = {name for name in files if "/src/" in name and name.endswith(".py")}
+        tests = {name for name in files if "/src/" not in name and Path(name).name.startswith("test_")}
         if sources and tests:
             rows.append((commit, sources, tests))
     return rows
@@ -64,7 +67,7 @@ def changes(revisions: str) -> list[tuple[str, set[str], set[str]]]:
 
 def added_tests(commit: str) -> list[str]:
     """The names of the tests that a commit adds."""
-    lines = git("show", "--format=", "--unified=0", commit, "--", "tests")
+    lines = git("show", "--format=", "--unified=0", commit, "--", "tests", "packages/*/tests")
     return sorted(match[1] for line in lines if (match := re.match(r"\+def (test_\w+)", line)))
 
 

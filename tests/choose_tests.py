@@ -1,4 +1,5 @@
-"""Names the test files that a change can reach: `python tests/choose_tests.py` prints them, one a line, for pytest.
+"""Names the test files that a change can reach: `python tests/choose_tests.py` prints them, one a line, for pytest; no line
+stands for all.
 
 The change is what differs from the last commit that passed the whole suite (`dev/whole-run`, which `make test-all` writes),
 with what is not committed yet. A file of tests is reached by
@@ -9,10 +10,11 @@ with what is not committed yet. A file of tests is reached by
 - an entry point of a part beside the core, if the test says its name: `slurm`, `deepspeed`, `watch`;
 - pages and examples, for the tests in tests/docs, page by page; their long cases, which `make test-all` leaves out, and the
   built site, too;
-- files that are not Python, in the folder of a file that it needs or below.
+- files that are not Python, in the folder of a file that it needs or below;
+- all files below its own folder that no test names.
 
 Texts of programs that a test starts count as its own imports. Some files always run: `ALWAYS`. A change of anything else
-(`tests/conftest.py`, `pyproject.toml`, `constraints.txt`, ...) reaches all of them.
+(`conftest.py`, `pyproject.toml`, `constraints.txt`, ...) reaches all of them.
 """
 
 from __future__ import annotations
@@ -35,15 +37,28 @@ ROOT = Path(__file__).parents[1]
 WHOLE_RUN = ROOT / "dev" / "whole-run"
 CORE = "paceline"
 # They cost little, or look at all of the text; and programs that are drawn anew each day.
-ALWAYS = ("tests/shape/", "tests/loops/", "tests/ranks/test_parity.py", "tests/docs/test_quickstart.py")
-# What no test reads. `dev/LOG` and reports are written after the tests.
+ALWAYS = (
+    "tests/shape/",
+    "tests/loops/",
+    "packages/paceline/tests/ranks/test_parity.py",
+    "tests/docs/test_quickstart.py",
+)
+# What no test reads, or those of tests/shape alone. `dev/LOG` and reports are written after the tests.
 UNTESTED = (
     "dev/LOG/",
     "dev/reports/",
+    "dev/coverage_by_package.py",
+    "dev/figures.py",
+    "dev/mutants.py",
+    "dev/replay.py",
+    "dev/test_part.py",
     "dev/whole-run",
     "benchmarks/reports/",
     "CHANGELOG.md",
-    ".github/ISSUE_TEMPLATE/",
+    "SECURITY.md",
+    ".github/",
+    ".gitignore",
+    "tests/README.md",
 )
 PAGES = ("docs/", "examples/", "README.md", "CONTRIBUTING.md", "mkdocs.yml")
 PAGE_TESTS = "tests/docs/"
@@ -224,12 +239,12 @@ def _lazy_names(facade: Path) -> dict[str, str]:
 
 
 class FilesOfTests:
-    """The files below tests/, and what each needs."""
+    """The files of tests of all parts, and what each needs."""
 
     def __init__(self, sources: Sources, root: Path = ROOT) -> None:
         self.sources = sources
         self.root = root
-        self.files = sorted(path for path in root.glob("tests/**/test_*.py"))
+        self.files = sorted([*root.glob("tests/**/test_*.py"), *root.glob("packages/*/tests/**/test_*.py")])
         # `import parity_models` and `from hosts.network import Network`: tests/ is on the path.
         self._helpers: dict[str, Path] = {}
         # Many files share their helpers, each of which is read once.
@@ -239,7 +254,7 @@ class FilesOfTests:
 
     def needs(self, file: Path) -> set[str]:
         """The files, relative to the root, that can change what a file of tests finds."""
-        files = self._with_helpers(file)
+        files = self.with_helpers(file)
         names: set[str] = set()
         words: set[str] = set()
         for path in files:
@@ -254,7 +269,7 @@ class FilesOfTests:
         found = {self.sources.files[module] for module in modules} | files
         return {str(path.relative_to(self.root)) for path in found}
 
-    def _with_helpers(self, file: Path) -> set[Path]:
+    def with_helpers(self, file: Path) -> set[Path]:
         """A file and those of tests/ that it imports, directly or not, with the scripts that it names."""
         found: set[Path] = set()
         waiting = [file]
@@ -272,7 +287,7 @@ class FilesOfTests:
         """The files of tests/ that one imports or names itself."""
         helpers = []
         found = _text(path)
-        for name in found.imported_names(".".join(path.relative_to(self.root / "tests").parts[:-1])):
+        for name in found.imported_names(""):
             while name:
                 if name in self._helpers:
                     helpers.append(self._helpers[name])
@@ -341,29 +356,47 @@ def chosen(changed: set[str], needs: Mapping[str, set[str]]) -> list[str] | None
     Returns:
         Arguments for pytest; None for all tests.
     """
-    changed = {path for path in changed if not path.startswith(UNTESTED)}
+    changed = {path for path in changed if not path.startswith(UNTESTED) and not _is_of_a_package(path)}
     known = {path for paths in needs.values() for path in paths}
     pages = {path for path in changed if path.startswith(PAGES)}
     unknown = changed - pages - known
     # What a test reads beside its file, or a module beside its own: tables, pages, programs.
-    folders = {str(Path(path).parent) for path in unknown if path.startswith("tests/") or "/src/" in path}
-    if "tests" in folders or any(str(Path(path).parent) not in folders for path in unknown):
+    folders = {_nearest_folder(path, known) for path in unknown}
+    is_beside = all(path.startswith("tests/") or "/tests/" in path or "/src/" in path for path in unknown)
+    if "tests" in folders or not is_beside:
         return None
     words = []
     for file, needed in needs.items():
         is_reached = file.startswith(ALWAYS) or bool(needed & changed)
         is_reached |= any(path.startswith(f"{folder}/") for folder in folders for path in needed)
+        # What is recorded, and the programs that read it, lie below the tests: `compat/reference`.
+        is_reached |= any(path.startswith(f"{Path(file).parent}/") for path in unknown)
         if file.startswith(PAGE_TESTS) and not file.startswith(ALWAYS):
             is_reached = bool(pages) or file in changed
         if not is_reached:
             continue
         if file in LONG_WHERE_CHANGED and any(path.startswith(LONG_WHERE_CHANGED[file]) for path in changed):
-            words += [f"tests/{case}" for case in LONG if f"tests/{case}".startswith(f"{file}::")]
+            words += [case for case in LONG if case.startswith(f"{file}::")]
         if file == PAGE_CASES and file not in changed:
             words += [f"{file}::test_a_page_runs[{page}]" for page in sorted(pages) if _has_code(page)]
         else:
             words.append(file)
     return words
+
+
+def _nearest_folder(path: str, known: set[str]) -> str:
+    """The nearest folder around a file in which, or below which, there is one that tests need: of `page/page.js`, `watch`."""
+    folder = Path(path).parent
+    while not any(each.startswith(f"{folder}/") for each in known):
+        folder = folder.parent
+        if folder == Path():
+            return ""
+    return str(folder)
+
+
+def _is_of_a_package(path: str) -> bool:
+    """Whether a file is the first page of a part, which goes into its wheel."""
+    return path.startswith("packages/") and path.endswith("/README.md")
 
 
 def _has_code(page: str) -> bool:
@@ -380,14 +413,12 @@ def main() -> None:
         print(
             f"all tests: {commit[:8]}, the last commit that passed all of them, is not in this clone", file=sys.stderr
         )
-        print("tests")
         return
     tests = FilesOfTests(Sources())
     needs = {str(file.relative_to(ROOT)): tests.needs(file) for file in tests.files}
     words = chosen(changed, needs)
     if words is None:
         print(f"all tests: files that concern them all have changed since {commit[:8]}", file=sys.stderr)
-        print("tests")
         return
     files = {word.partition("::")[0] for word in words}
     print(

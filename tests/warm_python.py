@@ -41,6 +41,7 @@ import time
 import weakref
 from contextlib import ExitStack
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, Self
@@ -48,7 +49,7 @@ from typing import Any, NoReturn, Self
 from warm_client import MESSAGE_BYTES, STREAMS
 
 # What most commands import. `torch._dynamo` comes with any optimizer of torch, and the last ones with `paceline launch`.
-MODULES = (
+_USUAL = (
     "torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
@@ -63,6 +64,8 @@ MODULES = (
     "paceline.launch.make_job",
     "paceline_lens.watch.registry",
 )
+# The tests of a part run without those that it does not depend on.
+MODULES = tuple(module for module in _USUAL if find_spec(module.partition(".")[0]) is not None)
 _HERE = Path(__file__).resolve()
 _NAMESPACES = ("net", "uts", "pid", "mnt")
 _SHARED_FOLDER = "WARM_PYTHON_FOLDER"  # of the server that the workers of a run share

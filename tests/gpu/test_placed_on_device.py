@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from unit.inference.models import IDS, made
+from inference_models import IDS, made
 
 from paceline.checkpoint import save_model
 from paceline_large import inference

@@ -75,7 +75,8 @@ def test_sections_are_sorted_and_unique(root) -> None:
 
 
 def test_each_code_is_named_by_a_test(codes, root) -> None:
-    files = [path for path in (root / "tests").rglob("*.py") if path.parent != Path(__file__).parent]
+    folders = [root / "tests", *root.glob("packages/*/tests")]
+    files = [path for folder in folders for path in folder.rglob("*.py") if path.parent != Path(__file__).parent]
     words: set[str] = set()
     for path in files:
         words.update(re.split(r"[^\w-]+", path.read_text(encoding="utf-8")))

@@ -63,8 +63,9 @@ def installed(text: str) -> list[str]:
 
 def hints(root: Path) -> dict[str, list[str]]:
     places = [root / "README.md", root / "CONTRIBUTING.md"]
-    for folder in ("packages", "docs", "examples", "benchmarks", "tests/compat"):
-        places += [path for path in (root / folder).rglob("*") if path.suffix in (".py", ".md", ".txt")]
+    places += root.glob("packages/*/README.md")
+    for folder in ("docs", "examples", "benchmarks", "packages/*/src", "packages/*/tests/compat"):
+        places += [path for path in root.glob(f"{folder}/**/*") if path.suffix in (".py", ".md", ".txt")]
     found = {str(path.relative_to(root)): installed(path.read_text(encoding="utf-8")) for path in places}
     return {place: names for place, names in found.items() if names}
 

@@ -67,7 +67,7 @@ def test_the_tests_that_hold_the_promises_of_security_are_there(root: Path) -> N
     promises = [line for line in text.splitlines() if line.startswith("| ")][1:]
     assert len(promises) > 5
     for promise in promises:
-        paths = re.findall(r"`(tests/[\w/.]+)`", promise)
+        paths = re.findall(r"`((?:packages|tests)/[\w/.-]+)`", promise)
         assert paths and all((root / path).is_file() for path in paths), promise
 
 

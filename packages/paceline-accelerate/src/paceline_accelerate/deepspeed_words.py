@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import Problem, short_repr
+from paceline.base.parts import require
 from paceline.config.dialects import HANDED_ON, Translation
 from paceline.config.given import Choice, Given, nearest
 
@@ -220,7 +221,12 @@ def _config(file: Given | None, said: Mapping[str, Given]) -> DeepSpeedConfig:
     Args:
         file: the field that names the file; None if there is none.
         said: the other fields; with a file they give the values of its keys that are "auto".
+
+    Raises:
+        ConfigError: `part-missing`.
     """
+    given = [file, *said.values()] if file is not None else list(said.values())
+    require("deepspeed", "the reader of DeepSpeed's configs is", f"{given[0].name} is given ({given[0].where})")
     from paceline_deepspeed.config import read_block
     from paceline_deepspeed.config.text import JsonBlock, entries_of
 

@@ -14,6 +14,7 @@ from typing import Any, Literal, cast
 
 import torch
 
+from paceline.base.parts import require
 from paceline.world import tree as trees
 from paceline.world.sharded import is_sharded
 from paceline_accelerate.errors import CompatValueError, DistributedOperationException
@@ -263,6 +264,7 @@ def GatheredParameters(
         parameters = list(params)
     if not enabled or not any(is_sharded(parameter) for parameter in parameters):
         return nullcontext()
+    require("deepspeed", "what gathers sharded parameters is", "GatheredParameters(...)")
     from paceline_deepspeed.zero import GatheredParameters as gathered
 
     return gathered(params, modifier_rank=modifier_rank, fwd_module=fwd_module, enabled=enabled)

@@ -24,7 +24,9 @@ from paceline_doors.names import folder_for_children
 MARK = "+paceline"
 INSTALLER = "paceline"
 
-_SCRIPT = """import sys
+# Its first line shows whose command it is, whatever the module is called.
+_SCRIPT = """# Written by `paceline doors`.
+import sys
 
 from {module} import {function}
 

@@ -3,7 +3,7 @@
 results.jsonl            a line that says what was tuned, then one for each trial; an interrupted search continues from it
 summary.txt              the table
 best.yaml                the best candidate as settings of Paceline, for `paceline launch --config`
-ds_config_optimal.json   the best candidate as a config that scripts may bring (`script_config.py`)
+ds_config_optimal.json   the best as a config that scripts may bring (`script_config.py`), where a part serves such scripts
 cmd_optimal.txt          the command that runs the best candidate
 predicted.html           measured and predicted times
 
@@ -25,7 +25,7 @@ from paceline.base.errors import ConfigError
 from paceline.base.text_table import text_table
 from paceline.planner.estimate import gib
 from paceline_lens.tune.charts import line_chart, page_style, plot_script
-from paceline_lens.tune.script_config import script_configs
+from paceline_lens.tune.script_config import has_script_configs, script_configs
 from paceline_lens.tune.search import Candidate, Measured
 from paceline_lens.tune.space import settings_of
 from paceline_lens.tune.tuner import Task, Tuned, verdict
@@ -223,8 +223,9 @@ def write(tuned: Tuned) -> Path:
     text = summary(tuned)
     (folder / "summary.txt").write_text(text + "\n", encoding="utf-8")
     (folder / "best.yaml").write_text(best_yaml(tuned, best), encoding="utf-8")
-    optimal = json.dumps(best_config(tuned, best), indent=2)
-    (folder / script_configs().best_file).write_text(optimal + "\n", encoding="utf-8")
+    if has_script_configs():
+        optimal = json.dumps(best_config(tuned, best), indent=2)
+        (folder / script_configs().best_file).write_text(optimal + "\n", encoding="utf-8")
     (folder / "cmd_optimal.txt").write_text(command(tuned, best, folder) + "\n", encoding="utf-8")
     (folder / "predicted.html").write_text(picture(tuned), encoding="utf-8")
     return folder

@@ -82,7 +82,12 @@ class ScriptConfigs(Protocol):
         """
 
 
+def has_script_configs() -> bool:
+    """Whether a part is installed whose library has such configs."""
+    return bool(_REGISTRY.names())
+
+
 def script_configs() -> ScriptConfigs:
-    """Returns the library whose configs a tuning reads and writes."""
+    """Returns the library whose configs a tuning reads and writes; there must be one (`has_script_configs`)."""
     configs: ScriptConfigs = next(iter(_REGISTRY))
     return configs
