@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 _ROUNDING = 512  # bytes of the smallest block
 
 
-class _Stream:
+class _StreamMemory:
     """The memory of one stream: where its blocks stand, and the gaps between them."""
 
     def __init__(self) -> None:
@@ -73,7 +73,7 @@ def reserved(entries: Iterable[tuple[int, int]], streams: Sequence[str]) -> int:
         entries: (number of a storage, bytes that came or went), in order.
         streams: by number of a storage, the name of the stream whose memory it is in.
     """
-    memory = {name: _Stream() for name in streams}
+    memory = {name: _StreamMemory() for name in streams}
     sizes: dict[int, int] = {}
     for number, change in entries:
         stream = memory[streams[number]]
