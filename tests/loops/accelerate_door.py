@@ -57,7 +57,7 @@ def adapted(program: Program) -> Program | None:
             rows = min(batches) * loader.batch
         elif number in evaluated:
             rows = loader.rows
-        loaders.append(replace(loader, rows=rows, drop_last=False))
+        loaders.append(replace(loader, rows=rows, drop_last=False, taken=""))
     loop = replace(program.loop, ahead=0)  # each loss has the same weight
     save_at = None
     if program.save_at is not None and loop.kind == "for" and not uses(program, Next):

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loops import accelerate_door, deepspeed_door
-from loops.compare import LOW_PRECISION_TOLERANCE, NUMBERS, TOLERANCE, Outcome, outcome
+from loops.compare import LOW_PRECISION_TOLERANCE, NUMBERS, TOLERANCE, Outcome, difference, outcome
 from loops.plain import plain
 from loops.programs import Backward, Program, Read, statements
 from loops.ranks import Job, Results, run_jobs
@@ -204,9 +204,11 @@ def check(cases: Sequence[Case], known: Mapping[Program, Any] | None = None) -> 
     for door in set(doors.values()):
         missing = [program for program, own in doors.items() if own == door and program not in wants]
         wants |= dict(zip(missing, references(missing, door), strict=True))
-        low = [
-            program for program, own in doors.items() if own == door and program.precision != "no" and wants[program]
-        ]
+        low = {
+            program: wants[program]
+            for program, own in doors.items()
+            if own == door and program.precision != "no" and wants[program] is not None
+        }
         wants |= _in_low_precision(low, door)
     with tempfile.TemporaryDirectory(prefix="loops-", dir=temporary_folder()) as folder:
         results = _results([case for case in cases if wants[case.program] is not None], wants, Path(folder))
@@ -218,13 +220,19 @@ def check(cases: Sequence[Case], known: Mapping[Program, Any] | None = None) -> 
     return outcomes
 
 
-def _in_low_precision(programs: Sequence[Program], door: str) -> dict[Program, Any]:
-    """bf16 and fp16 are compared with one process of ours: each operation rounds, and plain loops choose where."""
-    jobs = [Job(DOORS[door].script(program, {})) for program in programs]
+def _in_low_precision(exact: Mapping[Program, Any], door: str) -> dict[Program, Any]:
+    """The references of bf16 and fp16: what one process of ours does, as each operation rounds, and plain loops choose where.
+
+    Args:
+        exact: what plain PyTorch does in float64. A program whose numbers are far from these keeps them, and fails everywhere.
+    """
+    jobs = [Job(DOORS[door].script(program, {})) for program in exact]
     wants = {}
-    for program, got in zip(programs, run_jobs(jobs, 1), strict=True):
+    for program, got in zip(exact, run_jobs(jobs, 1), strict=True):
         # One that ends with an error there is judged by its errors.
-        if got[0] is not None and "error" not in got[0]:
+        if got[0] is None or "error" in got[0]:
+            continue
+        if difference(got[0], exact[program], LOW_PRECISION_TOLERANCE) is None:
             wants[program] = {**got[0], "saved_in": None}
     return wants
 

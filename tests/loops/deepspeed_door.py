@@ -71,7 +71,7 @@ def adapted(program: Program) -> Program | None:
         body = (*body[:behind], *_end_of_micro_batch(program, model), *body[behind:])
     optimizers = tuple(_optimizer(program, number) for number in range(len(program.models)))
     loaders = tuple(
-        replace(loader, batch=_BATCH, rows=max(1, loader.rows // _BATCH) * _BATCH, drop_last=False)
+        replace(loader, batch=_BATCH, rows=max(1, loader.rows // _BATCH) * _BATCH, drop_last=False, taken="")
         for loader in program.loaders
     )
     loop, save_at = replace(program.loop, ahead=0), None

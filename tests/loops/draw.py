@@ -130,7 +130,9 @@ class _Drawing:
         )
         program = self._with_writes(self._with_save(program))
         # Last, so that the programs of earlier seeds stay the same.
-        return self._with_batches_ahead(self._with_masks(self._with_offload(self._with_muon(program))))
+        return self._with_kept_batches(
+            self._with_batches_ahead(self._with_masks(self._with_offload(self._with_muon(program))))
+        )
 
     def _with_batches_ahead(self, program: Program) -> Program:
         """A loop that takes batches before it uses them. It is not saved: at the end of an epoch a save leaves them out."""
@@ -144,6 +146,18 @@ class _Drawing:
         if program.loaders[0].rows // program.loaders[0].batch <= ahead + 1 or not self.chance(0.3):
             return program
         return replace(program, loop=replace(loop, ahead=ahead))
+
+    def _with_kept_batches(self, program: Program) -> Program:
+        """`Next` takes batches of loops that are over, in the order of which nothing is drawn."""
+        if program.window > 1 or program.save_at is not None:
+            return program
+        taken = {each.loader for each in statements(program.body) if isinstance(each, Next)}
+        loaders = list(program.loaders)
+        for number, loader in enumerate(loaders):
+            is_repeated = not loader.shuffle and loader.kind != "endless"
+            if number in taken and is_repeated and self.chance(0.4):
+                loaders[number] = replace(loader, taken=self.random.choice(["fresh", "cycle"]))
+        return replace(program, loaders=tuple(loaders))
 
     # -- parts -------------------------------------------------------------------------------------------------
 

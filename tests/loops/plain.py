@@ -269,7 +269,9 @@ class Interpreter:
         finite = self.program.loaders[loader].kind != "endless"
         if self.window is not None and self.program.window > 1 and finite and loader in self.trained_loaders:
             raise Unclear("the last batch is taken when its window has begun")
-        batch = next(self.iterators.get(loader, iter(())), None)
+        batch = None
+        if self.program.loaders[loader].taken != "fresh":
+            batch = next(self.iterators.get(loader, iter(())), None)
         if batch is None:
             self.iterators[loader] = iter(self.loaders[loader])
             self.given[loader] = 0

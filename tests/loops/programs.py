@@ -67,6 +67,8 @@ class Loader:
         kind: "map", "iterable" (an iterable data set), "sized" (one with a length), "endless".
         shuffle: of a data set with a length, in an order that the global seed decides.
         drop_last: whether a short last batch is left out.
+        taken: how `Next` takes batches: "" from one iterator after the other, "fresh" the first one of a new iterator each
+            time, "cycle" by `itertools.cycle`, which keeps the batches of the first epoch.
     """
 
     rows: int
@@ -74,6 +76,7 @@ class Loader:
     kind: Literal["map", "iterable", "sized", "endless"] = "map"
     shuffle: bool = False
     drop_last: bool = False
+    taken: Literal["", "fresh", "cycle"] = ""
 
     @property
     def batches(self) -> int | None:

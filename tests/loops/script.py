@@ -262,7 +262,9 @@ def script(
         text += [f"{INDENT}{line}\n" for line in _HOOKS[hook.kind]]
     if _takes_next(program):
         loaders = ", ".join(f"loader{number}" for number in range(len(program.loaders)))
-        text.append(f"iterators, loaders = {{}}, [{loaders}]\n")
+        cycles = [number for number, loader in enumerate(program.loaders) if loader.taken == "cycle"]
+        iterators = ", ".join(f"{number}: itertools.cycle(loader{number})" for number in cycles)
+        text.append(f"iterators, loaders = {{{iterators}}}, [{loaders}]\n")
     for write in _early_writes(program):
         given = written(replace(write, early=False))
         text.append(f"{written(write)} = list({given})\n")
@@ -315,7 +317,9 @@ def _early_writes(program: Program) -> list[Write]:
 def following(program: Program) -> str:
     """The functions by which a program takes the next batch of a loader, or batches ahead; "" if it has no need of them."""
     text = _FOLLOWING + "\n" if _takes_next(program) else ""
-    return text + ("\nimport itertools\n\n" + _AHEAD + "\n" if program.loop.ahead else "")
+    if program.loop.ahead or any(loader.taken == "cycle" for loader in program.loaders):
+        text += "\nimport itertools\n\n"
+    return text + (_AHEAD + "\n" if program.loop.ahead else "")
 
 
 def plain_statement(program: Program, statement: Statement) -> list[str]:
@@ -436,7 +440,10 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
         case Write():
             return _write(statement)
         case Next(loader):
-            return [f"x{loader}, y{loader}, w{loader} = following({loader})"]
+            taken = f"following({loader})"
+            if program.loaders[loader].taken == "fresh":
+                taken = f"next(iter(loader{loader}))"
+            return [f"x{loader}, y{loader}, w{loader} = {taken}"]
         case Evaluate(model, loader):
             return _evaluation(
                 model,

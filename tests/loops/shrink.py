@@ -191,6 +191,10 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
         yield replace(program, precision="no")
     if program.offload:
         yield replace(program, offload="")
+    for place, loader in enumerate(program.loaders):
+        if loader.taken:
+            plainer = replace(loader, taken="")
+            yield replace(program, loaders=(*program.loaders[:place], plainer, *program.loaders[place + 1 :]))
     if program.loop.ahead:
         yield replace(program, loop=replace(program.loop, ahead=0))
     if program.loop.kind == "zip":

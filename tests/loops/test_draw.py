@@ -30,6 +30,7 @@ def features(program: Program) -> set[str]:
     names |= {f"loop {program.loop.kind}", f"window {program.window}", f"precision {program.precision}"}
     names |= {f"ahead {program.loop.ahead}"}
     names |= {f"loader {loader.kind}" for loader in program.loaders}
+    names |= {f"taken {loader.taken}" * bool(loader.taken) for loader in program.loaders}
     names |= {"short last batch" * any(loader.rows % loader.batch for loader in program.loaders)}
     names |= {"drop_last" * any(loader.drop_last for loader in program.loaders)}
     names |= {f"hook {hook.kind}" for hook in program.hooks}
@@ -76,6 +77,8 @@ EXPECTED = {
     *(
         "ahead 1",
         "ahead 2",
+        "taken fresh",
+        "taken cycle",
         "short last batch",
         "drop_last",
         "batch of a rank",

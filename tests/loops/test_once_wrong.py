@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from loops.check import Case, check
 from loops.programs import (
@@ -221,6 +223,41 @@ A_WINDOW_ENDS_IN_ANOTHER = Program(
     split_batches=True,
 )
 
+# Gradients of the second model are clipped where the first one has none: the first one's next gradients kept the loss scale.
+ONE_OF_TWO_CLIPPED = Program(
+    seed=10,
+    models=(Model("Mlp"), Model("Mlp")),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)), Optimizer("SGD", (Slice(1, "all"),))),
+    loaders=(Loader(rows=48, batch=12),),
+    body=(
+        Forward(0, 0, 0),
+        Backward((0,)),
+        Step(0),
+        Zero("optimizer", 0),
+        Forward(1, 1, 0),
+        Backward((1,)),
+        Clip("optimizer", 1, 100.0),
+        Step(1),
+        Zero("optimizer", 1),
+    ),
+    precision="fp16",
+)
+
+# The second model's old gradients get the loss scale again before a pass of the first one, and seemed to take part in it.
+CLEARED_IN_ANOTHERS_WINDOW = Program(
+    seed=2026120905,
+    models=(Model("Mlp"), Model("Mlp")),
+    optimizers=(Optimizer("SGD", (Slice(1, "all"),)),),
+    loaders=(Loader(rows=24, batch=12),),
+    body=(
+        Accumulate((0,), (Forward(0, 0, 0), Backward((0,)))),
+        Accumulate((1,), (Forward(1, 1, 0), Zero("optimizer", 0), Backward((1,)), Clip("model", 1, 100.0), Step(0))),
+    ),
+    loop=Loop("for", (0,), epochs=2),
+    window=2,
+    precision="fp16",
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -247,6 +284,12 @@ def test_programs_that_were_wrong_once() -> None:
         cases += [Case(program, 2, plan) for plan in ("replicate", "zero2", "shard")]
     cases.append(Case(STEPPED_BY_A_HOOK, 2, "pp", (1, "one")))
     cases += [Case(A_WINDOW_ENDS_IN_ANOTHER, 2, plan) for plan in ("replicate", "zero2", "shard")]
+    for program in (
+        ONE_OF_TWO_CLIPPED,
+        CLEARED_IN_ANOTHERS_WINDOW,
+        replace(grows("int"), precision="fp16", save_at=None),
+    ):
+        cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
     outcomes = check(cases)

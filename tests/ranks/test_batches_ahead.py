@@ -1,4 +1,4 @@
-"""Loops that take batches before they use them: each loss counts as the samples of its own batch, as on one process."""
+"""Loops that use other batches than the newest one of a loop that runs: each loss counts as the samples of its own batch."""
 
 import itertools
 import logging
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from paceline import Accelerator
 from paceline.testing import run_ranks
@@ -119,6 +119,68 @@ def test_a_loss_counts_as_the_samples_of_its_own_batch(world: int) -> None:
             torch.testing.assert_close(weights, expected(19, steps), rtol=0, atol=1e-12, msg=f"{name}, {steps}")
 
 
+def cycled(full: Batches, short: Batches) -> Iterator[Any]:
+    yield from itertools.islice(itertools.cycle(full), 9)
+
+
+def fresh(full: Batches, short: Batches) -> Iterator[Any]:
+    for _ in range(4):
+        yield next(iter(short))
+
+
+def one_batch(full: Batches, short: Batches) -> Iterator[Any]:
+    yield from itertools.repeat(next(iter(short)), 4)
+
+
+def remembered(full: Batches, short: Batches) -> Iterator[Any]:
+    seen = []
+    for batch in full:
+        seen.append(batch)
+        yield batch
+    yield from seen
+
+
+def beside_another(full: Batches, short: Batches) -> Iterator[Any]:
+    kept = next(iter(short))
+    for batch in full:
+        yield batch
+        yield kept
+
+
+KEPT = (cycled, fresh, one_batch, remembered, beside_another)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_batches_of_loops_that_are_over(world: int) -> None:
+    """One sample is left for the last batch of the one loader, and the other one's only batch is short of one."""
+
+    def weights_of_all() -> list[torch.Tensor]:
+        found = []
+        for way in KEPT:
+            model, optimizer, data = parts(24)
+            accelerator = Accelerator(cpu=True, split_batches=True)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            loaders = [DataLoader(Subset(data, range(count)), GLOBAL_BATCH) for count in (19, 5)]
+            for x, y in way(*map(accelerator.prepare, loaders)):
+                accelerator.backward((model(x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(flat(model))
+        return found
+
+    expected_of_all = []
+    for way in KEPT:
+        model, optimizer, data = parts(24)
+        for x, y in way(*(DataLoader(Subset(data, range(count)), GLOBAL_BATCH) for count in (19, 5))):
+            optimizer.zero_grad()
+            (model(x) - y).square().mean().backward()
+            optimizer.step()
+        expected_of_all.append(flat(model))
+    for of_rank in run_ranks(weights_of_all, world):
+        for way, weights, right in zip(KEPT, of_rank, expected_of_all, strict=True):
+            torch.testing.assert_close(weights, right, rtol=0, atol=1e-12, msg=way.__name__)
+
+
 def test_a_loop_over_another_loader_ends_windows_by_its_own_batches() -> None:
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=STEPS)
     model, optimizer, data = parts(24)
@@ -168,6 +230,25 @@ def test_metrics_count_the_samples_of_the_batch_that_the_model_has_seen() -> Non
 
     for values in run_ranks(evaluated, 3):
         assert values == parts(20)[2].tensors[1].flatten().tolist()
+
+
+def test_metrics_of_a_batch_whose_loop_is_over() -> None:
+    """The only batch has a row less than the ranks together; the loop that runs has whole batches."""
+
+    def evaluated() -> list[float]:
+        model, _, data = parts(24)
+        accelerator = Accelerator(cpu=True, split_batches=True)
+        full, short = DataLoader(data, GLOBAL_BATCH), DataLoader(Subset(data, range(5)), GLOBAL_BATCH)
+        model, full, short = accelerator.prepare(model.eval(), full, short)
+        seen = []
+        for _ in full:
+            x, y = next(iter(short))
+            with torch.no_grad():
+                seen.append(accelerator.gather_for_metrics((model(x), y))[1])
+        return torch.cat(seen).flatten().tolist()
+
+    for values in run_ranks(evaluated, 3):
+        assert values == 4 * parts(24)[2].tensors[1][:5].flatten().tolist()
 
 
 def test_rows_that_are_gathered_for_a_loss_are_those_of_the_batch_that_the_model_has_seen() -> None:

@@ -240,6 +240,8 @@ def test_between_two_batches():
     """A boundary is where no batch waits for its backward pass, in no other loop's body; loops beside it do not count."""
 
     class Loop:
+        newest = None
+
         def __init__(self):
             self.trains = False
 
@@ -247,7 +249,7 @@ def test_between_two_batches():
             self.trains = True
 
         def give(self):
-            active.give(GivenBatch(weakref.ref(self), Mark(0, None, 0, 0, None, {}), None, None, False))
+            active.give(GivenBatch(weakref.ref(self), Mark(0, None, 0, 0, None, {}), None, None, False), None)
 
     events, asked = Events(), []
     active = ActiveLoaders(events)

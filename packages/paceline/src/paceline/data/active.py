@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from enum import IntEnum
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.data.loader import CreatedIterator, GivenBatch, PreparedLoader, T
 from paceline.plan.data import BatchInfo
 from paceline.world.events import Events
 from paceline.world.runtime import Runtime
+from paceline.world.tree import tensors
 
 if TYPE_CHECKING:
     from paceline.data.origins import Origins
+
+
+class BatchesInUse(IntEnum):
+    """Which of the batches that a script was given it may use for a loss, as far as is known. A run only goes up."""
+
+    NEWEST = 0  # the newest one of the only loop
+    SEVERAL_LOOPS = 1  # the newest one of some loop, or one that was kept of a loop that the script has left
+    HELD = 2  # a batch was given before the one before it was used: any batch that the script still has
+    AHEAD = 3  # a loss was computed from another batch than the newest one
 
 
 class ActiveLoaders:
@@ -31,13 +43,13 @@ class ActiveLoaders:
     Attributes:
         trained: whether any loader trains.
         unused: whether a loader that trains has yielded a batch that no backward pass has followed.
-        takes_ahead: whether a loss was computed from another batch than the last one: the script takes batches ahead.
+        in_use: which batches a loss may come from.
     """
 
     def __init__(self, events: Events | None = None, runtime: Runtime | None = None) -> None:
         self.trained = False
         self.unused = False
-        self.takes_ahead = False
+        self.in_use = BatchesInUse.NEWEST
         self._used: GivenBatch | None = None  # from which the last loss was computed
         self._events = Events() if events is None else events
         self._runtime = Runtime() if runtime is None else runtime
@@ -52,22 +64,29 @@ class ActiveLoaders:
         # iterators before it takes the first batch, and a loop in the body of another one does not.
         self._created: weakref.WeakKeyDictionary[CreatedIterator, weakref.WeakSet[PreparedLoader]]
         self._created = weakref.WeakKeyDictionary()
-        # The last batch that was given, while batches are not traced.
-        self._last: tuple[GivenBatch, object] | None = None
-        self._is_traced = False  # whether `origins` knows the batches that are given
-        # Whether a batch was given before the one before it was used: losses may come from other batches than the last.
-        self._holds_batches = False
+        # The batches of each storage: the one it belongs to, or those from which it was computed. Batches may be used after
+        # their loop has ended: by `itertools.cycle`, or after `next(iter(loader))`.
+        self._by_storage: MutableMapping[torch.UntypedStorage, frozenset[GivenBatch]] = WeakIdKeyDictionary()
+        # The last ones of loops that the script has left before their end.
+        self._left: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
+        # The last batch that was given, as long as losses come from the newest one.
+        self._last: weakref.ref[GivenBatch] | None = None
         self._ended_by_current = False  # whether `ends_window` took the last batch for that of the micro-batch
         self._given_since_gather = 0  # in the loop that began last
         # A weak reference, so that a loader which the user drops ends its workers at once.
         self._finished: weakref.ref[PreparedLoader] | None = None
+
+    @property
+    def takes_ahead(self) -> bool:
+        """Whether a loss was computed from another batch than the newest one: the script takes batches ahead."""
+        return self.in_use == BatchesInUse.AHEAD
 
     @cached_property
     def origins(self) -> Origins:
         """Tells from which batch a loss was computed, where a script has several batches at the same time."""
         from paceline.data.origins import Origins  # most runs have one batch at a time
 
-        return Origins()
+        return Origins(self._by_storage)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), ()  # a loader that another process unpickles is in no loop
@@ -109,10 +128,13 @@ class ActiveLoaders:
             loss: the loss.
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
         """
-        if len(self._stack) < 2 and not self._holds_batches:  # nearly always
+        batches: Sequence[GivenBatch] = ()
+        if self.in_use == BatchesInUse.SEVERAL_LOOPS and len(self._stack) < 2:
+            batches = self.origins.known_of(loss)
+        if not batches and len(self._stack) < 2 and self.in_use < BatchesInUse.HELD:  # nearly always
             newest = None if self.top is None else self.top.given
             batches = [] if newest is None else [newest]
-        else:
+        elif not batches:
             advanced = self._advanced([loader for loader in self._stack if loader.given is not None])
             batches = self.origins.sources_of(loss, self._stack, advanced, is_whole_step)
         for given in batches:
@@ -127,12 +149,15 @@ class ActiveLoaders:
             return
         self._used = given
         self._sources.add(loader)
-        if not self._is_traced:
+        if loader not in self._stack:
+            loader.train()
+            self.trained = True
+        if self.in_use == BatchesInUse.NEWEST:
             return
         self.origins.waiting.discard(given)
         if given is loader.given or self.takes_ahead:
             return
-        self.takes_ahead = True
+        self._follow(BatchesInUse.AHEAD)
         if self._ended_by_current:
             self.origins.tell_of_early_end()
 
@@ -199,7 +224,7 @@ class ActiveLoaders:
 
         Where a script has several batches, it is the one that the model was called with last, if that is known.
         """
-        batches = [given.info for given in self.origins.inputs] if self._is_traced else []
+        batches = [given.info for given in self.origins.inputs] if self.in_use > BatchesInUse.NEWEST else []
         if not batches and self.leading is not None and self.leading.current is not None:
             batches = [self.leading.current]
         return bool(batches) and all(batch.weights[batch.index] == 0 for batch in batches)
@@ -207,12 +232,13 @@ class ActiveLoaders:
     def gathered(self) -> BatchInfo | None:
         """Returns the batch to which gathered values belong: the top loader's, or the one that a model has seen last."""
         # A loop that trains shows by its backward passes whether it holds batches.
-        if self._given_since_gather > 1 and not self._holds_batches and self.top is not None and not self.top.trains:
-            self._hold()
+        if self._given_since_gather > 1 and self.top is not None and not self.top.trains:
+            self._follow(BatchesInUse.HELD)
         self._given_since_gather = 0
-        if self._holds_batches and len(self.origins.inputs) == 1:
+        if self.in_use > BatchesInUse.NEWEST and len(self.origins.inputs) == 1:
             (given,) = self.origins.inputs
-            return given.info
+            if self.in_use >= BatchesInUse.HELD or given.loader() not in self._stack:
+                return given.info
         return None if self.top is None else self.top.current
 
     def created(self) -> CreatedIterator:
@@ -230,14 +256,26 @@ class ActiveLoaders:
         self._stack.append(loader)
         self._given_since_gather = 0
         self._events.loop_began(loader)
-        if len(self._stack) > 1 and not self._is_traced:
-            self._trace()
+        if len(self._stack) > 1 or self._is_batch_kept_beside(loader):
+            self._follow(BatchesInUse.SEVERAL_LOOPS)
+        if len(self._stack) == 1:
+            self._events.outside_loops(False)
         self._finished = None
+
+    def _is_batch_kept_beside(self, loader: PreparedLoader) -> bool:
+        """Returns whether the script has kept a batch of another loader, other than the variable of a loop that has ended."""
+        kept: dict[object, set[GivenBatch]] = {}
+        for batches in self._by_storage.values():
+            for given in batches:
+                if given.loader() is not loader:
+                    kept.setdefault(given.loader, set()).add(given)
+        return any(len(batches) > 1 or not self._left.isdisjoint(batches) for batches in kept.values())
 
     def remove(self, loader: PreparedLoader, finished: bool = False) -> None:
         """Removes the last entry of `loader`, which need not be the top: a script may interleave loops."""
         self._events.loop_over(loader, finished)
-        self._last = None
+        if not finished and loader.newest is not None:
+            self._left.add(loader.newest)
         if finished:
             self._finished = weakref.ref(loader)
         elif not self.ended_beside(loader):  # `zip` ends its loops one after the other
@@ -245,7 +283,16 @@ class ActiveLoaders:
         for place in range(len(self._stack) - 1, -1, -1):
             if self._stack[place] is loader:
                 del self._stack[place]
-                return
+                break
+        if not self._stack and self.in_use == BatchesInUse.NEWEST:
+            self._events.outside_loops(True)
+
+    def called_outside(self, model: nn.Module, inputs: object, output: object) -> None:
+        """Called after a prepared model was called outside of all loops: a script may have kept batches for it."""
+        if any(tensor.untyped_storage() in self._by_storage for tensor in tensors(inputs)):
+            self._follow(BatchesInUse.HELD)
+            self.origins.call(model, inputs)
+            self.origins.mark(model, output)
 
     def train(self) -> None:
         """Called by each backward pass: the loaders that are being iterated are marked as loaders that train."""
@@ -261,44 +308,46 @@ class ActiveLoaders:
         self.trained |= loader.trains
         if takes_ahead:
             self._sources.add(loader)
-            self.takes_ahead = True
-            self._hold()
+            self._follow(BatchesInUse.AHEAD)
 
-    def give(self, given: GivenBatch, batch: object = None) -> None:
+    def give(self, given: GivenBatch, batch: object) -> None:
         """Called by a loader's iterator when it yields a batch."""
         loader = given.loader()
         assert loader is not None
         self.unused |= loader.trains
         # Without gradients it is an evaluation, which uses batches without a backward pass.
-        if loader in self._given and not self._holds_batches and torch.is_grad_enabled():
-            self._hold()
+        if loader in self._given and self.in_use < BatchesInUse.HELD and torch.is_grad_enabled():
+            self._follow(BatchesInUse.HELD)
         self._given.add(loader)
         self._given_since_gather += 1
-        if not self._is_traced:
-            self._last = (given, batch)
+        for tensor in tensors(batch):
+            storage = tensor.untyped_storage()
+            # Views of one tensor may be batches of several loaders.
+            others = [other for other in self._by_storage.get(storage, ()) if other.loader != given.loader]
+            self._by_storage[storage] = frozenset([*others, given])
+        if self.in_use == BatchesInUse.NEWEST:
+            self._last = weakref.ref(given)
         else:
-            self.origins.remember(given, batch)
+            self.origins.remember(given)
         for later in self._stack[self._stack.index(loader) + 1 :]:
             self._interleaved.add((id(loader), id(later)))
         if self._created:  # which it hardly ever is, and to iterate it costs a microsecond
             for advanced in self._created.values():
                 advanced.add(loader)
 
-    def _trace(self) -> None:
-        """Follows batches to the losses that are computed from them, from the current one on."""
-        self._is_traced = True
-        if self._last is not None:
-            self.origins.begin(*self._last)
-            if self._last[0] is self._used:
-                self.origins.waiting.discard(self._used)
-        self._last = None
+    def _follow(self, in_use: BatchesInUse) -> None:
+        """Notes which batches a loss may come from; where these are several, each is followed from the current one on."""
+        begins = self.in_use == BatchesInUse.NEWEST
+        self.in_use = max(self.in_use, in_use)
+        if not begins:
+            return
+        last = None if self._last is None else self._last()
+        if last is not None:
+            self.origins.begin(last)
+            if last is self._used:
+                self.origins.waiting.discard(last)
+        self._events.outside_loops(False)
         self._events.several_batches()
-
-    def _hold(self) -> None:
-        """Notes that the script may use a batch after it has taken the next one."""
-        self._holds_batches = True
-        if not self._is_traced:
-            self._trace()
 
     def ask(self, loader: PreparedLoader) -> None:
         """Called by a loader's iterator when it is asked for another batch: the run may be between two batches.

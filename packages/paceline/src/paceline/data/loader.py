@@ -261,6 +261,11 @@ class PreparedLoader:
         """The current batch; None outside of a loop."""
         return self._given if self.current is not None else None
 
+    @property
+    def newest(self) -> GivenBatch | None:
+        """The batch that was given last, also after its loop."""
+        return self._given
+
     # -- the position ----------------------------------------------------------------------------------------
 
     @property

@@ -1,13 +1,14 @@
 """`Origins`: from which batch a loss was computed, where a script has several batches at the same time.
 
-    remember     a loader yields a batch                   the storages of its tensors get the batch
-    begin        a prepared model is called with them      `inputs` are the batches
+    remember     a loader yields a batch                   it waits for a loss
+    call         a prepared model is called with them      `inputs` are the batches
     mark         it has returned                           the nodes and the storages of its outputs get the batches
     of_loss      a backward pass begins                    the graph is walked from the loss to the first marked nodes
 
-Nothing of this happens before two loops run at the same time, or a script takes a batch before it has used the one before. A
-batch that is copied before the model sees it is not recognised: the outputs that were computed from it are marked with no
-batch. What is not marked at all was computed before. A detached output is recognised, since it shares the storage.
+Nothing of this happens before two loops run at the same time, or a script takes a batch before it has used the one before, or
+keeps one that it uses outside of its loop. A batch that is copied before the model sees it is not recognised: the outputs that
+were computed from it are marked with no batch. What is not marked at all was computed before. A detached output is recognised,
+since it shares the storage.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.base.log import warn_once
 from paceline.world.tree import tensors
@@ -38,14 +38,16 @@ _MOST_NODES = 20_000  # between a loss and the outputs of models there are few
 class Origins:
     """The batches that a script has at the same time, and the outputs that were computed from them.
 
+    Args:
+        by_storage: the batches of each storage: the one it belongs to, or those from which it was computed.
+
     Attributes:
         inputs: the batches from which the inputs come of the prepared model that was called last, as far as is known.
         waiting: the batches from which no loss was computed, as long as any of their tensors is there.
     """
 
-    def __init__(self) -> None:
-        # The batches of each storage: the one it belongs to, or those from which it was computed.
-        self._by_storage: MutableMapping[torch.UntypedStorage, Batches] = WeakIdKeyDictionary()
+    def __init__(self, by_storage: MutableMapping[torch.UntypedStorage, Batches]) -> None:
+        self._by_storage = by_storage
         # What `_of` has returned for the inputs of a model that is being called.
         self._called: MutableMapping[nn.Module, tuple[Batches, bool]] = weakref.WeakKeyDictionary()
         self.inputs: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
@@ -55,21 +57,16 @@ class Origins:
         self._newest: MutableMapping[object, GivenBatch] = weakref.WeakValueDictionary()
         self._last_infos: deque[BatchInfo] = deque(maxlen=2)  # of the batches that were given last
 
-    def begin(self, given: GivenBatch, batch: object) -> None:
+    def begin(self, given: GivenBatch) -> None:
         """Records the current batch, from which losses may have been computed that no model has marked."""
         self._before = weakref.ref(given)
-        self.remember(given, batch)
+        self.remember(given)
 
-    def remember(self, given: GivenBatch, batch: object) -> None:
-        """Records the storages of the tensors of the batch that a loader yields."""
+    def remember(self, given: GivenBatch) -> None:
+        """Records a batch that a loader yields."""
         self.waiting.add(given)
         self._newest[given.loader] = given
         self._last_infos.append(given.info)
-        for tensor in tensors(batch):
-            storage = tensor.untyped_storage()
-            # Views of one tensor may be batches of several loaders.
-            others = [other for other in self._by_storage.get(storage, ()) if other.loader != given.loader]
-            self._by_storage[storage] = frozenset([*others, given])
 
     def first_waiting(self, loaders: Iterable[PreparedLoader]) -> GivenBatch | None:
         """Returns the oldest batch of some loaders from which no loss was computed; None without one."""
@@ -111,22 +108,32 @@ class Origins:
 
         def begin(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
             tracker = origins()
-            if tracker is None or torch.compiler.is_compiling():
-                return
-            batches, is_older = tracker._of((args, kwargs))
-            tracker._called[module] = (batches, is_older)
-            tracker.inputs = weakref.WeakSet(batches)
+            if tracker is not None and not torch.compiler.is_compiling():
+                tracker.call(module, (args, kwargs))
 
         def mark(module: nn.Module, args: tuple[object, ...], output: object) -> None:
             tracker = origins()
-            if tracker is None or not torch.is_grad_enabled() or torch.compiler.is_compiling():
-                return
-            batches, is_older = tracker._called.pop(module, (frozenset(), True))
-            tracker._mark(batches, is_older, output)
+            if tracker is not None and not torch.compiler.is_compiling():
+                tracker.mark(module, output)
 
         # Before the hooks of strategies, which may copy the inputs: FSDP2 converts them to half precision.
         model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
         model.register_forward_hook(mark)
+
+    def call(self, model: nn.Module, inputs: object) -> None:
+        """Records the batches of the inputs of a model that is being called."""
+        batches, is_older = self._of(inputs)
+        self._called[model] = (batches, is_older)
+        self.inputs = weakref.WeakSet(batches)
+
+    def mark(self, model: nn.Module, output: object) -> None:
+        """Marks the nodes and the storages of a model's outputs with the batches of its inputs; see `_of`."""
+        batches, is_older = self._called.pop(model, (frozenset(), True))
+        if not torch.is_grad_enabled() or (is_older and not batches):
+            return
+        for tensor in tensors(output):
+            _metadata(tensor)[_MARK] = batches
+            self._by_storage[tensor.untyped_storage()] = batches
 
     def _of(self, inputs: object) -> tuple[Batches, bool]:
         """Returns the batches of some inputs, and whether one was computed before outputs were marked."""
@@ -141,14 +148,6 @@ class Origins:
             if tensor.requires_grad and of_node is None and of_storage is None:
                 is_older = True
         return batches, is_older
-
-    def _mark(self, batches: Batches, is_older: bool, output: object) -> None:
-        """Marks the nodes and the storages of the outputs with the batches of the inputs; see `_of`."""
-        if is_older and not batches:
-            return
-        for tensor in tensors(output):
-            _metadata(tensor)[_MARK] = batches
-            self._by_storage[tensor.untyped_storage()] = batches
 
     def sources_of(
         self,
@@ -192,6 +191,12 @@ class Origins:
                 "`backward` once for each loader's loss, or drop_last=True in both loaders, is exact.",
             )
         return batches
+
+    def known_of(self, loss: Tensor) -> list[GivenBatch]:
+        """Returns the newest batch of each loader from which a loss was computed; none if any is not known."""
+        seen = self.of_loss(loss)
+        known = [given for given in seen or () if given is not None]
+        return _newest_of_each(known, ()) if seen is not None and None not in seen else []
 
     def of_loss(self, loss: Tensor) -> set[GivenBatch | None] | None:
         """Returns the batches from which a loss was computed, as far as models saw their tensors.

@@ -628,6 +628,10 @@ class Accumulation:
         shared = {"sync": sync, "began": self.began, "divisor": self._items_divisor}
         return {**shared, "windows": self._windows.state(), "counts": counts}
 
+    def older(self) -> list[Tensor]:
+        """Returns the copies of gradients from before the windows, divided as those are."""
+        return [entry.copy for window in self._windows for entries in window.older.values() for entry in entries]
+
     def older_gradients(self) -> dict[Tensor, list[Tensor]]:
         """Returns, by parameter, copies of gradients from before the open windows, which wait to be told from theirs."""
         older: dict[Tensor, list[Tensor]] = {}

@@ -39,6 +39,7 @@ class LossScaler:
         is_divided: returns whether ranks have different gradients, and so must exchange overflows; called at each step.
         named_parameters: returns names and parameters of the prepared models, for errors.
         held: returns every parameter with each of its gradients: the one in `.grad`, and those that strategies hold.
+        older: returns copies of gradients from before the open windows, which follow the scale as these gradients do.
         enabled: False leaves losses and gradients as they are.
         bad_loss: "raise" ends the run if the loss itself is not finite; "skip" skips that step like any overflow.
         at_minimum: "raise" ends the run at an overflow at the minimum of the scale; "skip" warns once and skips the step.
@@ -59,6 +60,7 @@ class LossScaler:
         is_divided: Callable[[], bool] = lambda: False,
         named_parameters: Callable[[], Iterable[tuple[str, Tensor]]] = lambda: (),
         held: Callable[[], Iterable[tuple[Tensor, Tensor]]] = lambda: (),
+        older: Callable[[], Iterable[Tensor]] = lambda: (),
         *,
         enabled: bool = True,
         bad_loss: str = "raise",
@@ -74,6 +76,7 @@ class LossScaler:
         self._named_parameters = named_parameters
         self._device = device
         self._held = held
+        self._older = older
         self.grad_scaler = torch.amp.GradScaler(device.type, init_scale=self.growth.scale, enabled=enabled)
         self._collectives = collectives
         self._raises = bad_loss == "raise"
@@ -118,7 +121,7 @@ class LossScaler:
         self._overflow = False
         if self.growth.scale != before:
             scaled = [gradient for parameter, gradient in self._held() if parameter not in self._flags]
-            _multiply(scaled, self.growth.scale / before)
+            _multiply([*scaled, *self._older()], self.growth.scale / before)
 
     def begin_pass(self) -> None:
         """Gives all gradients the scale of the backward pass that follows, which adds to them."""
@@ -127,7 +130,8 @@ class LossScaler:
             unscaled = [gradient for parameter, gradient in self._held() if parameter in self._flags]
             _multiply(unscaled, self.growth.scale)
             self._flags.clear()
-            self._complete.clear()
+        # Also of an optimizer that had no gradient when another one's were unscaled: it was complete without having a flag.
+        self._complete.clear()
 
     def scale(self, loss: Tensor) -> Tensor:
         """Returns the loss times the scale."""

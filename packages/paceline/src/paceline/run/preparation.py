@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -51,6 +52,8 @@ from paceline.world.param_groups import inner_optimizers, is_elementwise, parame
 from paceline.world.sharded import any_sharded
 
 if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
+
     from paceline.parallel.draws import PassFindings
     from paceline.parallel.materialise import Recipe
 
@@ -89,7 +92,9 @@ class Preparation:
         self._seed: int | None = None
         self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
         run.events.several_batches.subscribe(self._trace_origins)
+        run.events.outside_loops.subscribe(self._watch_calls)
         self._traces_origins = False
+        self._watching_calls: RemovableHandle | None = None
         self._semantics = run.plan.semantics
         if self._semantics.unprepared_optimizers == "refused":
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
@@ -395,6 +400,28 @@ class Preparation:
         self._traces_origins = True
         for entry in self.run.prepared.models:
             self.run.active_loaders.origins.watch(entry.wrapped)
+
+    def _watch_calls(self, begins: bool) -> None:
+        """While the script is outside of all loops, its calls of models may show that it has kept batches."""
+        if self._watching_calls is not None:
+            self._watching_calls.remove()
+            self._watching_calls = None
+        if not begins:
+            return
+        preparation = weakref.ref(self)
+
+        def called(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
+            owner = preparation()
+            if owner is None:  # the run is over
+                handle.remove()
+            elif not torch.compiler.is_compiling() and any(
+                module is entry.wrapped for entry in owner.run.prepared.models
+            ):
+                owner.run.active_loaders.called_outside(module, (args, kwargs), output)
+
+        # For all modules: a hook of a model would be saved by `torch.save(model)`.
+        handle = register_module_forward_hook(called, with_kwargs=True)
+        self._watching_calls = handle
 
     def _materialise(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         """Initializes a model from the meta device with rank 0's seed: values are the same on all ranks and under every plan.

@@ -121,6 +121,7 @@ class Run:
                 self.is_divided,
                 self.prepared.named_parameters,
                 self.prepared.held_gradients,
+                self.gradients.older,
                 **(scaler or {}),
             )
         self.scaler = loss_scaler if self.precision.scales else None

@@ -195,6 +195,9 @@ class Steps:
 
     def _scaled_to_window(self, loss: torch.Tensor, num_items: float | torch.Tensor | None) -> torch.Tensor:
         """Returns the loss as a part of the window's mean over all ranks."""
+        if self._run.scaler is not None:
+            # First of all: a gradient that is written after the look would seem to take part in the pass.
+            self._run.scaler.begin_pass()
         loss = self._gradients.scale(loss, num_items)
         loaders = self._run.active_loaders
         loaders.train()
@@ -207,10 +210,7 @@ class Steps:
 
     def _times_loss_scale(self, loss: torch.Tensor) -> torch.Tensor:
         scaler = self._run.scaler
-        if scaler is None:
-            return loss
-        scaler.begin_pass()
-        return scaler.scale(loss)
+        return loss if scaler is None else scaler.scale(loss)
 
     # -- gradients that are complete -----------------------------------------------------------------------------
 

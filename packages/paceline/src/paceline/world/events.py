@@ -137,6 +137,7 @@ class Events:
         gathered: the script gathered or reduced values of all ranks, by the method of this name, with this result. Ranks: all.
         trains: a backward pass begins.
         several_batches: from now on a script may have several batches of prepared loaders at the same time.
+        outside_loops: the script has left all loops over prepared loaders (True), or does what it does inside of one again.
         backward: a backward pass begins; of a pipeline, it has ended. With the loss of the script, what it adds on this rank to
             the mean over the window and the ranks (without loss scaling), and the script's `num_items`.
         stepped: a prepared optimizer has stepped, or has skipped its step because of an overflow.
@@ -158,6 +159,7 @@ class Events:
         self.gathered: Event[[str, object]] = Event()
         self.trains: Event[[]] = Event()
         self.several_batches: Event[[]] = Event()
+        self.outside_loops: Event[[bool]] = Event()
         self.backward: Event[[Tensor, Tensor, object]] = Event()
         self.stepped: Event[[Optimizer]] = Event()
         self.micro_batch: Event[[object, int]] = Event()
