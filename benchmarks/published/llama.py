@@ -1,6 +1,7 @@
 """Llama 3 in plain PyTorch, as far as a rehearsal needs it: shapes, attention, rotary embedding, and the loss over all tokens.
 
     python llama.py --size 8b --batch 2 --length 8192
+    python llama.py --size 8b --batch 1 --length 32768 --cp 4      this many tokens on each of 4 ranks of a sequence
 
 Source: Grattafiori et al., "The Llama 3 Herd of Models", 2024, table 3.
 """
@@ -11,6 +12,8 @@ import argparse
 from dataclasses import dataclass
 
 import torch
+import torch.distributed as dist
+from ring import Ring
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -53,6 +56,7 @@ class Attention(nn.Module):
         self.wk = nn.Linear(size.width, size.kv_heads * head, bias=False)
         self.wv = nn.Linear(size.width, size.kv_heads * head, bias=False)
         self.wo = nn.Linear(size.width, size.width, bias=False)
+        self.group: dist.ProcessGroup | None = None  # of the ranks of a divided sequence
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         rows, length, _ = x.shape
@@ -63,7 +67,10 @@ class Attention(nn.Module):
         key = key.repeat_interleave(times, 2)
         value = value.repeat_interleave(times, 2)
         query, key, value = (part.transpose(1, 2) for part in (query, key, value))
-        out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        if self.group is None:
+            out = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        else:
+            out = Ring.apply(query, key, value, self.group)
         return self.wo(out.transpose(1, 2).contiguous().view(rows, length, -1))
 
 
@@ -125,10 +132,15 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="8b")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--length", type=int, default=8192)
+    parser.add_argument("--cp", type=int, default=1, help="ranks of a sequence; the whole model is divided along it")
     options = parser.parse_args()
     accelerator = Accelerator()
     with torch.device("meta"):
         model = Llama(SIZES[options.size], options.length)
+    if options.cp > 1:
+        group = dist.new_group(list(range(options.cp)))
+        for layer in model.layers:
+            layer.attention.group = group
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     for _ in range(3):

@@ -23,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests"))
 from simulated_network import Host, Simulation
 
+from paceline_hosts.membership.leadership import Leadership
 from paceline_hosts.membership.messages import Heartbeat, HeartbeatAck, Proposal, encode
 from paceline_hosts.membership.rules import Rules
 from scale import growth
@@ -128,6 +129,11 @@ class Counted(Simulation):
         return self.now - begun
 
 
+def leader_of(network: Simulation) -> str:
+    """The name of the host whose launcher leads."""
+    return next(host.name for host in network.hosts.values() if isinstance(host.membership.role, Leadership))
+
+
 def measure(hosts: int, lost: int, leader: bool = False, store: bool = False, seed: int = 0) -> Row:
     """One loss of `lost` of `hosts` hosts at once; `leader`: the one that leads is among them."""
     network = Counted(seed, has_store=store)
@@ -140,7 +146,7 @@ def measure(hosts: int, lost: int, leader: bool = False, store: bool = False, se
             network.start(name, rules, contacts=names[:1])
         network.until_together(hosts)
         network.run(2.0)
-        leads = next(name for name in names if network.hosts[name].membership.leadership is not None)
+        leads = leader_of(network)
         others = [name for name in names if name != leads]
         gone = [leads, *others[: lost - 1]] if leader else others[:lost]
         network.forget()
@@ -149,7 +155,7 @@ def measure(hosts: int, lost: int, leader: bool = False, store: bool = False, se
         seconds = network.until_together(hosts - lost)
     finally:
         gc.enable()
-    leads = next(host.name for host in network.hosts.values() if host.membership.leadership is not None)
+    leads = leader_of(network)
     messages = sum(network.sent.values())
     return Row(
         hosts, lost, leader, round(seconds, 2), messages, network.heartbeats, round(messages / (hosts - lost), 1),

@@ -57,11 +57,15 @@ class SimulatedPeers:
     def __init__(self, size: int) -> None:
         self.rank, self.size = 0, size
         self.bytes: Counter[str] = Counter()
+        self.own_s = 0.0  # spent on answers of ranks that do not exist, which is no cost of a save
 
     def _answers(self, obj: object) -> list[Any]:
+        began = time.process_time()
+        answers: list[Any] = [obj] * self.size
         if isinstance(obj, SavePlan):
-            return [plan_at(rank, obj) for rank in range(self.size)]
-        return [obj] * self.size
+            answers = [plan_at(rank, obj) for rank in range(self.size)]
+        self.own_s += time.process_time() - began
+        return answers
 
     def any(self, flag: bool) -> bool:
         """The flag."""
@@ -124,7 +128,7 @@ def saved(size: int) -> dict[str, float]:
         with patch("paceline.checkpoint.checkpointer.store_for", lambda path: store):
             began = time.process_time()
             path = checkpointer.save(f"{folder}/checkpoint", state)
-            first_s = time.process_time() - began
+            first_s = time.process_time() - began - peers.own_s
             requests = store.requests
             began = time.process_time()
             checkpointer.save(f"{folder}/again", state)

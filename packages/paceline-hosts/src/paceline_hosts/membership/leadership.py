@@ -12,7 +12,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Literal
 
@@ -193,19 +193,21 @@ class Leadership:
         self._announce(now)
         if self.stage == "run":
             self._watch_round(now)
-        # The lengths are compared first, because this runs after every message of a member.
-        has_all_reports = len(self.reports) >= len(self.members) and self.reports.keys() >= set(self.members)
+        # This runs after every message of a member: only what the stage asks for is looked at.
         # While a suspect may still be alive, nobody knows whether a quorum is left.
-        if self.stage == "halt" and not self.suspects and has_all_reports:
+        if self.stage == "halt" and not self.suspects and self._all_in(self.reports):
             self._decide(now)
         if self.stage == "gather" and self.state.end is None:
             lost = self._gather(now)
             if lost is not None:
                 return lost
-        is_accepted = len(self.accepted_by) >= len(self.members) and self.accepted_by >= set(self.members)
-        if self.stage == "propose" and is_accepted:
+        if self.stage == "propose" and self._all_in(self.accepted_by):
             self._commit(now)
         return None
+
+    def _all_in(self, heard: Collection[str]) -> bool:
+        """Returns whether all members are among those who were heard. The lengths alone settle it most of the time."""
+        return len(heard) >= len(self.members) and all(member_id in heard for member_id in self.members)
 
     def _step_down(self, note: str, why: str = "") -> LeaderLost:
         """Stops leading, because too few members are left to go on."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 from simulated_network import Simulation
 
 from paceline_hosts.membership import errors
+from paceline_hosts.membership.leadership import Leadership
 from paceline_hosts.membership.rules import Rules, has_quorum
 
 FAST = Rules(least=1, most=3, max_restarts=3, join_timeout_s=60)
@@ -20,6 +22,16 @@ def three(seed: int = 0, rules: Rules = FAST, saves: bool = True) -> Simulation:
     network.run(10, lambda: network.width("a", "b", "c"))
     assert network.width("a", "b", "c")
     return network
+
+
+class CountedMembers(list[str]):
+    """Members that count how often all of them are looked at."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[str]:
+        self.looks += 1
+        return super().__iter__()
 
 
 def decided(network: Simulation) -> int:
@@ -44,6 +56,21 @@ def test_a_launcher_of_this_run_counts_more_than_one_with_another_secret(answer:
     problem = errors.mismatch(of_another_run)
     assert problem is not None and problem.code == "launch-secret"
     assert errors.mismatch({**of_another_run, ("10.0.0.2", 29500): answer}) is None
+
+
+def test_a_leader_does_not_look_at_all_members_for_each_message() -> None:
+    network = Simulation(0)
+    names = [f"n{number}" for number in range(24)]
+    for name in names:
+        network.start(name, Rules(least=24, most=24, max_restarts=3), contacts=names[:1])
+    membership = network.hosts["n0"].membership
+    network.run(10, lambda: isinstance(membership.role, Leadership))
+    leadership = membership.role
+    assert isinstance(leadership, Leadership)
+    leadership.members = members = CountedMembers(leadership.members)
+    network.run(10, lambda: network.width(*names))
+    assert network.width(*names)
+    assert members.looks < 2 * len(names)  # one for each launcher that joins, to compare its settings with theirs
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline_lens.forecast.reserved import reserved
+
 # Of two kinds that a storage was labelled with, the one that stands first counts.
 KINDS = ("parameters", "optimizer", "gradients", "communication", "batches", "activations", "other")
 
@@ -25,11 +27,13 @@ class Peak:
         total: bytes at the peak.
         at_peak: those bytes by kind.
         largest: the most that each kind took at any time, which may be another one.
+        reserved: bytes that torch's allocator takes from a device at most, gaps between tensors included; see `reserved`.
     """
 
     total: int
     at_peak: dict[str, int]
     largest: dict[str, int]
+    reserved: int = 0
 
 
 class AllocationTrace:
@@ -44,6 +48,7 @@ class AllocationTrace:
         self._entries: list[tuple[int, int]] = []  # (number of the storage, bytes that came or went)
         self._kinds: list[str] = []  # by number
         self._sizes: list[int] = []
+        self._streams: list[str] = []  # by number, the stream whose memory it is in
         self._numbers: dict[int, int] = {}  # id of a living storage -> its number
         self._watches: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._elsewhere: set[int] = set()  # numbers of storages in another memory
@@ -58,6 +63,7 @@ class AllocationTrace:
             self._numbers[key] = number
             self._kinds.append(self.phase)
             self._sizes.append(0)
+            self._streams.append("")
             self._watches[key] = weakref.ref(storage, lambda _: self._leave(key, number))
         self._set_size(number, storage.nbytes())
         return number
@@ -67,6 +73,10 @@ class AllocationTrace:
         number = self.enter(tensor)
         self._set_size(number, 0)
         self._elsewhere.add(number)
+
+    def on_stream(self, tensor: torch.Tensor, stream: str) -> None:
+        """Says that a tensor is in the memory of another stream than that of the model."""
+        self._streams[self.enter(tensor)] = stream
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Notes that a storage was resized, as FSDP does with parameters that it gathers."""
@@ -103,8 +113,10 @@ class AllocationTrace:
     def peak(self, start: int = 0) -> Peak:
         """Returns the peak after `start` (a `mark`), and what it was made of."""
         now = dict.fromkeys(KINDS, 0)
+        living = dict.fromkeys(range(len(self._kinds)), 0)
         for number, change in self._entries[:start]:
             now[self._kinds[number]] += change
+            living[number] += change
         total = sum(now.values())
         highest = total
         at_peak = dict(now)
@@ -118,7 +130,8 @@ class AllocationTrace:
                 if total > highest:
                     highest = total
                     at_peak = dict(now)
-        return Peak(highest, at_peak, largest)
+        before = [(number, size) for number, size in living.items() if size]
+        return Peak(highest, at_peak, largest, reserved([*before, *self._entries[start:]], self._streams))
 
 
 def parts(tensor: torch.Tensor) -> list[torch.Tensor]:

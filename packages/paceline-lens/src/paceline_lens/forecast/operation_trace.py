@@ -191,6 +191,10 @@ class OperationTrace(dispatch.TorchDispatchMode):
         if kind is None:
             return  # not a message, such as a wait for one
         self.allocations.label(buffers, "communication")
+        # FSDP2 allocates these results on streams of its own.
+        if operation in _OWN_STREAMS:
+            for tensor in _fakes_among(_tensors(args[:1])):
+                self.allocations.on_stream(tensor, operation)
         # The unsharded tensor is an argument of some collectives, and the result of others.
         whole_bytes = max(_bytes(value) for value in (*args, result))
         ranks = operations.group_ranks(args)
@@ -220,6 +224,7 @@ _VIEWS = {
     _aten.t.default, _aten.transpose.int, _aten.unsqueeze.default, _aten.squeeze.dim, _aten.as_strided.default,
 }  # fmt: skip
 _ALLOCATIONS = {_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided}
+_OWN_STREAMS = ("allgather_base", "reduce_scatter_base")
 _LOOKUPS = {_aten.embedding, _aten.index, _aten.index_select, _aten.gather}
 _FILLS = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
 

@@ -126,6 +126,8 @@ class PlanReport:
                 if count and kind != "sent":
                     yield self._line(kind, count)
         yield f"  {'peak':36}{gib(self.peak):>12}" + self._verdict()
+        if memory is not None and self.device is not None:
+            yield f"  {'taken by the allocator':36}{gib(memory.reserved):>12}  with the gaps between tensors"
         if not self.fits and self.instead is not None:
             yield from self._proposal(self.instead)
 
@@ -200,6 +202,7 @@ class PlanReport:
             "peak": self.peak,
             "at_peak": None,
             "largest": None,
+            "reserved": None,
             "estimate": None,
             "flops": traffic.flops,
             "sent": sent,
@@ -208,6 +211,7 @@ class PlanReport:
         if memory is not None:
             content["at_peak"] = memory.at_peak
             content["largest"] = memory.largest
+            content["reserved"] = memory.reserved
         if self.estimate is not None:
             content["estimate"] = vars(self.estimate)
         if self.device is not None:

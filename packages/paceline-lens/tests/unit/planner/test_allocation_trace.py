@@ -68,3 +68,14 @@ def test_a_plain_tensor_is_its_only_part():
     tensor = torch.zeros(1)
     (part,) = parts(tensor)
     assert part is tensor
+
+
+def test_memory_of_a_stream_of_its_own_is_not_given_to_another():
+    allocations = AllocationTrace()
+    message = entered(allocations, 1024)
+    allocations.on_stream(message, "gather")
+    del message
+    first = entered(allocations, 1024)
+    peak = allocations.peak()
+    assert (peak.total, peak.reserved) == (4096, 8192)
+    del first

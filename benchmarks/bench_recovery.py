@@ -1,0 +1,161 @@
+"""A rank is killed in the same job under `paceline launch` and under torchrun: when training goes on, and what is lost.
+
+    python benchmarks/bench_recovery.py [--procs 2] [--rounds 1]
+
+Both sides alternate and save every 4 steps; the last rank is killed by SIGKILL after 10 steps, once. Each process appends its
+steps to one file. torchrun's job is DDP with `torch.save` by rank 0, and begins where the newest checkpoint says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+SAVE_EVERY, KILL_AT, STEPS, ROWS = 4, 10, 16, 64
+
+
+def note(folder: Path, event: str, **values: Any) -> None:
+    """Appends one line."""
+    line = {"event": event, "t": time.time(), "cpu": time.process_time(), "pid": os.getpid(), **values}
+    with (folder / "lines").open("a") as lines:
+        lines.write(json.dumps(line) + "\n")
+
+
+def strike(folder: Path, step: int, rank: int, ranks: int) -> None:
+    """Kills this process if it is the one, the first time."""
+    if step == KILL_AT and rank == ranks - 1 and not (folder / "struck").exists():
+        (folder / "struck").touch()
+        note(folder, "strikes", step=step)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def by_paceline(folder: Path) -> None:
+    """The job with `resume` and `save_state`."""
+    import torch
+    from torch.utils.data import DataLoader
+
+    from paceline import Accelerator
+
+    accelerator = Accelerator(cpu=True, split_batches=True, project_dir=folder)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(torch.randn(ROWS * STEPS, 4), batch_size=ROWS)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step = accelerator.resume().step
+    for batch in loader:
+        accelerator.backward(model(batch).square().mean())
+        strike(folder, step, accelerator.process_index, accelerator.num_processes)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        note(folder, "step", step=step)
+        if step % SAVE_EVERY == 0:
+            accelerator.save_state()
+
+
+def by_torch(folder: Path) -> None:
+    """The job with DDP."""
+    import torch
+    import torch.distributed as dist
+    from torch.utils.data import DataLoader, DistributedSampler
+
+    dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    rows = torch.randn(ROWS * STEPS, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step, newest = 0, folder / "newest.pt"
+    if newest.exists():
+        step, weights, states = torch.load(newest)
+        model.load_state_dict(weights)
+        optimizer.load_state_dict(states)
+    whole = torch.nn.parallel.DistributedDataParallel(model)
+    loader = DataLoader(rows, ROWS // dist.get_world_size(), sampler=DistributedSampler(rows, shuffle=False))
+    for number, batch in enumerate(loader):
+        if number < step:
+            continue
+        whole(batch).square().mean().backward()
+        strike(folder, step, dist.get_rank(), dist.get_world_size())
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+        note(folder, "step", step=step)
+        if step % SAVE_EVERY == 0 and dist.get_rank() == 0:
+            torch.save((step, model.state_dict(), optimizer.state_dict()), folder / "written.pt")
+            (folder / "written.pt").replace(newest)
+    dist.destroy_process_group()
+
+
+def commands(procs: int) -> dict[str, list[str]]:
+    """The commands by their names; the script and its words follow."""
+    python = sys.executable
+    torchrun = ["torch.distributed.run", "--nproc-per-node", str(procs), "--max-restarts", "3"]
+    return {
+        "paceline": [python, "-m", "paceline", "launch", "--cpu", "--procs", str(procs), "--max-restarts", "3"],
+        "torchrun": [python, "-m", *torchrun, "--monitor-interval", "0.1"],
+    }
+
+
+def measured(name: str, command: list[str]) -> dict[str, float]:
+    """Runs one job to its end."""
+    with tempfile.TemporaryDirectory() as text:
+        folder = Path(text)
+        words = [*command, __file__, "--job", name, "--folder", text]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        lines = [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
+    struck = next(line["t"] for line in lines if line["event"] == "strikes")
+    again = [line for line in lines if line["event"] == "begins" and line["t"] > struck]
+    new_ones = {line["pid"] for line in again}
+    steps = [line for line in lines if line["event"] == "step"]
+    after = [line for line in steps if line["pid"] in new_ones]
+    # A rank that was not struck may end the step in which the other one was.
+    done = max(line["step"] for line in steps if line["pid"] not in new_ones)
+    resumed = min(line["step"] for line in after) - 1
+    first = min(line["t"] for line in after)
+    new = min(line["t"] for line in after if line["step"] > done)
+    cpu = [line["cpu"] for line in after if line["step"] == resumed + 1]
+    return {
+        "killed to the script of a new process, s": min(line["t"] for line in again) - struck,
+        "killed to the first step, s": first - struck,
+        "killed to the first new step, s": new - struck,
+        "CPU of a new process to its first step, s": sum(cpu) / len(cpu),
+        "samples computed twice": (done - resumed) * ROWS,
+    }
+
+
+def main() -> None:
+    """Prints the table, or runs one process of a job."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--procs", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--job", default="")
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args()
+    if options.job:
+        note(options.folder, "begins")
+        (by_paceline if options.job == "paceline" else by_torch)(options.folder)
+        return
+    found: dict[str, dict[str, list[float]]] = {}
+    for _ in range(options.rounds):
+        for name, command in commands(options.procs).items():
+            for what, value in measured(name, command).items():
+                found.setdefault(what, {}).setdefault(name, []).append(value)
+    print("| what | paceline | torchrun |\n|---|---|---|")
+    for what, by_name in found.items():
+        cells = (" ".join(f"{value:.1f}" for value in by_name[name]) for name in commands(options.procs))
+        print(f"| {what} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()
