@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
 
 from paceline.data.loader import CreatedIterator, GivenBatch, PreparedLoader, T
 from paceline.plan.data import BatchInfo
@@ -66,7 +65,7 @@ class ActiveLoaders:
         self._created = weakref.WeakKeyDictionary()
         # The batches of each storage: the one it belongs to, or those from which it was computed. Batches may be used after
         # their loop has ended: by `itertools.cycle`, or after `next(iter(loader))`.
-        self._by_storage: MutableMapping[torch.UntypedStorage, frozenset[GivenBatch]] = WeakIdKeyDictionary()
+        self._by_storage: MutableMapping[torch.UntypedStorage, frozenset[GivenBatch]] = weakref.WeakKeyDictionary()
         # The last ones of loops that the script has left before their end.
         self._left: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         # The last batch that was given, as long as losses come from the newest one.
@@ -129,7 +128,7 @@ class ActiveLoaders:
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
         """
         if len(self._stack) < 2 and self.in_use == BatchesInUse.NEWEST:  # nearly always
-            newest = None if self.top is None else self.top.given
+            newest = self._stack[0].given if self._stack else None
             batches = [] if newest is None else [newest]
         else:
             advanced = self._advanced([loader for loader in self._stack if loader.given is not None])
@@ -138,6 +137,8 @@ class ActiveLoaders:
             batches = self.origins.sources_of(loss, self._stack, advanced, is_whole_step, is_sure=is_sure)
         for given in batches:
             self._use(given)
+        if len(batches) == 1:
+            return batches[0]
         # The one whose loop began last, of those without idle ranks.
         return max(reversed(batches), key=lambda given: sum(map(bool, given.info.weights)), default=None)
 
@@ -318,11 +319,14 @@ class ActiveLoaders:
             self._follow(BatchesInUse.HELD)
         self._given.add(loader)
         self._given_since_gather += 1
+        alone = frozenset((given,))
         for tensor in tensors(batch):
             storage = tensor.untyped_storage()
-            # Views of one tensor may be batches of several loaders.
-            others = [other for other in self._by_storage.get(storage, ()) if other.loader != given.loader]
-            self._by_storage[storage] = frozenset([*others, given])
+            known = self._by_storage.setdefault(storage, alone)
+            if known is not alone:
+                # Views of one tensor may be batches of several loaders.
+                others = [other for other in known if other.loader != given.loader]
+                self._by_storage[storage] = frozenset([*others, given])
         if self.in_use == BatchesInUse.NEWEST:
             self._last = weakref.ref(given)
         else:
