@@ -3,7 +3,8 @@
     python tests/step_calls.py              the number of each case
     python tests/step_calls.py shard:clip   who makes the calls of one case
 
-Calls are counted and not timed, so that a count is the same on every machine. `tests/together/test_step_calls.py` has the limits.
+Calls are counted and not timed, so that a count is the same on every machine. The limits are in
+`tests/together/test_step_calls.py`.
 """
 
 from __future__ import annotations
