@@ -196,6 +196,25 @@ def test_a_loop_over_another_loader_ends_windows_by_its_own_batches() -> None:
     assert ends == [False, True] * 4
 
 
+class OfSparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2, dtype=torch.float64))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.sparse.mm(rows, self.weight)
+
+
+def test_sparse_batches_may_be_kept() -> None:
+    """They have no storage by which they could be known."""
+    rows = torch.eye(3).double().to_sparse()
+    accelerator = Accelerator(cpu=True)
+    model = accelerator.prepare(OfSparse())
+    loader = accelerator.prepare(DataLoader(range(4), 2, collate_fn=lambda _: rows))
+    for batch in itertools.islice(itertools.cycle(loader), 4):
+        accelerator.backward(model(batch).square().mean())
+
+
 def test_a_copied_batch_is_told() -> None:
     def warnings() -> list[str]:
         messages: list[str] = []

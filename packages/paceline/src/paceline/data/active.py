@@ -15,7 +15,7 @@ from paceline.data.loader import CreatedIterator, GivenBatch, PreparedLoader, T
 from paceline.plan.data import BatchInfo
 from paceline.world.events import Events
 from paceline.world.runtime import Runtime
-from paceline.world.tree import tensors
+from paceline.world.tree import storage_of, tensors
 
 if TYPE_CHECKING:
     from paceline.data.origins import Origins
@@ -289,7 +289,7 @@ class ActiveLoaders:
 
     def called_outside(self, model: nn.Module, inputs: object, output: object) -> None:
         """Called after a prepared model was called outside of all loops: a script may have kept batches for it."""
-        if any(tensor.untyped_storage() in self._by_storage for tensor in tensors(inputs)):
+        if any(storage_of(tensor) in self._by_storage for tensor in tensors(inputs)):
             self._follow(BatchesInUse.HELD)
             self.origins.call(model, inputs)
             self.origins.mark(model, output)
@@ -321,7 +321,9 @@ class ActiveLoaders:
         self._given_since_gather += 1
         alone = frozenset((given,))
         for tensor in tensors(batch):
-            storage = tensor.untyped_storage()
+            storage = storage_of(tensor)
+            if storage is None:
+                continue
             known = self._by_storage.setdefault(storage, alone)
             if known is not alone:
                 # Views of one tensor may be batches of several loaders.

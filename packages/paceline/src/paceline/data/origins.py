@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.log import warn_once
-from paceline.world.tree import tensors
+from paceline.world.tree import storage_of, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping, Sequence
@@ -133,7 +133,9 @@ class Origins:
             return
         for tensor in tensors(output):
             _metadata(tensor)[_MARK] = batches
-            self._by_storage[tensor.untyped_storage()] = batches
+            storage = storage_of(tensor)
+            if storage is not None:
+                self._by_storage[storage] = batches
 
     def _of(self, inputs: object) -> tuple[Batches, bool]:
         """Returns the batches of some inputs, and whether one was computed before outputs were marked."""
@@ -142,7 +144,8 @@ class Origins:
         for tensor in tensors(inputs):
             # The output of another model, such as the generator of a GAN, comes from that model's inputs.
             of_node = _metadata(tensor).get(_MARK)
-            of_storage = self._by_storage.get(tensor.untyped_storage())
+            storage = storage_of(tensor)
+            of_storage = None if storage is None else self._by_storage.get(storage)
             batches |= of_node or frozenset()
             batches |= of_storage or frozenset()
             if tensor.requires_grad and of_node is None and of_storage is None:

@@ -60,6 +60,14 @@ def tensors(tree: Tree) -> list[Tensor]:
     return [leaf for leaf in leaves(tree) if isinstance(leaf, Tensor)]
 
 
+def storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Returns the storage of a tensor. A sparse tensor has none, nor has one in a function of `torch.func`."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        return None
+
+
 def has_only_tensors(tree: Tree) -> bool:
     """Returns whether every leaf is a tensor."""
     return all(isinstance(leaf, Tensor) for leaf in leaves(tree))
