@@ -1,5 +1,6 @@
 """Loops that use other batches than the newest one of a loop that runs: each loss counts as the samples of its own batch."""
 
+import copy
 import itertools
 import logging
 import queue
@@ -194,6 +195,22 @@ def test_a_loop_over_another_loader_ends_windows_by_its_own_batches() -> None:
                 accelerator.backward((trained_model(x) - y).square().mean())
                 ends.append(accelerator.sync_gradients)
     assert ends == [False, True] * 4
+
+
+def test_copies_and_files_of_a_model_do_nothing_of_ours(tmp_path: Path) -> None:
+    """Between loops, and after several loops, hooks look for the batches that a model gets."""
+    model, _, data = parts(12)
+    accelerator = Accelerator(cpu=True)
+    model, loader, other = accelerator.prepare(model, DataLoader(data, GLOBAL_BATCH), DataLoader(data, GLOBAL_BATCH))
+    for nested in ((), other):
+        for x, _ in loader:
+            accelerator.backward(model(x).square().mean())
+            for y, _ in nested:
+                model(y)
+        torch.save(model, tmp_path / "model.pt")
+        assert b"paceline" not in (tmp_path / "model.pt").read_bytes()
+        for same in (torch.load(tmp_path / "model.pt", weights_only=False), copy.deepcopy(model)):
+            assert torch.equal(same(x), model(x))
 
 
 class OfSparse(nn.Module):

@@ -28,6 +28,8 @@ class LoopbackCollectives(Collectives):
         self.size = 1 if self.group is None else dist.get_world_size(self.group)
         self.rank = 0
         self._exchange = None
+        self._reports = None
+        self._has_told_failure = False
         self._last_sent: object = None
 
     def over(self, group: Group) -> Collectives:

@@ -113,6 +113,6 @@ def test_a_child_forked_while_a_stack_is_read_collects_garbage() -> None:
 
 
 def test_stacks_of_other_threads_are_read_in_one_place_only() -> None:
-    sources = (Path(__file__).parents[3] / "packages").glob("*/src/**/*.py")
+    sources = Path(__file__).parents[4].glob("*/src/**/*.py")
     readers = [path.name for path in sources if "_current_frames" in path.read_text(encoding="utf-8")]
     assert readers == ["threads.py"]

@@ -287,12 +287,13 @@ class ActiveLoaders:
         if not self._stack and self.in_use == BatchesInUse.NEWEST:
             self._events.outside_loops(True)
 
-    def called_outside(self, model: nn.Module, inputs: object, output: object) -> None:
-        """Called after a prepared model was called outside of all loops: a script may have kept batches for it."""
+    def called_outside(self, model: nn.Module, *inputs: object) -> None:
+        """Called before a prepared model is called outside of all loops: a script may have kept batches for it."""
+        if torch.compiler.is_compiling():
+            return
         if any(storage_of(tensor) in self._by_storage for tensor in tensors(inputs)):
             self._follow(BatchesInUse.HELD)
             self.origins.call(model, inputs)
-            self.origins.mark(model, output)
 
     def train(self) -> None:
         """Called by each backward pass: the loaders that are being iterated are marked as loaders that train."""

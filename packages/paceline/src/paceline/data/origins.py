@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from paceline.base.log import warn_once
+from paceline.world.forward import OwnHook
 from paceline.world.tree import storage_of, tensors
 
 if TYPE_CHECKING:
@@ -117,8 +118,8 @@ class Origins:
                 tracker.mark(module, output)
 
         # Before the hooks of strategies, which may copy the inputs: FSDP2 converts them to half precision.
-        model.register_forward_pre_hook(begin, with_kwargs=True, prepend=True)
-        model.register_forward_hook(mark)
+        model.register_forward_pre_hook(OwnHook(begin), with_kwargs=True, prepend=True)
+        model.register_forward_hook(OwnHook(mark))
 
     def call(self, model: nn.Module, inputs: object) -> None:
         """Records the batches of the inputs of a model that is being called."""

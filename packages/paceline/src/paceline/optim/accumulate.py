@@ -68,6 +68,8 @@ class _GivenBatch(Protocol):
     @property
     def may_drop(self) -> bool: ...
 
+    def place(self) -> tuple[int, ...]: ...
+
     def window_rows(self, count: int) -> int | None: ...
 
 
@@ -391,7 +393,7 @@ class Accumulation:
         # A rank without a sample in the global batch has a filler row. The loss becomes zero, but the backward pass still runs:
         # the collectives of the other ranks need this rank.
         is_idle = batch is not None and batch.weights[batch.index] == 0
-        self._look(loss, window, order, batch, num_items)
+        self._look(loss, window, order, source, num_items)
         if num_items is not None:
             mean, part = self._items(window, 0.0 if is_idle else checked_count(num_items))
         elif source is not None and batch is not None:
@@ -413,21 +415,22 @@ class Accumulation:
         return loss / divisor
 
     def _look(
-        self, loss: Tensor, window: Window, order: int, batch: BatchInfo | None, items: float | Tensor | None
+        self, loss: Tensor, window: Window, order: int, source: _GivenBatch | None, items: float | Tensor | None
     ) -> None:
         """Looks at how much each element of a loss counts, where this could be another number elsewhere."""
         # The losses of micro-batches come later.
         is_whole = loss.grad_fn is not None
         if self.width == 1 and is_whole and (items is not None or self.steps == 1):
             return
-        if batch is not None:
-            rows = batch.real[batch.index]
+        if source is not None:
+            rows = source.info.real[source.info.index]
         elif items is not None:
             rows = 1
         else:
             return
         place = self._windows.all.index(window)
-        self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, items)
+        of_batch = () if source is None else source.place()
+        self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, items, of_batch)
 
     def _scaled_by_script(self, loss: Tensor, share: float) -> Tensor:
         """Returns the loss with the same weight for every micro-batch, times this rank's weight."""

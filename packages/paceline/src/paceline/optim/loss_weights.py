@@ -39,7 +39,13 @@ class LossWeights:
     _judged: deque[Sequence[SeenLoss]] = field(default_factory=lambda: deque(maxlen=_JUDGED))  # each by rank
 
     def look(
-        self, loss: Tensor, number: int, window: tuple[int, ...], rows: int, items: float | Tensor | None = None
+        self,
+        loss: Tensor,
+        number: int,
+        window: tuple[int, ...],
+        rows: int,
+        items: float | Tensor | None = None,
+        batch: tuple[int, ...] = (),
     ) -> None:
         """Called before a backward pass; looks at it if it is one of the first, or has another number of samples than before.
 
@@ -51,6 +57,7 @@ class LossWeights:
             window: identifies the window, and which of its losses this is.
             rows: the samples that this rank has in the micro-batch.
             items: what the loss was passed with as `num_items`.
+            batch: identifies the micro-batch on this rank; empty if it is not known.
         """
         if number > _PASSES and not is_compared(number):
             if rows == self._rows or self._others == _OTHER_PASSES:
@@ -61,7 +68,7 @@ class LossWeights:
         self._rows = rows
         frame = user_frame()
         place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        self._open = [look_at(loss, SeenLoss(number, window, rows, items, place))]
+        self._open = [look_at(loss, SeenLoss(number, window, rows, items, place, batch))]
 
     def look_inside(self, loss: Tensor, rows: int | None) -> None:
         """Called before the backward pass of each micro-batch of the pass, whose losses are parts of one.

@@ -58,6 +58,11 @@ _PART_TEXT = (
     "depends on how the samples are divided. With n for that number, such as `mask.sum()`, `(labels != -100).sum()` or "
     "`weight[labels].sum()`, this is exact: `accelerator.backward(loss * n, num_items=n)`"
 )
+_PIECES_TEXT = (
+    "losses are means over pieces of a micro-batch that have different numbers of samples. Each piece counts as much as the "
+    "others, so the result depends on how samples are divided. With x the whole micro-batch, the sums over the pieces are "
+    "exact: `accelerator.backward(loss_sum, num_items=len(x))`"
+)
 _FACTOR_TEXT = (
     "a loss is computed from a number that each process has of its own samples: a factor, or the root, logarithm or quotient "
     "of its sums. One process would take the number of all samples, so the result depends on how they are divided. Take the "
@@ -126,6 +131,7 @@ class SeenLoss:
         rows: the samples of this rank; 0 if it has none.
         items: what it was passed with as `num_items`; None without it.
         place: file and line of the script.
+        batch: identifies the micro-batch on its rank; empty if it is not known.
     """
 
     number: int
@@ -133,6 +139,7 @@ class SeenLoss:
     rows: int
     items: float | Tensor | None
     place: str
+    batch: tuple[int, ...] = ()
     parts: tuple[SeenPart, ...] = ()
 
     @property
@@ -299,6 +306,8 @@ def judge(judged: deque[Sequence[SeenLoss]], by_rank: Sequence[Sequence[SeenLoss
         _say(seen, _across_ranks(seen))
     for seen in _micro_batches(judged):
         _say(seen, _across_micro_batches(seen))
+    for pieces in _pieces(judged):
+        _say(pieces, _across_pieces(pieces))
     for own in judged:
         for number in range(len(own[0].parts)):
             _say(own, _of_sum(own[0], number, judged, len(by_rank), is_sure))
@@ -374,6 +383,31 @@ def _across_micro_batches(seen: Sequence[SeenLoss]) -> str | None:
                 continue
             if not math.isclose(part.count / one.rows, later.count / other.rows, rel_tol=1e-6):
                 return _PART_TEXT
+    return None
+
+
+def _pieces(judged: Iterable[Sequence[SeenLoss]]) -> list[list[SeenLoss]]:
+    """Returns the losses that a line of the script has computed of one micro-batch, for each rank."""
+    found: dict[tuple[object, ...], list[SeenLoss]] = {}
+    for by_rank in judged:
+        for rank, seen in enumerate(by_rank):
+            if seen.rows and seen.batch and not seen.has_items:
+                found.setdefault((rank, seen.batch, seen.place), []).append(seen)
+    return [own for own in found.values() if len(own) > 1]
+
+
+def _across_pieces(seen: Sequence[SeenLoss]) -> str | None:
+    """Returns what is to be said of several losses of one micro-batch."""
+    for one, other in pairwise(seen):
+        if not _have_one_form([one, other]):
+            continue
+        for part, later in zip(one.parts, other.parts, strict=True):
+            if not part.sizes or part.sizes[1:] != later.sizes[1:] or part.is_penalty or not part.is_mean:
+                continue
+            # Positions of all samples, of images in two sizes, are so many for each.
+            is_of_pieces = part.sizes[0] % one.rows or later.sizes[0] % one.rows
+            if part.sizes[0] != later.sizes[0] and is_of_pieces:
+                return _PIECES_TEXT
     return None
 
 

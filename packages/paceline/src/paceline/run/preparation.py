@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
@@ -45,6 +44,7 @@ from paceline.run.prepared import EntryOfModel, PreparedModel
 from paceline.run.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
 from paceline.torch_internals.optimizers import complete_hooks
+from paceline.world.forward import OwnHook
 from paceline.world.layout import model_axes
 from paceline.world.mesh import Mesh, mesh_of
 from paceline.world.param_groups import inner_optimizers, is_elementwise, parameters_of
@@ -93,7 +93,7 @@ class Preparation:
         run.events.several_batches.subscribe(self._trace_origins)
         run.events.outside_loops.subscribe(self._watch_calls)
         self._traces_origins = False
-        self._watching_calls: RemovableHandle | None = None
+        self._watching_calls: list[RemovableHandle] = []
         self._semantics = run.plan.semantics
         if self._semantics.unprepared_optimizers == "refused":
             run.events.before_step.subscribe(run.prepared.refuse_unprepared)
@@ -402,25 +402,14 @@ class Preparation:
 
     def _watch_calls(self, begins: bool) -> None:
         """While the script is outside of all loops, its calls of models may show that it has kept batches."""
-        if self._watching_calls is not None:
-            self._watching_calls.remove()
-            self._watching_calls = None
-        if not begins:
-            return
-        preparation = weakref.ref(self)
-
-        def called(module: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], output: object) -> None:
-            owner = preparation()
-            if owner is None:  # the run is over
-                handle.remove()
-            elif not torch.compiler.is_compiling() and any(
-                module is entry.wrapped for entry in owner.run.prepared.models
-            ):
-                owner.run.active_loaders.called_outside(module, (args, kwargs), output)
-
-        # For all modules: a hook of a model would be saved by `torch.save(model)`.
-        handle = register_module_forward_hook(called, with_kwargs=True)
-        self._watching_calls = handle
+        for handle in self._watching_calls:
+            handle.remove()
+        self._watching_calls.clear()
+        if begins:
+            hook = OwnHook(self.run.active_loaders.called_outside)
+            for entry in self.run.prepared.models:
+                handle = entry.wrapped.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
+                self._watching_calls.append(handle)
 
     def _materialise(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         """Initializes a model from the meta device with rank 0's seed: values are the same on all ranks and under every plan.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import wraps
 from inspect import Parameter, signature
 from types import MethodType
@@ -70,6 +70,19 @@ def _newest_slot(module: nn.Module, name: str) -> str:
     while f"{slot}_" in vars(module):
         slot += "_"
     return slot
+
+
+class OwnHook:
+    """A hook of ours on a model of the script. Copies and files of the model have a function that does nothing in its place."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (nullcontext(), "__exit__")  # who loads the file may not have Paceline
 
 
 @contextmanager

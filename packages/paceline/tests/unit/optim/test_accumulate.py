@@ -41,6 +41,9 @@ class Loader:
     def info(self):
         return self.current
 
+    def place(self):
+        return 0, self.at
+
     def window_rows(self, count):
         return sum(sum(rows) for rows in self.batches[self.at : self.at + count]) if self.known else None
 

@@ -189,6 +189,28 @@ def test_a_part_in_the_micro_batches_of_one_window_is_told(monkeypatch: pytest.M
     assert told([[three, annealed]], monkeypatch) == ""
 
 
+@pytest.mark.parametrize(
+    ("rows", "size", "parts_of_row", "words"),
+    [(3, 2, 1, "pieces of a micro-batch"), (4, 2, 1, ""), (4, 4, 1, ""), (3, 6, 4, "")],
+)
+def test_pieces_of_a_micro_batch_with_different_numbers_of_samples_are_told(
+    rows: int, size: int, parts_of_row: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several parts of each row, pieces are images in two sizes: so many parts belong to each sample."""
+    weight = torch.ones(2, 3, requires_grad=True)
+    found = []
+    numbers = [size, 3 * size] if parts_of_row > 1 else [len(piece) for piece in torch.ones(rows).split(size)]
+    for number, count in enumerate(numbers):
+        weights = LossWeights()
+        loss = (torch.ones(count, 2) @ weight).mean() / 2
+        weights.look(loss, number + 1, (0, number, 0), rows, None, (1, 12))
+        loss.backward()
+        weights.passed(1.0)
+        found += weights.take()
+    text = told([found, found], monkeypatch)
+    assert bool(text) is bool(words) and words in text
+
+
 def test_the_first_passes_those_with_other_rows_and_those_before_a_comparison_are_looked_at() -> None:
     weights = LossWeights()
     for number, rows in enumerate([4, 4, 4, 4, 4, 4, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3, 3], 1):
