@@ -423,14 +423,14 @@ class Accumulation:
         if self.width == 1 and is_whole and (items is not None or self.steps == 1):
             return
         if source is not None:
-            rows = source.info.real[source.info.index]
+            batch = source.info
+            rows = batch.real[batch.index]
         elif items is not None:
             rows = 1
         else:
             return
         place = self._windows.all.index(window)
-        of_batch = () if source is None else source.place()
-        self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, items, of_batch)
+        self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, items, source)
 
     def _scaled_by_script(self, loss: Tensor, share: float) -> Tensor:
         """Returns the loss with the same weight for every micro-batch, times this rank's weight."""

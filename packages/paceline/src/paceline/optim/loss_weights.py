@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -28,6 +28,10 @@ def is_compared(number: int) -> bool:
     return number % _EVERY == 0 or (number < _EVERY and number.bit_count() == 1)
 
 
+class _Batch(Protocol):
+    def place(self) -> tuple[int, ...]: ...
+
+
 @dataclass
 class LossWeights:
     """Looks at the first losses of a run, and judges what all ranks have seen."""
@@ -45,7 +49,7 @@ class LossWeights:
         window: tuple[int, ...],
         rows: int,
         items: float | Tensor | None = None,
-        batch: tuple[int, ...] = (),
+        source: _Batch | None = None,
     ) -> None:
         """Called before a backward pass; looks at it if it is one of the first, or has another number of samples than before.
 
@@ -57,7 +61,7 @@ class LossWeights:
             window: identifies the window, and which of its losses this is.
             rows: the samples that this rank has in the micro-batch.
             items: what the loss was passed with as `num_items`.
-            batch: identifies the micro-batch on this rank; empty if it is not known.
+            source: the micro-batch, if it is one of a prepared loader.
         """
         if number > _PASSES and not is_compared(number):
             if rows == self._rows or self._others == _OTHER_PASSES:
@@ -68,6 +72,7 @@ class LossWeights:
         self._rows = rows
         frame = user_frame()
         place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
+        batch = () if source is None else source.place()
         self._open = [look_at(loss, SeenLoss(number, window, rows, items, place, batch))]
 
     def look_inside(self, loss: Tensor, rows: int | None) -> None:

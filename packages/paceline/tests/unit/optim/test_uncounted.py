@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -203,7 +204,7 @@ def test_pieces_of_a_micro_batch_with_different_numbers_of_samples_are_told(
     for number, count in enumerate(numbers):
         weights = LossWeights()
         loss = (torch.ones(count, 2) @ weight).mean() / 2
-        weights.look(loss, number + 1, (0, number, 0), rows, None, (1, 12))
+        weights.look(loss, number + 1, (0, number, 0), rows, None, SimpleNamespace(place=lambda: (1, 12)))
         loss.backward()
         weights.passed(1.0)
         found += weights.take()
