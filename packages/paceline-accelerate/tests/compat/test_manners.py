@@ -716,6 +716,7 @@ def test_the_main_process_can_save_alone(tmp_path: Path) -> None:
 # -- trackers ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("lens")
 def test_a_tracker_of_the_scripts_own(tmp_path: Path) -> None:
     class Mine(GeneralTracker):
         name, tracker, requires_logging_directory = "mine", "wrapped", False

@@ -32,6 +32,7 @@ def served(serve) -> None:
 # -- importing -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("deepspeed")
 @pytest.mark.parametrize("module", sorted(table.modules()))
 def test_every_name_of_the_real_library_can_be_imported(module: str) -> None:
     served = importlib.import_module(module)
@@ -40,6 +41,7 @@ def test_every_name_of_the_real_library_can_be_imported(module: str) -> None:
     assert set(dir(served)) == table.modules()[module] | table.imported_with(module)
 
 
+@pytest.mark.needs("deepspeed")
 def test_a_star_gives_the_modules_that_the_package_imports() -> None:
     names: dict[str, object] = {}
     exec("from accelerate import *", names)
@@ -174,6 +176,7 @@ def test_every_name_that_is_refused_has_a_reason_of_its_own() -> None:
 # -- signatures ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.needs("deepspeed")
 def test_what_is_carried_takes_the_real_keywords() -> None:
     import accelerate
 
@@ -226,6 +229,7 @@ def test_using_a_name_that_is_not_carried_names_the_native_way() -> None:
         MegatronEngine.lr  # noqa: B018
 
 
+@pytest.mark.needs("deepspeed")
 def test_what_transformers_imports_where_deepspeed_is_there() -> None:
     from accelerate.utils import DeepSpeedSchedulerWrapper
     from accelerate.utils.deepspeed import HfDeepSpeedConfig

@@ -60,6 +60,7 @@ def wrong():
     return run_ranks(unserved, world=1, group=False)[0]
 
 
+@pytest.mark.needs("deepspeed")
 @pytest.mark.parametrize("library", sorted(TAKEN))
 def test_a_library_finds_what_it_takes(wrong, library: str) -> None:
     assert not wrong.get(library), "\n".join(wrong[library])

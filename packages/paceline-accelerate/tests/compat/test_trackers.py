@@ -31,6 +31,7 @@ def found():
     return run_ranks(served_calls, world=1, group=False, timeout_s=60)[0]
 
 
+@pytest.mark.needs("lens")
 @pytest.mark.parametrize("library", sorted(RECORDED))
 def test_the_library_gets_the_calls_that_accelerate_makes(found, library: str) -> None:
     assert found[library] == RECORDED[library]
@@ -106,6 +107,7 @@ def choices(folder: str) -> dict[str, object]:
     return results
 
 
+@pytest.mark.needs("lens")
 def test_what_a_run_can_have(tmp_path: Path) -> None:
     found = run_ranks(choices, 1, args=(str(tmp_path),), timeout_s=60)[0]
     assert found == {

@@ -126,6 +126,7 @@ def test_a_rehearsal_on_the_cpu_sends_as_gloo_does_and_holds_what_it_receives(ze
     assert rehearsal.memory is not None and rehearsal.memory.largest["communication"] >= whole // 2
 
 
+@pytest.mark.needs("large")
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "breadth-first", "zbv"])
 def test_pipelines_with_several_stages_on_a_rank_are_rehearsed(schedule):
     def train():

@@ -165,6 +165,7 @@ WAITS = [({"shard": 2}, False), ({"shard": 2, "zero": 3}, False), ({"shard": 2, 
          ({"pp": 2}, False), ({"tp": 2}, False)]  # fmt: skip
 
 
+@pytest.mark.needs("large")
 @pytest.mark.parametrize(
     ("plan", "goes_on"), [*GOES_ON, *(pytest.param(*case, marks=pytest.mark.long) for case in WAITS)], ids=str
 )

@@ -131,6 +131,7 @@ def test_two_hosts_that_share_a_folder(tmp_path: Path) -> None:
     assert nodes == {0: 0, 1: 1}
 
 
+@pytest.mark.needs("hosts")
 def test_two_hosts_that_share_no_folder(tmp_path: Path) -> None:
     hosts = [tmp_path / "host0", tmp_path / "host1"]
     for host in hosts:

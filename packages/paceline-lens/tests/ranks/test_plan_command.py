@@ -126,12 +126,14 @@ def test_a_script_that_stops_short_is_planned_by_formulas(folder):
     assert "by formulas alone" in text and "ValueError: no data today" in text and "short.py:" in text
 
 
+@pytest.mark.needs("large")
 def test_float8_on_a_device_computes_the_rest_in_16_bits(folder):
     words = ("--procs", "2", "--mixed-precision", "fp8", "train.py")
     assert "options.fp8.dtype = float32" in plan(folder, *words)
     assert "options.fp8.dtype = bf16" in plan(folder, "--device", "h100-80GB", *words)
 
 
+@pytest.mark.needs("large")
 def test_a_pipeline_is_rehearsed_and_drawn(folder):
     loop = "    accelerator.forward_backward(model, (x, y), nn.functional.cross_entropy)\n    optimizer.step()\n"
     (folder / "pipe.py").write_text(SCRIPT.split("    loss = ")[0] + loop)

@@ -63,8 +63,8 @@ def measured(plan, **more):
         ({"zero": 2, "shard": 2}, {"send", "recv"}),
         ({"zero": 3, "shard": 2}, {"send", "recv"}),
         ({"shard": 2, "zero": 3, "recompute": "blocks"}, {"send", "recv"}),
-        ({"tp": 2}, {"all_reduce"}),
-        ({"pp": 2}, {"send", "recv"}),
+        pytest.param({"tp": 2}, {"all_reduce"}, marks=pytest.mark.needs("large")),
+        pytest.param({"pp": 2}, {"send", "recv"}, marks=pytest.mark.needs("large")),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, dict) else "",
 )

@@ -132,6 +132,7 @@ def test_sigusr1_reports_once_and_the_run_goes_on(whom: str, tmp_path: Path, lau
     assert f"all stacks: {tmp_path}/logs/stacks-1.txt" in errors and not (tmp_path / "logs" / "stacks-2.txt").exists()
 
 
+@pytest.mark.needs("hosts")
 def test_two_hosts_have_one_report(tmp_path: Path, launch, port: int) -> None:
     place = ("--nodes", "2", "--main-address", "127.0.0.1", "--main-port", str(port))
     other = tmp_path / "other"

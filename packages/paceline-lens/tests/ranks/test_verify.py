@@ -153,6 +153,7 @@ def test_what_is_broken_on_one_process(tmp_path, name):
     assert causes(verification) == [cause] and verification.exit_code == 1
 
 
+@pytest.mark.needs("accelerate")
 @pytest.mark.parametrize("name", names(BROKEN_ACCELERATE))
 def test_what_is_broken_under_accelerates_names(tmp_path, name):
     cause, edits = BROKEN_ACCELERATE[name]

@@ -197,6 +197,7 @@ def once(folder: Path) -> str:
     return subprocess.run(words, cwd=folder, env=env, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.needs("large")
 def test_one_loader_is_slow(tmp_path: Path) -> None:
     with started(tmp_path, "data", 1, procs=2) as run:
         finding = until_found(run, "slow-loader")
@@ -209,6 +210,7 @@ FOUR = [("--tp", "4"), ("--shard", "4"), ("--zero", "3")]
 
 
 # The others wait in the forward and backward pass too, as long as the slow rank computes.
+@pytest.mark.needs("large")
 @pytest.mark.parametrize(
     ("procs", "plan"),
     [(2, ("--tp", "2")), (2, ("--shard", "2")), *(pytest.param(4, plan, marks=pytest.mark.long) for plan in FOUR)],
@@ -223,6 +225,7 @@ def test_one_rank_is_slow_where_all_take_as_long(tmp_path: Path, procs: int, pla
 CASES = [("data", "slow-loader"), ("forward", "slow-rank"), ("stage", "long-stage")]
 
 
+@pytest.mark.needs("large")
 @pytest.mark.long
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize(("fault", "kind"), CASES)
