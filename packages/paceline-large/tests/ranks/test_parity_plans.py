@@ -207,6 +207,7 @@ def test_as_a_gpu_communicates(plan: Plan) -> None:
     check(Case("tied", accumulate=2, clip=0.05), plan, env={"PACELINE_TRANSPORT": "native"})
 
 
+@pytest.mark.needs("lens")
 def test_as_a_gpu_communicates_in_debug_mode() -> None:
     """There the ranks also tell each other what they are about to send."""
     check(Case(accumulate=2), {"shard": 2}, env={"PACELINE_TRANSPORT": "native", "PACELINE_DEBUG": "1"})
