@@ -79,6 +79,7 @@ def make_bert(folder: Path, words: int) -> None:
     BertForMaskedLM(config).save_pretrained(folder)
 
 
+@pytest.mark.needs("deepspeed")
 @pytest.mark.parametrize("size", [1, 2])
 def test_text_classification(corpus: Path, size: int) -> None:
     # It imports deepspeed without need, which is served as well.
@@ -117,6 +118,7 @@ def test_notebook_loop_on_one_process(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.needs("lens")
 def test_notebook_loop_on_two_processes_names_the_barrier_that_one_enters(tmp_path: Path) -> None:
     """Debug mode explains the hang. The mean over `all_losses` is adapted: its tensors hold one value a process."""
     line = "torch.mean(torch.tensor(all_losses))"
