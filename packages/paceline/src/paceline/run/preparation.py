@@ -93,6 +93,7 @@ class Preparation:
         run.events.several_batches.subscribe(self._trace_origins)
         run.events.outside_loops.subscribe(self._watch_calls)
         self._traces_origins = False
+        self._is_outside_loops = False  # of which it has left one
         self._watching_calls: list[RemovableHandle] = []
         self._semantics = run.plan.semantics
         if self._semantics.unprepared_optimizers == "refused":
@@ -383,6 +384,8 @@ class Preparation:
         run.prepared.models.append(entry)
         if self._traces_origins:
             run.active_loaders.origins.watch(entry.wrapped)
+        elif self._is_outside_loops:
+            self._watch_calls_of(entry)
         if plan.layout.width > 1:
             self._watch_for_differences(entry)
         if run.phases is not None:
@@ -405,11 +408,22 @@ class Preparation:
         for handle in self._watching_calls:
             handle.remove()
         self._watching_calls.clear()
+        self._is_outside_loops = begins
         if begins:
-            hook = OwnHook(self.run.active_loaders.called_outside)
             for entry in self.run.prepared.models:
-                handle = entry.wrapped.register_forward_pre_hook(hook, with_kwargs=True, prepend=True)
-                self._watching_calls.append(handle)
+                self._watch_calls_of(entry)
+
+    def _watch_calls_of(self, entry: PreparedModel) -> None:
+        # A weak reference: a model may outlive its run.
+        reference = weakref.ref(self.run.active_loaders)
+
+        def called(model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
+            loaders = reference()
+            if loaders is not None:
+                loaders.called_outside(model, args, kwargs)
+
+        handle = entry.wrapped.register_forward_pre_hook(OwnHook(called), with_kwargs=True, prepend=True)
+        self._watching_calls.append(handle)
 
     def _materialise(self, recipe: Recipe, model: nn.Module, device: torch.device) -> None:
         """Initializes a model from the meta device with rank 0's seed: values are the same on all ranks and under every plan.
