@@ -110,6 +110,28 @@ def test_two_optimizers_of_one_backward_see_one_scale():
     assert scaler.state_dict()["scale"] == 8.0
 
 
+def test_copies_of_older_gradients_follow_the_scale():
+    weight = nn.Parameter(torch.ones(1))
+    older = torch.full((1,), 3.0)
+    scaler = LossScaler(CPU, Alone(), init_scale=4.0, growth_interval=1, older=lambda: [older])
+    step(scaler, torch.optim.SGD([weight], lr=1.0), weight.sum())
+    scaler.begin_pass()
+    assert scaler.loss_scale == 8.0 and older.item() == 6.0
+
+
+def test_an_optimizer_without_gradients_is_not_unscaled_for_the_next_pass():
+    a, b = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(1))
+    first, second = torch.optim.SGD([a], lr=1.0), torch.optim.SGD([b], lr=1.0)
+    scaler = LossScaler(CPU, Alone(), init_scale=4.0)
+    scaler.scale(b.sum()).backward()
+    scaler.unscale([b], [first, second])
+    scaler.step(second)
+    second.zero_grad()
+    scaler.forget([b])
+    step(scaler, first, a.sum())
+    assert a.item() == 0.0
+
+
 def test_a_loss_that_is_not_finite_is_an_error_on_the_spot():
     weight = nn.Parameter(torch.ones(1))
     scaler = LossScaler(CPU, Alone(), init_scale=4.0)
