@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -49,85 +49,132 @@ if TYPE_CHECKING:
 @own_chunks_only()
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     """Shards the model in place. Ranks: all."""
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-
-    group = context.mesh.gradient_group
-    broadcast_values(tensors_of(model), context.mesh.same_part_group)
     plan = context.plan
-    options = context.options
-    chosen = STRATEGY.wrapping(plan, context.facts)
-    # Lists of experts bring each rank whole weights before their modules are called, when FSDP2 would gather them.
-    listed = [row.name for row in context.facts.experts if row.modules]
-    alone = _left_alone(model, chosen, {row.name for row in context.facts.quantised}, listed)
+    broadcast_values(tensors_of(model), context.mesh.same_part_group)
     # FSDP2 shards rows, and needs contiguous parameters; weights in the channels-last format are not.
     for parameter in model.parameters():
         if not parameter.is_contiguous():
             parameter.data = parameter.data.contiguous()
-    reshard, _ = resolved_reshard(plan, options)
-    # One mesh dimension to divide over. With a second one in front, FSDP2 also averages gradients along that (HSDP).
-    replicas = ("replicate",) if plan.layout.replicate > 1 else ()
-    mesh = context.mesh.along(*replicas, DIVIDING_AXES)
-    output = None
-    if options.output_dtype != "auto":
-        output = DTYPES[options.output_dtype]
-    precision = MixedPrecisionPolicy(param_dtype(plan, options), reduce_dtype(plan, options), output)
-    keywords: dict[str, Any] = {"mesh": mesh, "ignored_params": set(alone) or None}
-    if plan.offloads_parameters and context.device.type != "cpu":
-        # Memory that is a file cannot be page-locked.
-        keywords["offload_policy"] = CPUOffloadPolicy(pin_memory=not plan.disk_folder)
-
-    # A pipeline stage lacks some of the modules.
-    present: dict[str, Any] = dict(model.named_modules())
-    apart = _norms_apart(plan, options, context.facts, chosen)
-    norms = [present[name] for name in apart if name in present]
-    if norms:
-        # One unit for all of them: they are small, so they stay gathered until the backward pass.
-        fully_shard(norms, reshard_after_forward=False, mp_policy=MixedPrecisionPolicy(), **keywords)
-    for name in _computed_weights(model, plan, options, context.facts, chosen):
-        fully_shard(present[name], reshard_after_forward=reshard, mp_policy=MixedPrecisionPolicy(), **keywords)
-        apart.append(name)
-    units = [present[name] for name in chosen.units if name in present and name not in apart]
-    experts = [module for module in model.modules() if _is_divided_over_ep(module, set(alone))]
-    # These hooks must run before FSDP2's own, which register autograd hooks on the outputs.
-    for unit in (*experts, *units, model):
-        unit.register_forward_hook(_own_memory)
-    for unit in experts:
-        # Ranks along `ep` hold other experts, and do not divide them any further. Inputs keep their dtype, as inside of a unit.
-        others = tuple(axis for axis in DIVIDING_AXES if axis != "ep")
-        keywords_of_experts = {
-            **keywords,
-            "mesh": context.mesh.along(*replicas, others),
-            "shard_placement_fn": partial(_dim_of_experts, plan.layout.size(*others)),
-        }
-        keeps_inputs = replace(precision, cast_forward_inputs=False)
-        fully_shard(unit, reshard_after_forward=reshard, mp_policy=keeps_inputs, **keywords_of_experts)
-    # Inner units first: `fully_shard` takes the parameters that no unit inside has taken.
-    for unit in reversed(units):
-        fully_shard(unit, reshard_after_forward=reshard, mp_policy=precision, **keywords)
-    # None is torch's own choice for a root: it stays whole, since the backward pass begins with it.
-    reshard_root = None
-    if reshard is False:
-        reshard_root = False
-    fully_shard(model, reshard_after_forward=reshard_root, mp_policy=precision, **keywords)
+    sharding = _Sharding(model, context)
+    sharding.shard()
     refuse_copies(model)
     refuse_tools()
     answer_for_whole_tensors()
-    if options.prefetch != "auto":
-        for at, unit in enumerate(units):
-            following = units[at + 1 : at + 1 + options.prefetch]
-            previous = units[max(0, at - options.prefetch) : at]
-            unit.set_modules_to_forward_prefetch(following)
-            unit.set_modules_to_backward_prefetch(previous[::-1])
-    applied = DividedUnits(model, context, alone, keeps=reshard is False)
+    sharding.prefetch()
+    applied = DividedUnits(model, context, sharding.alone, keeps=sharding.reshard is False)
     applied.parameters_on_host = plan.offloads_parameters
     # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
     collectives = context.collectives if plan.layout.pp == 1 else None
-    with_statements = transport_of(group, context.device).is_pairwise or context.collectives.debug
-    applied.agree(collectives, with_statements, context.runtime.others_answer)
+    is_pairwise = transport_of(context.mesh.gradient_group, context.device).is_pairwise
+    applied.agree(collectives, is_pairwise or context.collectives.debug, context.runtime.others_answer)
     # Before the hooks that divide what is loaded: they need shards in the place of whole parameters.
     model.register_load_state_dict_pre_hook(lambda *_: _reshard_divided(model, applied))
     take_whole_values(model)
     return applied
+
+
+class _Sharding:
+    """The calls of `fully_shard` for one model, inner units first: each takes the parameters that no unit inside has taken.
+
+    Args:
+        model: the root.
+        context: of the strategy.
+
+    Attributes:
+        alone: parameters that FSDP2 ignores, in the same order on all ranks.
+        reshard: whether units free their parameters after the forward pass, as `fully_shard` takes it.
+    """
+
+    def __init__(self, model: nn.Module, context: Context) -> None:
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
+        self._model = model
+        self._context = context
+        self._plan = context.plan
+        self._options = context.options
+        self._wrapping = STRATEGY.wrapping(self._plan, context.facts)
+        # Lists of experts bring each rank whole weights before their modules are called, when FSDP2 would gather them.
+        listed = [row.name for row in context.facts.experts if row.modules]
+        self.alone = _left_alone(model, self._wrapping, {row.name for row in context.facts.quantised}, listed)
+        self.reshard, _ = resolved_reshard(self._plan, self._options)
+        output = None if self._options.output_dtype == "auto" else DTYPES[self._options.output_dtype]
+        dtype, reduced = param_dtype(self._plan, self._options), reduce_dtype(self._plan, self._options)
+        self._precision = MixedPrecisionPolicy(dtype, reduced, output)
+        self._full_precision = MixedPrecisionPolicy()
+        self._keywords = self._common_keywords()
+        # A pipeline stage lacks some of the modules.
+        self._modules: dict[str, Any] = dict(model.named_modules())
+        self._norms = self._present(_norms_apart(self._plan, self._options, context.facts, self._wrapping))
+        self._computed = self._present(
+            _computed_weights(model, self._plan, self._options, context.facts, self._wrapping)
+        )
+        apart = {*self._norms, *self._computed}
+        self._units = [module for module in self._present(self._wrapping.units) if module not in apart]
+
+    def shard(self) -> None:
+        """Shards all units, and then the root."""
+        from torch.distributed.fsdp import fully_shard
+
+        if self._norms:
+            # One unit for all of them: they are small, so they stay gathered until the backward pass.
+            fully_shard(self._norms, reshard_after_forward=False, mp_policy=self._full_precision, **self._keywords)
+        for module in self._computed:
+            fully_shard(module, reshard_after_forward=self.reshard, mp_policy=self._full_precision, **self._keywords)
+        alone = set(self.alone)
+        experts = [module for module in self._model.modules() if _is_divided_over_ep(module, alone)]
+        # These hooks must run before FSDP2's own, which register autograd hooks on the outputs.
+        for unit in (*experts, *self._units, self._model):
+            unit.register_forward_hook(_own_memory)
+        for module in experts:
+            self._shard_experts(module)
+        for unit in reversed(self._units):
+            fully_shard(unit, reshard_after_forward=self.reshard, mp_policy=self._precision, **self._keywords)
+        # None is torch's own choice for a root: it stays whole, since the backward pass begins with it.
+        reshard_root = False if self.reshard is False else None
+        fully_shard(self._model, reshard_after_forward=reshard_root, mp_policy=self._precision, **self._keywords)
+
+    def prefetch(self) -> None:
+        """Lets each unit begin to gather those that come next, if `shard.prefetch` says how many."""
+        count = self._options.prefetch
+        if count == "auto":
+            return
+        for at, unit in enumerate(self._units):
+            following = self._units[at + 1 : at + 1 + count]
+            previous = self._units[max(0, at - count) : at]
+            unit.set_modules_to_forward_prefetch(following)
+            unit.set_modules_to_backward_prefetch(previous[::-1])
+
+    def _shard_experts(self, module: nn.Module) -> None:
+        """Divides experts further: ranks along `ep` hold others already. Inputs keep their dtype, as inside of a unit."""
+        from torch.distributed.fsdp import fully_shard
+
+        others = tuple(axis for axis in DIVIDING_AXES if axis != "ep")
+        keywords = {
+            **self._keywords,
+            "mesh": self._context.mesh.along(*self._replicas(), others),
+            "shard_placement_fn": partial(_dim_of_experts, self._plan.layout.size(*others)),
+        }
+        keeps_inputs = replace(self._precision, cast_forward_inputs=False)
+        fully_shard(module, reshard_after_forward=self.reshard, mp_policy=keeps_inputs, **keywords)
+
+    def _common_keywords(self) -> dict[str, Any]:
+        from torch.distributed.fsdp import CPUOffloadPolicy
+
+        keywords: dict[str, Any] = {
+            "mesh": self._context.mesh.along(*self._replicas(), DIVIDING_AXES),
+            "ignored_params": set(self.alone) or None,
+        }
+        if self._plan.offloads_parameters and self._context.device.type != "cpu":
+            # Memory that is a file cannot be page-locked.
+            keywords["offload_policy"] = CPUOffloadPolicy(pin_memory=not self._plan.disk_folder)
+        return keywords
+
+    def _replicas(self) -> tuple[str, ...]:
+        """Returns the mesh dimension in front of the one to divide over, along which FSDP2 averages gradients, too (HSDP)."""
+        return ("replicate",) if self._plan.layout.replicate > 1 else ()
+
+    def _present(self, names: Iterable[str]) -> list[Any]:
+        return [self._modules[name] for name in names if name in self._modules]
 
 
 def _reshard_divided(model: nn.Module, applied: Units) -> None:
