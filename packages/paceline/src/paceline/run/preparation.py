@@ -206,23 +206,11 @@ class Preparation:
         """
         run = self.run
         run.events.preparing([module for module, _ in models])
-        new: list[_NewModel] = []
-        declared = names_of((other or run.plan).options.get("experts", {}).get("modules", ()))
-        for module, is_moved in models:
-            if run.prepared.find(module) is None and not self._take_up_again(module):
-                facts = model_facts(module, declared)
-                new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts), trains))
+        new = self._new_models(models, other or run.plan, trains)
         # Names are recorded before anything changes, since a strategy may replace every parameter. `rebind` then finds the
         # new parameter of each old one by its name.
-        prepared_modules = [entry.module for entry in run.prepared.models]
-        names = parameter_names(prepared_modules + [model.module for model in new])
-        # An optimizer may be prepared after its model, and holds the parameters that the model had before.
-        for number, entry in enumerate(run.prepared.models):
-            for parameter, name in entry.given_parameters():
-                names.setdefault(id(parameter), (number, name))
-        problems = self._problems(new, optimizers, names, other or run.plan)
-        originals = [getattr(loader, "original", None) for loader in run.prepared.loaders]
-        problems += _collation_problems([*prepared_modules, *(model.module for model in new)], [*originals, *loaders])
+        names = self._names(new)
+        problems = self._problems(new, optimizers, loaders, names, other or run.plan)
         # A call with optimizers or loaders alone has no plan to resolve.
         if not new:
             if problems:
@@ -230,37 +218,65 @@ class Preparation:
             run.events.prepared([])
             return names
 
-        facts_of_new = [model.facts for model in new]
-        plan = other or run.plan
         if run.world.size > 1:
-            problems += self._problems_of_ranks(new, plan)
-        # The layout: "auto" is decided now that the models are known. Layouts must agree, so rank 0's memory decides for all.
-        if plan.open:
-            from paceline.planner.fit import fit  # a search, which few plans ask for
-
-            memory = run.collectives.broadcast_object(run.runtime.memory(run.device, run.world.local_size))
-            plan = fit(plan, facts_of_new, run.world, memory)
-            if other is None:
-                run.lay_out(plan)
+            problems += self._problems_of_ranks(new, other or run.plan)
+        plan = self._laid_out(new, other)
         mesh = run.mesh if other is None else mesh_of(plan.layout, run.world, run.device.type)
-        # The strategies: those of an earlier `prepare` were derived from its own models, so they are decided anew.
-        decisions = tuple(decision for decision in plan.decisions if decision.field != "strategies")
-        plan = replace(plan, strategies=(), decisions=decisions)
-        plan = resolve(plan, facts_of_new, strategies_for(plan, facts_of_new), problems)
+        plan = self._resolved(plan, new, problems)
         for model in new:
             self._prepare_model(model, plan, mesh)
         if other is None:
             run.resolve(plan)
-        info("plan", plan.explain())
-        if plan.layout.size() > 1:
-            from paceline.planner.estimate import division_of  # one process divides nothing
-
-            for facts in facts_of_new:
-                line = division_of(plan, facts)
-                if line:
-                    warn_once("plan", line)
+        _tell(plan, new)
         run.events.prepared([model.module for model in new])
         return names
+
+    def _new_models(self, models: Sequence[tuple[nn.Module, bool]], plan: Plan, trains: bool) -> list[_NewModel]:
+        """Returns the models that were not prepared before."""
+        declared = names_of(plan.options.get("experts", {}).get("modules", ()))
+        new: list[_NewModel] = []
+        for module, is_moved in models:
+            if self.run.prepared.find(module) is None and not self._take_up_again(module):
+                facts = model_facts(module, declared)
+                new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts), trains))
+        return new
+
+    def _names(self, new: Sequence[_NewModel]) -> Names:
+        """Returns the names of all parameters, those included that prepared models had before strategies replaced them."""
+        prepared = self.run.prepared.models
+        names = parameter_names([*(entry.module for entry in prepared), *(model.module for model in new)])
+        # An optimizer may be prepared after its model, and holds the parameters that the model had before.
+        for number, entry in enumerate(prepared):
+            for parameter, name in entry.given_parameters():
+                names.setdefault(id(parameter), (number, name))
+        return names
+
+    def _laid_out(self, new: Sequence[_NewModel], other: Plan | None) -> Plan:
+        """Returns the plan of new models with its layout, which "auto" leaves open until they are known. Ranks: all."""
+        run = self.run
+        plan = other or run.plan
+        if not plan.open:
+            return plan
+        from paceline.planner.fit import fit  # a search, which few plans ask for
+
+        # Layouts must agree, so rank 0's memory decides for all.
+        memory = run.collectives.broadcast_object(run.runtime.memory(run.device, run.world.local_size))
+        plan = fit(plan, [model.facts for model in new], run.world, memory)
+        if other is None:
+            run.lay_out(plan)
+        return plan
+
+    def _resolved(self, plan: Plan, new: Sequence[_NewModel], problems: list[Problem]) -> Plan:
+        """Returns the plan with the strategies of new models.
+
+        Raises:
+            PlanError: of all problems, those of the strategies included.
+        """
+        # Strategies of an earlier `prepare` were derived from its own models, so they are decided anew.
+        decisions = tuple(decision for decision in plan.decisions if decision.field != "strategies")
+        plan = replace(plan, strategies=(), decisions=decisions)
+        facts = [model.facts for model in new]
+        return resolve(plan, facts, strategies_for(plan, facts), problems)
 
     def _prepare_loose(self, given: Sequence[Tensor], names: Names) -> None:
         """Prepares parameters that are in no model, which the script has passed to `prepare`.
@@ -295,7 +311,12 @@ class Preparation:
         return False
 
     def _problems(
-        self, new: Sequence[_NewModel], optimizers: Sequence[Optimizer], names: Names, plan: Plan
+        self,
+        new: Sequence[_NewModel],
+        optimizers: Sequence[Optimizer],
+        loaders: Sequence[Any],
+        names: Names,
+        plan: Plan,
     ) -> list[Problem]:
         """Returns the problems of the objects themselves, whatever the plan."""
         prepared = [entry.optimizer for entry in self.run.prepared.optimizers]
@@ -319,7 +340,8 @@ class Preparation:
         for model in new:
             if model.recipe is not None:
                 problems += model.recipe.missing(model.facts.name)
-        return problems
+        originals = [getattr(loader, "original", None) for loader in self.run.prepared.loaders]
+        return problems + _collation_problems(modules, [*originals, *loaders])
 
     def _problems_of_ranks(self, new: Sequence[_NewModel], plan: Plan) -> list[Problem]:
         """Returns the problems of models that several ranks share or divide. Ranks: all."""
@@ -700,6 +722,19 @@ def _frozen(models: Sequence[nn.Module]) -> Iterator[None]:
             for name, parameter in model.named_parameters():
                 if name in names:
                     parameter.requires_grad_(True)
+
+
+def _tell(plan: Plan, new: Sequence[_NewModel]) -> None:
+    """Logs the plan, and what it divides of each new model."""
+    info("plan", plan.explain())
+    if plan.layout.size() == 1:
+        return
+    from paceline.planner.estimate import division_of  # one process divides nothing
+
+    for model in new:
+        line = division_of(plan, model.facts)
+        if line:
+            warn_once("plan", line)
 
 
 def _collation_problems(models: Sequence[nn.Module], loaders: Sequence[object]) -> list[Problem]:
