@@ -181,8 +181,10 @@ $(TRACKER_STAMP):
 	rm -f .venv-trackers/.setup-done-*
 	touch $@
 
-gpu: setup  ## tests that need an accelerator; says what is missing
-	$(PYTEST) tests/gpu -rs $(ARGS)
+# PYTHON's own torch fits the machine's driver, and needs no network, since nothing is installed. Without one, .venv has one.
+gpu:  ## tests that need an accelerator, with the torch of PYTHON; says what is missing
+	@python=$(PYTHON); $(PYTHON) dev/from_source.py -m pytest --version || { $(MAKE) --no-print-directory setup; python=$(BIN)/python; }; \
+	$$python dev/from_source.py -m pytest tests/gpu -rs $(ARGS)
 
 SIMULATED = PYTHONPATH=$(CURDIR)/tests/simulated_device/site SIMULATED_DEVICES=4
 simulated-device: setup  ## the GPU tests and the parity of all plans on a simulated accelerator; needs a C++ compiler and ninja

@@ -49,6 +49,7 @@ UNTESTED = (
     "dev/reports/",
     "dev/coverage_by_package.py",
     "dev/figures.py",
+    "dev/from_source.py",
     "dev/mutants.py",
     "dev/replay.py",
     "dev/test_part.py",

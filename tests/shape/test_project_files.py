@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import runpy
+import tomllib
+from importlib.metadata import distribution, distributions
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +63,17 @@ def test_the_matrix_is_what_the_package_says_of_itself(root: Path) -> None:
     assert matrix["python"] == re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
     minors = [int(release.split(".")[1]) for release in matrix["torch"]]
     assert minors == list(range(TORCH_OLDEST[1], TORCH_NEWEST[1] + 1))
+
+
+def test_a_tree_that_is_not_installed_has_the_entry_points_of_one_that_is(root: Path) -> None:
+    from_source = runpy.run_path(str(root / "dev" / "from_source.py"))
+    folders = list(map(str, from_source["write_metadata"]()))
+    for file in (root / "packages").glob("*/pyproject.toml"):
+        name = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["name"]
+        (written,) = distributions(name=name, path=folders)
+        installed = distribution(name)
+        assert written.version == installed.version
+        assert set(written.entry_points) == set(installed.entry_points)
 
 
 def test_the_tests_that_hold_the_promises_of_security_are_there(root: Path) -> None:
