@@ -14,7 +14,7 @@ from parity_models import GPT, loss_of
 from shared_ranks import run_ranks
 from torch import nn
 
-from paceline import Accelerator
+from paceline import Accelerator, CheckpointError
 from paceline.base.errors import PlanError
 from paceline.parallel.strategy import STRATEGIES
 from paceline_large.pipeline.timing import measure
@@ -355,6 +355,23 @@ def test_states_are_saved_and_loaded(tmp_path):
 
     with safe_open(tmp_path / "model" / "model.safetensors", "pt") as file:
         assert ("head.weight" in file.keys()) + ("embed.weight" in file.keys()) == 1  # noqa: SIM118
+
+
+def test_states_of_another_stage_are_not_read(tmp_path):
+    """torch compares no shapes: the states of one block would become those of another one."""
+
+    def run():
+        accelerator, model, optimizer = prepared(made("gpt"))
+        accelerator.forward_backward(model, batch("gpt", 0), mean_of)
+        optimizer.step()
+        torch.save(optimizer.state_dict(), tmp_path / str(accelerator.process_index))
+        accelerator.wait_for_everyone()
+        optimizer.load_state_dict(torch.load(tmp_path / str(accelerator.process_index)))
+        if accelerator.process_index == 1:
+            with pytest.raises(CheckpointError, match="checkpoint-part"):
+                torch.load(tmp_path / "0")
+
+    run_ranks(run, world=2)
 
 
 def test_ranks_that_start_otherwise_take_the_first_ones_values():

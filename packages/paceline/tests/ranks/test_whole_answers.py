@@ -34,7 +34,7 @@ class Plain:
         return model.state_dict()
 
 
-def started(plan, change=None, rows=36, window=1):
+def started(plan, change=None, rows=36, window=1, kind=torch.optim.SGD):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
     if change is not None:
@@ -44,7 +44,7 @@ def started(plan, change=None, rows=36, window=1):
     accelerator = Plain()
     if plan is not None:
         accelerator = Accelerator("no", window, cpu=True, split_batches=True, plan=plan)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = kind(model.parameters(), lr=0.1)
     return accelerator, *accelerator.prepare(model, optimizer, batches)
 
 
@@ -222,3 +222,31 @@ def read_from_one_rank(folder):
 
 def test_the_part_of_another_rank_is_not_read(tmp_path):
     assert run_ranks(read_from_one_rank, 2, args=(str(tmp_path),)) == [[True, True], [True, "checkpoint-part"]]
+
+
+def read_states_of_one_rank(plan, kind, folder):
+    """Each rank reads its own file of optimizer states and goes on; then it reads that of rank 0."""
+    accelerator, model, optimizer, batches = started(plan, kind=kind)
+    for x, y in batches:
+        accelerator.backward(F.cross_entropy(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+    torch.save(optimizer.state_dict(), f"{folder}/{accelerator.process_index}")
+    accelerator.wait_for_everyone()
+    codes = []
+    for name in (accelerator.process_index, 0):
+        try:
+            optimizer.load_state_dict(torch.load(f"{folder}/{name}", weights_only=True))
+            codes.append("loaded")
+        except CheckpointError as error:
+            codes.append(error.code)
+    return codes
+
+
+@pytest.mark.parametrize(
+    "plan", [{"shard": 2}, {"zero": 1, "shard": 2}, {"zero": 2, "shard": 2}], ids=["shard", "zero 1", "zero 2"]
+)
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adafactor], ids=["rows", "parameters"])
+def test_states_of_another_rank_are_not_read(plan, kind, tmp_path):
+    ended = run_ranks(read_states_of_one_rank, 2, args=(plan, kind, str(tmp_path)))
+    assert ended == [["loaded", "loaded"], ["loaded", "checkpoint-part"]]

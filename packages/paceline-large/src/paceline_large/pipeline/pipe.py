@@ -26,10 +26,13 @@ from torch import Tensor, nn
 
 from paceline.base.errors import PacelineError, PlanError
 from paceline.base.log import warn_once
+from paceline.parallel.data.owned_states import mark_states
 from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.microbatches import BatchPart
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import Runner
 from paceline.plan.facts import ModelFacts
+from paceline.plan.plan import Decision
 from paceline.torch_internals.fsdp import kept_gathered
 from paceline.torch_internals.modules import FORWARD, FORWARD_PRE
 from paceline.torch_internals.tensors import has_users_gradient_hooks, put_hooks_by
@@ -109,6 +112,11 @@ class Pipe(Runner):
         forward.__func__.pipe = self  # see `timing.measure`
 
     # -- training ----------------------------------------------------------------------------------------------
+
+    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
+        """Lets the optimizer's `state_dict()` say that it has the states of this rank's layers only."""
+        mark_states(adapter.optimizer)
+        return []
 
     def forward_backward(self, batch: BatchPart, loss_fn: Callable[..., Tensor], factor: Tensor, mean: bool) -> Tensor:
         """Runs one batch through the schedule; see `Runner.forward_backward`.

@@ -32,6 +32,9 @@ if TYPE_CHECKING:
 
 # `bernoulli_` and dropouts are left out: `tensor` gives each part of an activation masks of its own.
 _DRAWS_IN_PLACE = ("normal_", "uniform_", "exponential_", "random_", "log_normal_", "cauchy_", "geometric_")
+PICKLED_BY_ONE_RANK = (
+    "save with `save_state()` on all ranks and load with `load_state`, or let each rank write and read its own file"
+)
 _DRAWS_LIKE = ("rand_like", "randn_like", "randint_like")
 
 
@@ -60,15 +63,19 @@ def answer_for_whole_tensors() -> None:
     answer_mixtures(needs_whole_tensors, on_whole_tensors)
 
 
-def _pickled(tensor: DTensor) -> Any:
+def tell_of_parts() -> None:
     """Warns once that a pickle has a part only. Ranks that write a file each, and read it again, lose nothing."""
+    warn_once(
+        "parallel",
+        "what each rank has a part of was pickled, as by `torch.save(model.state_dict(), path)`. The file has the part of this "
+        "rank only, and no plain model can load it. On all ranks call `state = accelerator.get_state_dict(model)`, which is "
+        "whole, and then save it on one; `accelerator.save_state(folder)` on all ranks saves optimizers, too",
+    )
+
+
+def _pickled(tensor: DTensor) -> Any:
     if _is_cut(tensor.placements):
-        warn_once(
-            "parallel",
-            "a parameter or gradient of which each rank has a part was pickled, as by `torch.save(model.state_dict(), path)`. "
-            "The file has the part of this rank only, and no plain model can load it. On all ranks call "
-            "`state = accelerator.get_state_dict(model)`, which is whole, and then save it on one",
-        )
+        tell_of_parts()
         return unpickled, (_place(tensor), *tensor.__reduce_ex__(2)[:2])
     return tensor.__reduce_ex__(2)
 
@@ -100,7 +107,7 @@ def unpickled(place: tuple[int, ...], rebuild: Any, arguments: Any) -> DTensor:
         "checkpoint-part",
         f"a file has another rank's part of a tensor of shape {list(tensor.shape)}.",
         why=f"the rank with part {place} has pickled it, as by `torch.save(optimizer.state_dict(), path)`; this one has {own}",
-        fix="save with `save_state()` on all ranks and load with `load_state`, or let each rank write and read its own file",
+        fix=PICKLED_BY_ONE_RANK,
     )
 
 

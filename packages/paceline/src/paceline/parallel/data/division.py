@@ -25,9 +25,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from paceline.base.errors import TrainError
+from paceline.parallel.data.owned_states import mark_states
 from paceline.parallel.divided_parameters import part_of
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import stand_in, stand_ins
+from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.plan import Decision
 from paceline.torch_internals.dtensor import mixtures_refused
 from paceline.torch_internals.tensors import dtensor as dtensor_of
@@ -556,7 +558,7 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
     ) -> dict[str, Any]:
         """Returns a state dict with `change` applied to the divided states, without those of other ranks if `only_kept`."""
         parameters = parameters_by_number(optimizer, state_dict)
-        states = {}
+        states = type(state_dict["state"])()  # may be marked already, by another division
         for number, state in state_dict["state"].items():
             parameter = parameters.get(number)
             if parameter is None or not division.covers(parameter):
@@ -565,7 +567,10 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
                 states[number] = {key: change(parameter, value) for key, value in state.items()}
         return {**state_dict, "state": states}
 
+    answer_for_whole_tensors()  # which tells, or refuses, where one rank's file is taken for the whole
     optimizer.register_state_dict_post_hook(lambda _, state: converted(state, division.join, only_kept=False))
+    if isinstance(division, ByParameters):
+        mark_states(optimizer)
     optimizer.register_load_state_dict_pre_hook(lambda _, state: converted(state, division.split, only_kept=True))
     # The states that the optimizer has already are divided now. States of other parameters stay as they are, and so does
     # whatever else an optimizer keeps in `state`.
