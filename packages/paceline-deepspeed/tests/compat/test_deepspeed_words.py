@@ -179,15 +179,6 @@ def several_dtypes(fixed: bool) -> None:
     step(engine_of(3, model))
 
 
-def started_optimizer(fixed: bool) -> None:
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters(), 0.1)
-    if not fixed:
-        model(X).mean().backward()
-        optimizer.step()
-    step(engine_of(3, model, optimizer=optimizer))
-
-
 def lazy_layers(fixed: bool) -> None:
     model = nn.Sequential(nn.LazyLinear(1))
     if fixed:
@@ -222,7 +213,6 @@ MET: dict[str, Callable[[bool], None]] = {
     "model-copy": copied,
     "shard-hooks": hooks,
     "shard-dtypes": several_dtypes,
-    "optimizer-started": started_optimizer,
     "model-lazy": lazy_layers,
     "shard-double-backward": second_gradients,
     "zero-sparse": sparse_gradients,

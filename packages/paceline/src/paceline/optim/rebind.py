@@ -6,7 +6,7 @@ afterwards. So a strategy may replace every parameter, for example by a shard.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import combinations
 from typing import Any
 
@@ -83,12 +83,10 @@ def rebind(
         The name of each of its parameters: "number.name" where there are several models, else the name.
 
     Raises:
-        PrepareError: `optimizer-parameters` where it holds parameters of no prepared model, `optimizer-started` where
-            parameters were replaced but it holds states of the old ones.
+        PrepareError: `optimizer-parameters` where it holds parameters of no prepared model.
     """
     current = [dict(model.named_parameters()) for model in after]
     names: dict[Tensor, str] = {}
-    replaced = 0
     foreign = 0
     # First, so that the loop below does not take parameters of other stages for foreign ones.
     if tied is not None:
@@ -105,12 +103,12 @@ def rebind(
             if len(after) > 1:
                 names[new] = f"{number}.{name}"
             if new is not old:
-                replaced += 1
                 group["params"][place] = new
-                _carry(optimizer, group, old, new)
+                if old in optimizer.state:
+                    optimizer.state[new] = _carried(optimizer.state.pop(old), group, new)
     # On one stage of a pipeline an optimizer may have no parameters: all that it holds are on other stages.
     if names or tied is None:
-        _check(optimizer, names, replaced, foreign)
+        _check(optimizer, names, foreign)
     return names
 
 
@@ -144,7 +142,7 @@ def _without_other_stages(
     return here
 
 
-def _check(optimizer: Optimizer, names: Mapping[Tensor, str], replaced: int, foreign: int) -> None:
+def _check(optimizer: Optimizer, names: Mapping[Tensor, str], foreign: int) -> None:
     kind = type(optimizer).__name__
     if foreign:
         fix = (
@@ -168,38 +166,11 @@ def _check(optimizer: Optimizer, names: Mapping[Tensor, str], replaced: int, for
             f"{kind} has nothing to train yet: requires_grad is False for each of its {len(names)} parameters. It trains those "
             "that are unfrozen later.",
         )
-    if replaced and not _untouched(optimizer):
-        raise PrepareError.of([_started(optimizer, replaced)])
 
 
-def started_optimizers(optimizers: Iterable[Optimizer], replaced: Container[int]) -> list[Problem]:
-    """Returns a problem for each optimizer with states of parameters (given by their ids) that the plan will replace."""
-    problems = []
-    for optimizer in optimizers:
-        count = sum(id(parameter) in replaced for parameter in parameters_of(optimizer))
-        if count and not _untouched(optimizer):
-            problems.append(_started(optimizer, count))
-    return problems
-
-
-def _untouched(optimizer: Optimizer) -> bool:
-    """Returns whether an optimizer has not stepped yet. Adagrad creates its states in its constructor."""
-    if type(optimizer) is not torch.optim.Adagrad:
-        return not optimizer.state
-    return all(float(state["step"]) == 0 for state in optimizer.state.values())
-
-
-def _carry(optimizer: Optimizer, group: Mapping[str, Any], old: Tensor, new: Tensor) -> None:
-    """Creates Adagrad's initial state for the parameter that has replaced `old`."""
-    if old in optimizer.state and _untouched(optimizer):
-        first = torch.full_like(new.detach(), group["initial_accumulator_value"])
-        optimizer.state[new] = {**optimizer.state.pop(old), "sum": first}
-
-
-def _started(optimizer: Optimizer, replaced: int) -> Problem:
-    return Problem(
-        "optimizer-started",
-        f"{type(optimizer).__name__} already has states, but the plan replaces the parameters to which they belong.",
-        why=f"{replaced} parameters are replaced by this rank's part of them",
-        fix="construct a new optimizer before `prepare`, or load its states with `load_state` afterwards",
-    )
+def _carried(state: dict[str, Any], group: Mapping[str, Any], new: Tensor) -> dict[str, Any]:
+    """Returns the state of a parameter that `new` has replaced. It is that of the whole parameter, where `new` is divided."""
+    if any(isinstance(value, Tensor) and value.is_meta for value in state.values()):
+        # Of those that create states in their constructor, which has had no values yet, only Adagrad's are not zero.
+        return {**state, "sum": torch.full_like(new.detach(), group["initial_accumulator_value"])}
+    return state

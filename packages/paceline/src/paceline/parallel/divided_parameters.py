@@ -174,7 +174,7 @@ def take_whole_values(model: nn.Module) -> None:
 
 
 def take_whole_states(optimizer: Optimizer) -> None:
-    """Registers a hook so that `load_state_dict` of the optimizer takes unsharded states for divided parameters."""
+    """Divides the states that the optimizer has of divided parameters, and those that its `load_state_dict` gets later."""
 
     def convert(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         parameters = parameters_by_number(optimizer, saved)
@@ -189,6 +189,9 @@ def take_whole_states(optimizer: Optimizer) -> None:
         return {**saved, "state": states}
 
     optimizer.register_load_state_dict_pre_hook(convert)
+    for parameter, state in optimizer.state.items():
+        if is_sharded(parameter) and division_of(optimizer, parameter) is None:
+            state.update({key: divided(value, parameter) for key, value in state.items()})
 
 
 # -- FSDP2 modules -------------------------------------------------------------------------------------------------------

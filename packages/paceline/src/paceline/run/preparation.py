@@ -28,7 +28,7 @@ from paceline.checkpoint.state.module_state import clean
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import own_division, prepare_loader, random_samples
 from paceline.optim.optimizer import PreparedOptimizer
-from paceline.optim.rebind import parameter_names, rebind, shared_parameters, started_optimizers
+from paceline.optim.rebind import parameter_names, rebind, shared_parameters
 from paceline.optim.schedule import PreparedScheduler, Scheduler, compare_lengths, is_scheduler, warn_of_other_optimizer
 from paceline.parallel.chain import Chain
 from paceline.parallel.fused_kernels import suit_fused
@@ -131,6 +131,12 @@ class Preparation:
         other_plan: Plan | None = None
         if plan is not None:
             other_plan = draft_beside(self.run.plan, plan, self.run.world.size)
+        if self.run.world.size > 1 and self.run.runtime.others_answer:
+            from paceline.run.started_states import take_first_ranks_states  # one process has nobody to differ from
+
+            for optimizer in optimizers:
+                if self.run.prepared.optimizer_of(optimizer) is None:
+                    take_first_ranks_states(optimizer, self.run.collectives)
         with nullcontext() if trains else _frozen([model for model, _ in models]):
             names = self._prepare_models(models, optimizers, loaders, other_plan, trains)
             self._prepare_loose([objects[number] for number in numbers["parameter"]], names)
@@ -321,13 +327,6 @@ class Preparation:
         """Returns the problems of the objects themselves, whatever the plan."""
         prepared = [entry.optimizer for entry in self.run.prepared.optimizers]
         problems = shared_parameters(list(dict.fromkeys([*prepared, *optimizers])), names)
-        # The states of an optimizer that has stepped belong to its old parameters, which the plan will replace.
-        if _replaces_parameters(plan):
-            replaced: set[int] = set()
-            for model in new:
-                replaced.update(map(id, model.module.parameters()))
-            unprepared = [optimizer for optimizer in optimizers if optimizer not in prepared]
-            problems += started_optimizers(unprepared, replaced)
         prepared_modules = [entry.module for entry in self.run.prepared.models]
         modules = [*prepared_modules, *(model.module for model in new)]
         refusing = [strategy for strategy in strategies_of(plan) if strategy.keeps_apart(plan)]
@@ -681,6 +680,10 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
             with adapter.binding():
                 for applied in model.chain.strategies:
                     decisions += applied.bind(adapter)
+            if any_sharded(model.module.parameters()):
+                from paceline.parallel.divided_parameters import take_whole_states
+
+                take_whole_states(optimizer)
             for decision in decisions:
                 present.note(decision)
 

@@ -172,15 +172,17 @@ def test_an_optimizer_of_another_model_is_refused():
         rebind(optimizer, parameter_names([nn.Linear(1, 1)]), [nn.Linear(1, 1)])
 
 
-def test_an_optimizer_that_started_cannot_follow_replaced_parameters():
+def test_states_follow_replaced_parameters():
     model = nn.Linear(1, 1)
     optimizer = torch.optim.Adam(model.parameters())
     model(torch.ones(1, 1)).sum().backward()
     optimizer.step()
+    state = optimizer.state[model.weight]
     before = parameter_names([model])
     model.weight = nn.Parameter(model.weight.detach().clone())
-    with pytest.raises(PrepareError, match=r"\[optimizer-started\]"):
-        rebind(optimizer, before, [model])
+    rebind(optimizer, before, [model])
+    assert optimizer.state.keys() == {model.weight, model.bias}
+    assert optimizer.state[model.weight] is state
 
 
 @pytest.mark.parametrize(("value_is_strided", "gradient_is_strided"), [(True, False), (False, True)])

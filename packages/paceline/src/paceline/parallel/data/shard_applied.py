@@ -26,7 +26,7 @@ from paceline.parallel.data.shard import (
     resolved_reshard,
 )
 from paceline.parallel.data.wrapping import Wrapping, leaks
-from paceline.parallel.divided_parameters import refuse_tools, take_whole_states, take_whole_values
+from paceline.parallel.divided_parameters import refuse_tools, take_whole_values
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.whole_answers import answer_for_whole_tensors
@@ -203,7 +203,7 @@ class DividedUnits(Units):
         self._context = context
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
-        """Lets the optimizer load unsharded states, refuse gradients that were not reduced, and clear them in `zero_grad`.
+        """Lets the optimizer refuse gradients that were not reduced, and clear them in `zero_grad`.
 
         One that may look at whole parameters steps each on its owner, as under ZeRO 1.
 
@@ -213,7 +213,6 @@ class DividedUnits(Units):
         _refuse_optimizer(adapter.optimizer)
         adapter.refuse(self.before_step)
         decisions = step_by_owners(adapter, self.module, self._context.mesh.along((*GRADIENT_AXES, "tp")))
-        take_whole_states(adapter.optimizer)
         adapter.forget(lambda to_none: self.forget(parameters_of(adapter.optimizer), to_none))
         return [*decisions, *super().bind(adapter)]
 

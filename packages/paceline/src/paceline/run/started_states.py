@@ -1,0 +1,61 @@
+"""States that an optimizer has before it is prepared, as where a script has loaded a checkpoint of plain PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from paceline.base.errors import PrepareError
+from paceline.parallel.data.averages import broadcast_tensors
+from paceline.world.collectives import Collectives
+from paceline.world.param_groups import inner_optimizers, parameters_of
+
+
+def take_first_ranks_states(optimizer: Optimizer, collectives: Collectives) -> None:
+    """Gives all ranks the states that rank 0 has, as they get its parameters. Ranks: all.
+
+    Raises:
+        PrepareError: `optimizer-started`, if ranks have states of other parameters, or other ones.
+    """
+    by_rank = collectives.gather_object(_described(optimizer))
+    others = [rank for rank, states in enumerate(by_rank) if states != by_rank[0]]
+    if others:
+        counts = [sum(map(bool, states)) for states in by_rank]
+        raise PrepareError(
+            "optimizer-started",
+            f"{type(optimizer).__name__} has other states on rank {others[0]} than on rank 0.",
+            why=f"before `prepare` it has states of {counts[0]} parameters on rank 0, and of {counts[others[0]]} on rank "
+            f"{others[0]}",
+            fix="load the same states into it on all ranks, and not on one; or load them after `prepare`, on all ranks",
+        )
+    tensors = [value for state in _states(optimizer) for value in state.values() if isinstance(value, Tensor)]
+    for device in {tensor.device for tensor in tensors}:
+        broadcast_tensors(
+            [tensor for tensor in tensors if tensor.device == device and tensor.numel()], collectives.group
+        )
+
+
+def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the states of all parameters, in the order of the groups, those of optimizers inside of it too."""
+    states = []
+    for each in (optimizer, *inner_optimizers(optimizer)):
+        states += [each.state.get(parameter, {}) for parameter in parameters_of(each)]
+    return states
+
+
+def _described(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Returns the states of all parameters: shapes and types of tensors, and numbers as they are."""
+    described = []
+    for state in _states(optimizer):
+        values: dict[str, Any] = {}
+        for key, value in state.items():
+            if isinstance(value, Tensor):
+                values[str(key)] = (tuple(value.shape), str(value.dtype), value.device.type)
+            elif isinstance(value, bool | int | float | str):
+                values[str(key)] = value
+            else:
+                values[str(key)] = type(value).__name__
+        described.append(values)
+    return described
