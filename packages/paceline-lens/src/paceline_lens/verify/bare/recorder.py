@@ -37,6 +37,7 @@ from paceline.data.unprepared import iterated_loaders
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
 from paceline.torch_internals.modules import BatchNormBase
+from paceline.torch_internals.replaced import replaced
 from paceline.world.param_groups import parameters_of
 from paceline.world.places import line_of, user_frame
 from paceline.world.sharded import is_sharded, local, whole
@@ -44,7 +45,6 @@ from paceline.world.tree import tensors
 from paceline_lens.verify.bare.loss_graph import divisors
 from paceline_lens.verify.quiet import Quiet
 from paceline_lens.verify.recording import Event, Recording
-from paceline_lens.verify.replaced import replaced
 from paceline_lens.verify.sketch import rows, sketch
 
 # Steps of which gradients before their reduction are recorded: mistakes in the reduction show in the first step, or in the
@@ -110,12 +110,12 @@ class BareRecorder:
             ):
                 hooks.callback(handle.remove)
             # Torch's hooks on all modules do not see keyword arguments.
-            hooks.enter_context(replaced(nn.Module, "__call__", self._noting_forward))
-            hooks.enter_context(replaced(dist, "all_reduce", self._noting_reduction))
+            hooks.enter_context(replaced(nn.Module, "__call__", self._noting_forward(nn.Module.__call__)))
+            hooks.enter_context(replaced(dist, "all_reduce", self._noting_reduction(dist.all_reduce)))
             for module in (nn.utils, nn.utils.clip_grad):
-                hooks.enter_context(replaced(module, "clip_grad_norm_", self._noting_clip))
+                hooks.enter_context(replaced(module, "clip_grad_norm_", self._noting_clip(module.clip_grad_norm_)))
             if self._share > 1:
-                hooks.enter_context(replaced(DataLoader, "__init__", self._sharing))
+                hooks.enter_context(replaced(DataLoader, "__init__", self._sharing(DataLoader.__init__)))
             hooks.callback(self._write)
             with self._quiet:
                 try:
