@@ -290,9 +290,8 @@ def accelerate() -> str:
     head = """# Fields of accelerate's engines
 
 This page lists every field of accelerate 1.15's plugins for FSDP, parallelism and dynamo, with its flag, key and
-variable, and every keyword of torch's `FullyShardedDataParallel`. The last column says what the field means for
-Paceline. *The same* stands for the value that was given. For a field without an effect, one message gives the reason;
-`paceline explain` lists all fields.
+variable. The last column says what the field means for Paceline. *The same* stands for the value that was given. For a
+field without an effect, one message gives the reason; `paceline explain` lists all fields.
 """
     lines, owner = [head], ""
     for row in ROWS:

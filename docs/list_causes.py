@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from paceline_lens.verify.bare.causes import CAUSES_OF_GRADIENTS, CAUSES_OF_ONE, CAUSES_OF_REPEAT, CAUSES_OF_RUN
-from paceline_lens.verify.diagnose import CAUSES
+from paceline_lens.verify.causes import CAUSES
 
 BARE_CAUSES = (*CAUSES_OF_REPEAT, *CAUSES_OF_ONE, *CAUSES_OF_RUN, *CAUSES_OF_GRADIENTS)
 PAGE = Path(__file__).parent / "how-to" / "verify.md"

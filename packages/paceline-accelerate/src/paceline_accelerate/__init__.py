@@ -221,26 +221,6 @@ _NATIVE_WAYS = (
         "it reads files of accelerate's own repository, which are not here",
         "take `RegressionDataset` and `RegressionModel` of `accelerate.test_utils`, or data of your own",
     ),
-    (
-        r"fsdp|FSDP|DeepSpeed|deepspeed|Dummy|DDP2",
-        "parameters are divided when a model is prepared, by the plan",
-        "native: `paceline.Accelerator(plan={'shard': 4})`",
-    ),
-    (
-        r"[Tt]ensorParallel|ContextParallel|SequenceParallel",
-        "tensor, context and pipeline parallel are axes of a plan here, not plugins",
-        "native: `paceline.Accelerator(plan={'tp': 2, 'pp': 2})`",
-    ),
-    (
-        r"Dynamo|compile",
-        "the repeated blocks are compiled when a model is prepared",
-        "native: `paceline.Accelerator(plan={'compile': True})`, or call `torch.compile(model)` before `prepare`",
-    ),
-    (
-        r"command|launch|Launch|[Cc]onfig",
-        "the command line is `paceline`'s own",
-        "native: `paceline launch`, `paceline config`; accelerate's flags and files are understood",
-    ),
 )
 _DEFAULT_WAY = (
     "no script that we know of needs it",

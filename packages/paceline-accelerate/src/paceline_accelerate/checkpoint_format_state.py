@@ -29,6 +29,7 @@ from paceline.checkpoint.store import Store
 from paceline.checkpoint.weights.model import without_wrappers
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped, read_whole
+from paceline_accelerate.checkpoint_functions import file_name
 from paceline_accelerate.folder_names import RECORD, STREAMS_OF_RANK_0
 from paceline_doors.state_translation import StateTranslation
 
@@ -75,9 +76,9 @@ class AccelerateReader:
             self._translation.add_model(name, self._weights(number))
         for name, number in self._numbered("optimizer"):
             divided = f"optimizer_{number}"
-            self._add_optimizer(name, divided if divided in self._files else f"optimizer{_suffix(number)}.bin")
+            self._add_optimizer(name, divided if divided in self._files else file_name("optimizer", number, "bin"))
         for name, number in self._numbered("scheduler"):
-            state = self._load(f"scheduler{_suffix(number)}.bin")
+            state = self._load(file_name("scheduler", number, "bin"))
             self._add("schedulers", name, state)
             count = state.get("last_epoch") if isinstance(state, dict) else None
             if isinstance(count, int):
@@ -108,8 +109,8 @@ class AccelerateReader:
             single: Paceline's name for the first one.
         """
         numbers: set[int] = set()
-        for file_name in self._files:
-            match = re.fullmatch(_NUMBERED[single], file_name)
+        for file in self._files:
+            match = re.fullmatch(_NUMBERED[single], file)
             if match:
                 # The file of the first one has no number.
                 numbers.add(int(next(filter(None, match.groups()), 0)))
@@ -233,11 +234,6 @@ class AccelerateReader:
             self._translation.add_streams(rank, streams)
         if STREAMS_OF_RANK_0 not in self._files:
             self._translation.leave_out("rng")
-
-
-def _suffix(number: int) -> str:
-    """Returns what accelerate puts after the name of a file; the file of the first object has no number."""
-    return f"_{number}" if number else ""
 
 
 def _divided_optimizer(weights: DividedWeights) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -49,11 +49,9 @@ PLUGIN = "FullyShardedDataParallelPlugin"
 AXES = "ParallelismConfig"
 TENSOR = "TorchTensorParallelPlugin"
 DYNAMO = "TorchDynamoPlugin"
-TORCH = "torch.distributed.fsdp.FullyShardedDataParallel"
 TENSOR_HANDLER = "TorchTensorParallelConfig"
 CONTEXT_HANDLER = "TorchContextParallelConfig"
 SEQUENCE_HANDLER = "DeepSpeedSequenceParallelConfig"
-MIXED = "torch.distributed.fsdp.MixedPrecision"
 ASKS_NOTHING = "it asks for nothing"
 
 
@@ -256,55 +254,25 @@ _COMPILE = (
 )  # fmt: skip
 
 
-def _keyword(name: str, *cases: Case, owner: str = TORCH, default: str = "none") -> Field:
-    return Field(f"{owner.rpartition('.')[2]}.{name}", cases, owner, name, "", default, (), None)
+def _policy(name: str, *cases: Case, default: str = "none") -> Field:
+    owner = f"{PLUGIN}.mixed_precision_policy"
+    return Field(f"fsdp_mixed_precision_policy.{name}", cases, owner, name, "", default, ("use_fsdp=true",), None)
 
 
-def _mixed(name: str, *cases: Case, default: str = "none") -> Field:
-    return _keyword(name, *cases, owner=MIXED, default=default)
-
-
-# torch's keywords have this value unless the script gives another one.
-_UNSET = _asks_nothing("none")
-# The text of torch's own default.
-_NORMS = "(<class 'torch.nn.modules.batchnorm._BatchNorm'>,)"
-_POLICY = tuple(
-    Field(f"fsdp_mixed_precision_policy.{name}", (Case("*", {f"options.shard.{name}": VALUE}),),
-          f"{PLUGIN}.mixed_precision_policy", name, "", "", ("use_fsdp=true",), None)
-    for name in ("param_dtype", "reduce_dtype", "output_dtype")
-)  # fmt: skip
-# The keywords of torch's own class; `paceline_accelerate.fsdp` reads the fields of a policy one by one.
-_KEYWORDS = (
-    _keyword("sharding_strategy", _UNSET, *_STRATEGIES),
-    _keyword("reshard_after_forward", _UNSET, Case("*", {_RESHARD: VALUE})),
-    _keyword("cpu_offload", _true(offload="all"), _asks_nothing("false|none"), default="false|none"),
-    _keyword("auto_wrap_policy", _UNSET, Case("size", {"options.shard.wrap": "size"}),
-             Case("*", {"options.shard.wrap": VALUE})),
-    _keyword("min_num_params", Case("*", {"options.shard.min_params": VALUE})),
-    _keyword("backward_prefetch", _idle(_WAITS), default="BACKWARD_PRE|none"),
-    _keyword("forward_prefetch", _true(options__shard__prefetch=1), _asks_nothing(), default="false"),
-    _keyword("limit_all_gathers", _idle(_LIMIT), default="true"),
-    _keyword("use_orig_params", _idle(_NAMES), default="true|false"),
-    _keyword("ignored_modules", _UNSET, Case("*", {"options.shard.ignored": VALUE})),
-    _keyword("ignored_states", _UNSET, Case("*", {"options.shard.ignored": VALUE})),
-    _keyword("param_init_fn", _UNSET, _idle("a model on the meta device is given values by its own `reset_parameters`")),
-    _keyword("sync_module_states", _idle(_SYNC), default="true|false"),
-    _keyword("device_id", _UNSET, _idle("the device follows from the rank on its host")),
-    _keyword("process_group", _UNSET, Case("*", why=_GROUPS, fix="leave it out; sizes: `Accelerator(plan={'shard': 4})`")),
-    _keyword("device_mesh", _UNSET, Case("*", why=_GROUPS, fix="leave it out; sizes: `Accelerator(plan={'shard': 4})`")),
-    _keyword("mixed_precision", _UNSET, _idle("its own fields are read, in the rows below")),
-    _mixed("param_dtype", _UNSET, Case("*", {"mixed_precision": VALUE})),
-    _mixed("reduce_dtype", _UNSET, Case("*", {"options.shard.reduce_dtype": VALUE})),
-    _mixed("output_dtype", _UNSET, Case("*", {"options.shard.output_dtype": VALUE})),
-    _mixed("buffer_dtype", _UNSET, _idle("buffers keep their dtype, and autocast casts what needs it")),
-    _mixed("backward_dtype", _UNSET, _idle("torch has no such field: backward computes in forward's dtype")),
-    _mixed("keep_low_precision_grads", _idle("gradients have the dtype of their parameters"), default="false"),
-    _mixed("cast_forward_inputs", _idle("autocast casts inputs, once"), default="true|false"),
-    _mixed("cast_root_forward_inputs", _idle("autocast casts inputs, once"), default="true|false"),
-    _mixed("_module_classes_to_ignore", _idle("autocast keeps float32 where an operation needs it"), default=_NORMS),
+# The fields of torch's two policies, which `paceline_accelerate.fsdp` reads one by one. Those with a reason have no effect.
+_POLICY = (
+    *(_policy(name, Case("*", {f"options.shard.{name}": VALUE}), default="")
+      for name in ("param_dtype", "reduce_dtype", "output_dtype")),
+    _policy("buffer_dtype", _asks_nothing("none"), _idle("buffers keep their dtype, and autocast casts what needs it")),
+    _policy("keep_low_precision_grads", _idle("gradients have the dtype of their parameters"), default="false"),
+    _policy("cast_forward_inputs", _idle("autocast casts inputs, once"), default="true|false"),
+    _policy("cast_root_forward_inputs", _idle("autocast casts inputs, once"), default="true|false"),
+    # The default is the text of torch's own.
+    _policy("_module_classes_to_ignore", _idle("autocast keeps float32 where an operation needs it"),
+            default="(<class 'torch.nn.modules.batchnorm._BatchNorm'>,)"),
 )  # fmt: skip
 
-ROWS = (*_FSDP, *_POLICY, *_PARALLELISM, *_COMPILE, *_KEYWORDS)
+ROWS = (*_FSDP, *_POLICY, *_PARALLELISM, *_COMPILE)
 # Name that earlier releases of accelerate wrote into files -> the present name.
 _OLDER = {
     "fsdp_backward_prefetch_policy": "fsdp_backward_prefetch",

@@ -1,78 +1,23 @@
-"""Translates the arguments of torch's `FSDP(model, ...)` into a plan.
+"""Lists what accelerate's argument objects say, under the names of the table in `paceline_accelerate.engine_fields`.
 
-    FSDP(model, sharding_strategy=ShardingStrategy.SHARD_GRAD_OP, auto_wrap_policy=partial(size_based_..., ...))
-    plan_from(sharding_strategy=..., auto_wrap_policy=...)
-        -> {"plan": {"zero": 2}, "options": {"shard": {"wrap": "size", ...}}, "notes": [...]}
-    Accelerator(plan=..., options=...)
-
-The table in `paceline_accelerate.engine_fields` says what becomes of each keyword.
+Fields that may hold torch's objects (wrapping policies, `MixedPrecision`, `CPUOffload`) are read as words and numbers.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any
 
-from paceline.base import env as environment
-from paceline.base.errors import CompatError, ConfigError, Problem
-from paceline.config import options
-from paceline.config.given import Given, nearest
-from paceline.config.sources import nodes_of
+from paceline.base.errors import CompatError, Problem
+from paceline.config.given import Given
 from paceline.torch_internals.fsdp import wrapped_classes
-from paceline_accelerate import engines
-from paceline_accelerate.engine_fields import FIELDS, MIXED, ROWS, TORCH
+from paceline_accelerate.engine_fields import ROWS
 from paceline_accelerate.said_fields import SaidFields
 
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
-_PRECISIONS = {"float32": "no"}  # names of precisions where they differ from those of dtypes
-_NAMES = {  # keywords of `fully_shard`
-    "mp_policy": "mixed_precision",
-    "offload_policy": "cpu_offload",
-    "mesh": "device_mesh",
-    "ignored_params": "ignored_states",
-}
-
-
-def plan_from(**keywords: Any) -> dict[str, Any]:
-    """Returns the arguments of `Accelerator` that correspond to `FSDP(model, ...)` or `fully_shard(model, ...)`.
-
-    Args:
-        keywords: keyword arguments of torch's `FullyShardedDataParallel` or `fully_shard`.
-
-    Returns:
-        A dictionary with `plan` and `options` for `Accelerator`, and `notes` on what has no effect here, and why.
-
-    Raises:
-        ConfigError: `config-key`, `accelerate-feature`, `config-value`, `fsdp-object`, with all problems at once.
-
-    Example:
-        settings = plan_from(sharding_strategy=ShardingStrategy.SHARD_GRAD_OP)
-        accelerator = Accelerator(plan=settings["plan"], options=settings["options"])
-    """
-    problems: list[Problem] = []
-    said: list[Given] = []
-    if not keywords.get("sharding_strategy"):
-        said.append(Given("use_fsdp", "true", "code", "FSDP(...)"))  # torch's default shards everything
-    for name, value in keywords.items():
-        said += _read(_NAMES.get(name, name), value, f"FSDP({name}=...)", problems)
-    translated = engines.translate(said, nodes_of(environment.snapshot()))
-    problems += translated.problems
-    if problems:
-        raise ConfigError.of(problems)
-    plan: dict[str, Any] = {}
-    for given in translated.given:
-        if not given.name.startswith(f"{options.NAME}."):
-            plan[given.name] = given.value
-    if "mixed_precision" in plan:
-        plan["mixed_precision"] = _PRECISIONS.get(plan["mixed_precision"], plan["mixed_precision"])
-    return {
-        "plan": plan,
-        "options": options.merge(translated.given)[0],
-        "notes": list(engines.notices(translated.unused)),
-    }
 
 
 def said_by(plugin: object, place: str = "") -> list[Given]:
@@ -103,29 +48,16 @@ def said_by(plugin: object, place: str = "") -> list[Given]:
         where = f"{place or owner}({row.attribute}=...)"
         is_function = row.attribute == "auto_wrap_policy" and not isinstance(value, str)
         if row.attribute == "mixed_precision_policy":
-            given += _policy(value, where, "fsdp_mixed_precision_policy")
-        elif row.attribute == "ignored_modules" or is_function:
-            # These fields may hold torch's objects, so they are read like torch's own keywords.
-            for keyword in _read(row.attribute, value, where, problems):
-                given += _as_plugin(keyword)
+            given += _policy(value, where)
+        elif row.attribute == "ignored_modules":
+            given += _ignored(row.name, value, where, problems)
+        elif is_function:
+            given += _wrapping(value, where, problems)
         else:
             given.append(Given(row.name, plain(value), "code", where))
     if problems:
         raise CompatError.of(problems)
     return given
-
-
-def _as_plugin(keyword: Given) -> list[Given]:
-    """Renames a keyword of torch's to the names of the plugin's fields."""
-    name = keyword.name.rpartition(".")[2]
-    if name != "auto_wrap_policy":
-        return [replace(keyword, name=f"fsdp_{name}")]
-    if keyword.value == "size":
-        return [replace(keyword, name="fsdp_auto_wrap_policy", value="SIZE_BASED_WRAP")]
-    return [
-        replace(keyword, name="fsdp_auto_wrap_policy", value="TRANSFORMER_BASED_WRAP"),
-        replace(keyword, name="fsdp_transformer_layer_cls_to_wrap"),
-    ]
 
 
 def plain(value: Any) -> Any:
@@ -146,29 +78,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _read(name: str, value: object, where: str, problems: list[Problem]) -> list[Given]:
-    """Reads one keyword of torch's as values of the table's rows."""
-    row = f"{TORCH.rpartition('.')[2]}.{name}"
-    if row not in FIELDS:
-        keywords = [entry.attribute for entry in FIELDS.values() if entry.owner == TORCH]
-        fix = "leave it out"
-        near = nearest(name, keywords)
-        if near:
-            fix = f"write {near!r}"
-        problems.append(Problem("config-key", f"FSDP has no keyword {name!r}.", f"it stands in {where}", fix))
-        return []
-    if value is None:
-        return []
-    if name == "mixed_precision":
-        return _policy(value, where, MIXED.rpartition(".")[2])
-    if name == "auto_wrap_policy" and not isinstance(value, str):
-        return _wrapping(value, where, problems)
-    if name in ("ignored_modules", "ignored_states"):
-        return _ignored(row, value, where, problems)
-    return [Given(row, plain(value), "code", where)]
-
-
-def _policy(value: object, where: str, owner: str) -> list[Given]:
+def _policy(value: object, where: str) -> list[Given]:
     """Reads the fields of a `MixedPrecision`, a `MixedPrecisionPolicy`, a mapping of the same names, or one dtype for all."""
     if isinstance(value, Mapping):
         dtypes = dict(value)
@@ -178,11 +88,8 @@ def _policy(value: object, where: str, owner: str) -> list[Given]:
         dtypes = dict.fromkeys(("param_dtype", "reduce_dtype", "output_dtype"), value)
     given = []
     for name, dtype in dtypes.items():
-        row_name = f"{owner}.{name}"
-        if row_name not in FIELDS:
-            row_name = f"{MIXED.rpartition('.')[2]}.{name}"
         if dtype is not None:
-            given.append(Given(row_name, plain(dtype), "code", where))
+            given.append(Given(f"fsdp_mixed_precision_policy.{name}", plain(dtype), "code", where))
     return given
 
 
@@ -197,19 +104,19 @@ def _wrapping(policy: Any, where: str, problems: list[Problem]) -> list[Given]:
     classes = arguments.pop("transformer_layer_cls", None) or arguments.pop("module_classes", None)
     if not classes:
         classes = wrapped_classes(policy)
-    owner = TORCH.rpartition(".")[2]
     if name == "size_based_auto_wrap_policy" and arguments.keys() <= {"min_num_params"}:
-        given = [Given(f"{owner}.auto_wrap_policy", "size", "code", where)]
+        given = [Given("fsdp_auto_wrap_policy", "SIZE_BASED_WRAP", "code", where)]
         min_params = arguments.get("min_num_params")
         if min_params is not None:
-            given.append(Given(f"{owner}.min_num_params", int(min_params), "code", where))
+            given.append(Given("fsdp_min_num_params", int(min_params), "code", where))
         return given
     # A policy with further arguments does something that no setting can express.
-    if classes and not arguments:
-        names = sorted(kind.__name__ for kind in classes)
-        return [Given(f"{owner}.auto_wrap_policy", names, "code", where)]
-    if name == "transformer_auto_wrap_policy" and not arguments:
-        return [Given(f"{owner}.auto_wrap_policy", "auto", "code", where)]
+    if not arguments and (classes or name == "transformer_auto_wrap_policy"):
+        wrapped = sorted(kind.__name__ for kind in classes) if classes else "auto"
+        return [
+            Given("fsdp_auto_wrap_policy", "TRANSFORMER_BASED_WRAP", "code", where),
+            Given("fsdp_transformer_layer_cls_to_wrap", wrapped, "code", where),
+        ]
     problems.append(
         Problem(
             "fsdp-object",

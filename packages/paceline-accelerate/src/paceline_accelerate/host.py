@@ -6,7 +6,6 @@ import math
 import os
 import platform
 import re
-import socket
 import subprocess
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ import torch
 
 from paceline.base import env
 from paceline.base.log import warn_once
+from paceline.launch.host import free_port
 from paceline.world.world import World
 from paceline_accelerate.available import has_package
 from paceline_accelerate.errors import CompatImportError
@@ -153,10 +153,7 @@ def set_numa_affinity(local_process_index: int, verbose: bool | None = None) -> 
 
 def get_free_port() -> int:
     """Returns a port on which no process of this host listens."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-        probe.bind(("", 0))
-        port: int = probe.getsockname()[1]
-    return port
+    return free_port()
 
 
 def get_int_from_env(env_keys: list[str], default: int) -> int:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import BackwardPrefetch, CPUOffload, CPUOffloadPolicy, MixedPrecision, ShardingStrategy
-from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy, transformer_auto_wrap_policy
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy, size_based_auto_wrap_policy
 
 from paceline.base import env
 from paceline.base.errors import CompatError, ConfigError
@@ -19,7 +19,7 @@ from paceline.config.overrides import Overrides
 from paceline.plan.options import read
 from paceline_accelerate.accelerator import Accelerator
 from paceline_accelerate.engine_fields import FIELDS, PLUGIN
-from paceline_accelerate.fsdp import plan_from, said_by
+from paceline_accelerate.fsdp import said_by
 from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline_accelerate.parallelism_config import (
     DeepSpeedSequenceParallelConfig,
@@ -39,9 +39,8 @@ SWITCH = {"use_fsdp"}
 
 @pytest.mark.parametrize("owner", sorted(KNOWN["fields"]))
 def test_every_field_has_a_row(owner: str) -> None:
-    rows = {row.attribute for row in FIELDS.values() if row.owner.rpartition(".")[2] == owner}
-    if owner == "MixedPrecisionPolicy":
-        rows |= {row.attribute for row in FIELDS.values() if row.owner.endswith("MixedPrecision")}
+    in_table = "mixed_precision_policy" if owner.startswith("MixedPrecision") else owner
+    rows = {row.attribute for row in FIELDS.values() if row.owner.rpartition(".")[2] == in_table}
     assert not set(KNOWN["fields"][owner]) - rows
 
 
@@ -217,53 +216,6 @@ def test_the_accelerator_takes_plugins() -> None:
     )
     assert (accelerator.plan.recompute, accelerator.plan.layout.size()) == ("blocks", 1)
     assert accelerator.state.fsdp_plugin.fsdp_version == 2 and not accelerator.is_fsdp2  # one process divides nothing
-
-
-# -- torch's own keywords ------------------------------------------------------------------------------------
-
-
-def test_the_keywords_of_fsdp_become_a_plan() -> None:
-    resolved = plan_from(
-        auto_wrap_policy=functools.partial(size_based_auto_wrap_policy, min_num_params=20000),
-        cpu_offload=CPUOffload(offload_params=True),
-        mixed_precision=MixedPrecision(
-            param_dtype=torch.bfloat16, buffer_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16,
-            keep_low_precision_grads=True,
-        ),
-        sharding_strategy=ShardingStrategy.FULL_SHARD,
-        device_id=0,
-        param_init_fn=lambda module: module.to_empty(device="cpu", recurse=False),
-        sync_module_states=True,
-    )  # fmt: skip
-    assert resolved["plan"] == {"zero": 3, "offload": "all", "mixed_precision": "bf16"}
-    assert resolved["options"] == {"shard": {"wrap": "size", "min_params": 20000, "reduce_dtype": "bf16"}}
-    [note] = resolved["notes"]
-    assert all(name in note for name in ("device_id", "param_init_fn", "buffer_dtype", "keep_low_precision_grads"))
-    assert "sync_module_states" not in note
-
-
-def test_no_keyword_at_all_divides_everything() -> None:
-    assert plan_from() == {"plan": {"zero": 3}, "options": {}, "notes": []}
-
-
-def test_keywords_of_fully_shard_are_read_too() -> None:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
-
-    resolved = plan_from(reshard_after_forward=2, mp_policy=MixedPrecisionPolicy(torch.float32), offload_policy=None)
-    assert resolved["plan"] == {"zero": 3, "mixed_precision": "no"}
-    assert resolved["options"] == {"shard": {"reshard": 2}}
-
-
-def test_classes_of_layers() -> None:
-    policy = functools.partial(transformer_auto_wrap_policy, transformer_layer_cls={nn.TransformerEncoderLayer})
-    assert plan_from(auto_wrap_policy=policy)["options"] == {"shard": {"wrap": ["TransformerEncoderLayer"]}}
-
-
-def test_wrong_keywords_are_refused_all_at_once() -> None:
-    with pytest.raises(ConfigError) as caught:
-        plan_from(process_group=object(), auto_wrap_policy=lambda *_: True, shardin_strategy="FULL_SHARD")
-    assert {problem.code for problem in caught.value.problems} == {"accelerate-feature", "fsdp-object", "config-key"}
-    assert "sharding_strategy" in str(caught.value)
 
 
 def test_words_are_read_as_people_write_them() -> None:

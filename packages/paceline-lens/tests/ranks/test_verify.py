@@ -29,7 +29,7 @@ from paceline.launch.job import Target
 from paceline.testing import RankFailed, run_ranks
 from paceline_lens.cli.verify import _take_own_options_after_script
 from paceline_lens.verify.case import RunFailed, VerifyCase
-from paceline_lens.verify.diagnose import CAUSES
+from paceline_lens.verify.causes import CAUSES
 from paceline_lens.verify.plain import PlainRecorder
 from paceline_lens.verify.recorder import Recorder
 from paceline_lens.verify.recording import read_all

@@ -92,7 +92,6 @@ def test_store_apart_writes_nowhere_else(tmp_path: Path) -> None:
         (["--failures-per-day", "-1"], "rehearse-value"),
         (["--failures-per-day", "nan"], "rehearse-value"),
         (["--failures-per-day", "1", "--mtbf-hours", "1"], "rehearse-value"),
-        (["--repeat", "0"], "rehearse-value"),
         (["--minutes", "0"], "rehearse-value"),
         (["--nodes", "1:2"], "rehearse-value"),
         (["--folder", "."], "rehearse-value"),

@@ -3,7 +3,6 @@
 Run it where accelerate 1.15.0 and torch are installed; see record.py.
 """
 
-import inspect
 import json
 import re
 from dataclasses import fields
@@ -13,7 +12,7 @@ import accelerate
 from accelerate.commands.launch import launch_command_parser
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.utils import dataclasses as found
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecision, MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecision, MixedPrecisionPolicy
 
 CLASSES = (
     ParallelismConfig,
@@ -31,7 +30,6 @@ BEGINNINGS = ("fsdp_", "parallelism_config_", "dynamo_", "use_fsdp")
 
 def main():
     listed = {cls.__name__: [each.name for each in fields(cls)] for cls in CLASSES}
-    listed["FullyShardedDataParallel"] = list(inspect.signature(FullyShardedDataParallel.__init__).parameters)[2:]
     flags = sorted({each.dest for each in launch_command_parser()._actions if each.dest.startswith(BEGINNINGS)})
     source = (Path(accelerate.__file__).parent / "utils" / "dataclasses.py").read_text(encoding="utf-8")
     plugin = source[source.index("class FullyShardedDataParallelPlugin") :]

@@ -37,7 +37,6 @@ _OWN: dict[str, dict[str, Any]] = {
         "help": f"some of {','.join(_FAILURES)} [all]",
     },
     "--seed": {"type": int, "metavar": "N", "default": 0, "help": "draws the steps and ranks [0]"},
-    "--repeat": {"type": int, "metavar": "N", "default": 1, "help": "how often each failure is rehearsed [1]"},
     "--minutes": {
         "type": float,
         "metavar": "N",
@@ -85,9 +84,10 @@ def run(args: argparse.Namespace) -> int:
     failures = _failures(args.failures)
     devices = _devices(args.devices)
     device_mtbf_s = _device_mtbf_s(args, devices)
-    for flag, value, least in (("--repeat", args.repeat, 1), ("--minutes", args.minutes, 0.01)):
-        if not value >= least:
-            raise _wrong(flag, str(value), f"a number, {least} or more", f"{flag} {_OWN[flag]['default']:g}")
+    if not args.minutes >= 0.01:
+        raise _wrong(
+            "--minutes", str(args.minutes), "a number, 0.01 or more", f"--minutes {_OWN['--minutes']['default']:g}"
+        )
     resolved = resolve_launch(schema.given(args))
     flags = [*_OWN, *(setting.flag for setting in settings_of().values())]
     for notice in (*resolved.notices, *misplaced_options(args, "paceline rehearse", flags)):
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
     from paceline_lens.rehearse import report
     from paceline_lens.rehearse.rehearsal import FailureRehearsal, RehearsalLimits
 
-    limits = RehearsalLimits(args.seed, args.repeat, args.minutes * 60)
+    limits = RehearsalLimits(args.seed, args.minutes * 60)
     drills = _folder(args.folder)
     # Otherwise the launchers of a drill would outlive this command.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

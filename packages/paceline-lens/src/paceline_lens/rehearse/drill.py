@@ -9,10 +9,8 @@ Faults that one process can bring about strike in that process, at an exact step
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,9 +20,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.base.exits import PREEMPTED
+from paceline.base.process_name import process_exists, process_state
+from paceline.launch import host
 from paceline_lens.rehearse.cable import HostsWithCable
-from paceline_lens.rehearse.job_orders import DrillOrders
-from paceline_lens.rehearse.lines import DrillLine, LineReader
+from paceline_lens.rehearse.lines import DrillLine, DrillOrders, LineReader
 
 FOLDER_WORD = "{folder}"
 _LOOK_S = 0.02
@@ -142,7 +141,7 @@ class Drill:
         # Lines after this moment count for the goal; None before the fault, or while the link is cut.
         self._counts_from: float | None = 0.0 if strike is None else None
         self._env = {**job.env, "PACELINE_RUN_SECRET": secrets.token_hex(32)}
-        self._port = _free_port()
+        self._port = host.free_port()
 
     def run(self, reached: Callable[[Sequence[DrillLine]], bool], limit_s: float) -> DrillRecord:
         """Runs the job to its goal, or until it ends by itself, or `limit_s` is over.
@@ -272,17 +271,4 @@ def _last_step(lines: Sequence[DrillLine]) -> int:
 
 def _lives(pid: int) -> bool:
     """Returns whether a process runs; one that has ended but was not waited for does not."""
-    try:
-        os.kill(pid, 0)
-    except OSError:
-        return False
-    with suppress(OSError):  # there is no /proc, or it has ended meanwhile
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        return state not in ("Z", "X")
-    return True
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return process_exists(pid) and process_state(pid) not in ("Z", "X")

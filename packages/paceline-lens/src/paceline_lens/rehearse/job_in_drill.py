@@ -26,8 +26,7 @@ from paceline.world.runtime import Runtime
 from paceline_lens.faults import Fault
 from paceline_lens.observe.watching import progress_of
 from paceline_lens.rehearse.apart import keep_apart
-from paceline_lens.rehearse.job_orders import DrillOrders
-from paceline_lens.rehearse.lines import LineWriter
+from paceline_lens.rehearse.lines import DrillOrders, LineWriter
 
 
 class DrilledRank(Runtime):

@@ -1,8 +1,10 @@
-"""What each process of a drill writes down, one line for each event, and how the command reads it.
+"""What the command tells the processes of a drill, what each of them writes down, and how the command reads that.
 
-    {"t": 1764444.5, "event": "step", "rank": 1, "pid": 4242, "step": 17, ...}
+    {"folder": ..., "strike": "kill", "rank": 1, "step": 17, ...}     `DrillOrders`, in drill.json
+    {"t": 1764444.5, "event": "step", "rank": 1, "pid": 4242, ...}    `DrillLine`, one for each event
 
-A line is written by one call, before anything else happens: a process that is killed has written all lines before.
+A line is written by one call, before anything else happens: a process that is killed has written all lines before. This
+module imports no torch, since the command reads it too.
 """
 
 from __future__ import annotations
@@ -11,9 +13,40 @@ import json
 import os
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+
+@dataclass(frozen=True)
+class DrillOrders:
+    """What a process of a drill is told.
+
+    Attributes:
+        folder: where it writes its lines.
+        checkpoints: where the checkpoints of the script go; "" where the script was told a folder itself.
+        kind: of the script: "script" or "module".
+        strike: the kind of `Fault` that strikes; "" for none.
+        rank, step: where it strikes, and in which step: the one after so many.
+    """
+
+    folder: str
+    checkpoints: str = ""
+    kind: str = "script"
+    strike: str = ""
+    rank: int = 0
+    step: int = -1
+
+    def save(self) -> Path:
+        """Writes the orders into the folder, and returns the file."""
+        path = Path(self.folder) / "drill.json"
+        path.write_text(json.dumps(asdict(self)))
+        return path
+
+    @classmethod
+    def read(cls, path: str) -> DrillOrders:
+        """Reads what `save` has written."""
+        return cls(**json.loads(Path(path).read_text()))
 
 
 @dataclass(frozen=True)

@@ -78,12 +78,10 @@ class RehearsalLimits:
 
     Attributes:
         seed: draws steps and ranks.
-        repeat: drills of each failure.
         alone_s: most seconds of the run without a failure.
     """
 
     seed: int = 0
-    repeat: int = 1
     alone_s: float = 600.0
 
 
@@ -123,11 +121,10 @@ class FailureRehearsal:
         skipped = {name: why for name in names if (why := self._obstacle(KINDS[name]))}
         recoveries = []
         for name in names:
-            for number in range(self._limits.repeat):
-                # Drawn for skipped ones too, so that each failure strikes at the same step on every machine.
-                strike = self._draw(KINDS[name], reference)
-                if name not in skipped:
-                    recoveries.append(self._drill(job, strike, number, reference))
+            # Drawn for skipped ones too, so that each failure strikes at the same step on every machine.
+            strike = self._draw(KINDS[name], reference)
+            if name not in skipped:
+                recoveries.append(self._drill(job, strike, reference))
         costs = _costs(reference, recoveries)
         if costs is None:
             return RehearsalResult(job, reference, recoveries, skipped, None, None, ())
@@ -198,7 +195,7 @@ class FailureRehearsal:
             rank = reference.ranks // self._job.nodes * (self._job.nodes - 1)
         return Strike(kind, step, rank)
 
-    def _drill(self, job: RehearsedJob, strike: Strike, number: int, reference: Undisturbed) -> Recovery:
+    def _drill(self, job: RehearsedJob, strike: Strike, reference: Undisturbed) -> Recovery:
         self._show(f"{strike.kind.name}: {strike.kind.what}, after step {strike.step}")
         goal = max(reference.steps, strike.step + 1)
 
@@ -212,8 +209,8 @@ class FailureRehearsal:
             return bool(steps) and steps[-1] >= goal
 
         limit_s = 120 + 3 * reference.seconds + 2 * (job.timeout_s or 0)
-        folder = self._folder / f"{strike.kind.name}-{number}"
-        return recovery(strike, Drill(job, folder, strike).run(reached, limit_s), reference)
+        drill = Drill(job, self._folder / strike.kind.name, strike)
+        return recovery(strike, drill.run(reached, limit_s), reference)
 
 
 def _has_enough(lines: Sequence[DrillLine]) -> bool:

@@ -78,4 +78,4 @@ class PlainRecorder(Recorder):
 
     def _note_loss(self, loss: torch.Tensor) -> None:
         number = float(loss.detach().sum().double())
-        self._add("backward", loss=number, scaled=number, items=None, divided=False, draws=[])
+        self.recording.add("backward", loss=number, scaled=number, items=None, divided=False, draws=[])

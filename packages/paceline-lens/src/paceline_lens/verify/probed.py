@@ -15,8 +15,8 @@ from torch import nn
 from paceline.base import env as environment
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
+from paceline.torch_internals.replaced import replaced
 from paceline_lens.verify.isolation import IsolationReport, Leak, probed
-from paceline_lens.verify.replaced import replaced
 
 _FILE = "isolation.json"
 
@@ -36,7 +36,7 @@ class ProbedScript:
 
     def run(self, target: Target, compat: str) -> None:
         """Runs the script in this process, which ends without returning from here."""
-        with replaced(nn.Module, "__call__", self._noting):
+        with replaced(nn.Module, "__call__", self._noting(nn.Module.__call__)):
             become(target.on(environment.get("LOCAL_RANK") or 0), compat)
 
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
@@ -113,6 +113,16 @@ class Quiet(TorchFunctionMode):
 
 
 _PYTHON_SIGNATURES = {function: inspect.signature(function) for function in _PYTHON}
+
+
+def nudge_weights(weights: Iterable[torch.Tensor], by: float) -> None:
+    """Changes each weight by a part of itself, up or down, as the two runs do that show how fast rounding grows."""
+    # The same signs in every run, on the CPU: generators of devices give other numbers.
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in weights:
+            signs = torch.randint(0, 2, weight.shape, generator=generator) * 2 - 1
+            weight.mul_(1 + by * signs.to(weight))
 
 
 def _default(function: Callable[..., object]) -> object:

@@ -34,8 +34,8 @@ from paceline.world import runtime
 from paceline.world.param_groups import parameters_of
 from paceline.world.runtime import Runtime
 from paceline.world.tree import map_tensors, tensors
-from paceline_lens.verify.quiet import Quiet
-from paceline_lens.verify.recording import Event, Recording
+from paceline_lens.verify.quiet import Quiet, nudge_weights
+from paceline_lens.verify.recording import Event, Recording, number_of, prefix_of
 from paceline_lens.verify.sketch import digest, rows, sketch
 
 # Names of torch's autograd functions. A loss with one of them was divided by the script, perhaps by its micro-batches.
@@ -94,15 +94,7 @@ class Recorder(Runtime):
             with self._quiet:
                 work()
         finally:
-            self._write()
-
-    def _write(self) -> None:
-        self.recording.write(self._folder / f"rank{self.recording.rank}.json")
-
-    def _add(self, kind: str, **values: Any) -> Event:
-        event: Event = {"kind": kind, **values}
-        self.recording.events.append(event)
-        return event
+            self.recording.write(self._folder)
 
     # -- the surroundings ------------------------------------------------------------------------------------
 
@@ -140,7 +132,7 @@ class Recorder(Runtime):
 
     def _add_model(self, model: nn.Module) -> None:
         """Records a model as the script made it, and from now on the rows that it is called with."""
-        prefix = _prefix(len(self._models))
+        prefix = prefix_of(len(self._models))
         facts = model_facts(model)
         self.recording.random_layers += [f"{prefix}{name} ({kind})" for name, kind in facts.random_layers]
         self.recording.batch_norms += [f"{prefix}{name}" for name in facts.batch_norms]
@@ -150,7 +142,7 @@ class Recorder(Runtime):
         # Parameters on the meta device get their values only when they are prepared.
         on_meta = any(parameter.is_meta for parameter in model.parameters())
         if not on_meta:
-            self._add("initial", weights=_sketches(_named(model.named_parameters(), prefix)))
+            self.recording.add("initial", weights=_sketches(_named(model.named_parameters(), prefix)))
             self._change(model)
         self._models.append(model)
         model.register_forward_pre_hook(self._forward, with_kwargs=True)
@@ -160,12 +152,7 @@ class Recorder(Runtime):
         if self._double:
             model.double()
         if self._nudge:
-            # The same signs in every run, on the CPU: generators of devices give other numbers.
-            generator = torch.Generator().manual_seed(0)
-            with torch.no_grad():
-                for parameter in model.parameters():
-                    signs = torch.randint(0, 2, parameter.shape, generator=generator) * 2 - 1
-                    parameter.mul_(1 + self._nudge * signs.to(parameter))
+            nudge_weights(model.parameters(), self._nudge)
 
     def _prepared(self, run: Run) -> None:
         """Records the plan."""
@@ -181,12 +168,12 @@ class Recorder(Runtime):
         self._names.clear()
         recording.trainable = []
         for number, entry in enumerate(run.prepared.models):
-            parameters = _named(unwrap(entry.module).named_parameters(), _prefix(number))
+            parameters = _named(unwrap(entry.module).named_parameters(), prefix_of(number))
             for name, parameter in parameters.items():
                 self._names[id(parameter)] = name
                 if parameter.requires_grad:
                     recording.trainable.append(name)
-        self._add("prepared", random=self._random())
+        self.recording.add("prepared", random=self._random())
 
     def batches(self, steps: Iterator[Any]) -> Iterator[Any]:
         """Records the rows of each batch; filler comes last."""
@@ -196,7 +183,7 @@ class Recorder(Runtime):
             return
         for batch, mark in steps:
             info = mark.info
-            self._add("batch", rows=rows(batch), real=info.real[info.index], rank_rows=list(info.real))
+            self.recording.add("batch", rows=rows(batch), real=info.real[info.index], rank_rows=list(info.real))
             # The rows were recorded before: their digests must be those of the runs in the script's precision.
             if self._double:
                 batch = map_tensors(_double, batch)
@@ -208,7 +195,9 @@ class Recorder(Runtime):
         items = None if num_items is None else float(num_items)  # type: ignore[arg-type]
         is_divided = type(loss.grad_fn).__name__ in _DIVIDING
         draws = self._draws()
-        self._add("backward", loss=_number(loss), scaled=_number(scaled), items=items, divided=is_divided, draws=draws)
+        self.recording.add(
+            "backward", loss=_number(loss), scaled=_number(scaled), items=items, divided=is_divided, draws=draws
+        )
 
     def _draws(self) -> list[str]:
         """Returns the generators from which this pass drew numbers.
@@ -233,13 +222,13 @@ class Recorder(Runtime):
                 numbers[str(name)] = _number(value)
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 numbers[str(name)] = float(value)
-        self._add("logged", values=numbers, step=step)
+        self.recording.add("logged", values=numbers, step=step)
 
     def _gathered(self, how: str, result: object) -> None:
         """Records how many rows came out."""
         with_rows = [leaf for leaf in tensors(result) if leaf.dim() > 0]
         num_rows = len(with_rows[0]) if with_rows else 0
-        self._add("gathered", how=how, num_rows=num_rows)
+        self.recording.add("gathered", how=how, num_rows=num_rows)
 
     def _stepped(self, run: Run) -> None:
         """Notes whether the loop declares its micro-batches."""
@@ -251,7 +240,7 @@ class Recorder(Runtime):
     def _forward(self, module: nn.Module, args: object, kwargs: object) -> None:
         """Records the rows that a model is called with, and whether this pass draws random numbers."""
         self._quiet.stream = ""
-        event = self._add(
+        event = self.recording.add(
             "forward",
             rows=rows((args, kwargs)),
             training=module.training,
@@ -285,23 +274,16 @@ class Recorder(Runtime):
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Records the gradients, which are final here: averaged, corrected, unscaled and clipped."""
-        # `list.index` would compare by `==`, which a class of optimizers may define in its own way.
-        number = len(self._optimizers)
-        for place, other in enumerate(self._optimizers):
-            if other is optimizer:
-                number = place
-                break
-        if number == len(self._optimizers):
-            self._optimizers.append(optimizer)
+        number = number_of(optimizer, self._optimizers)
         gradients = {name: p.grad for name, p in self._parameters(optimizer).items() if p.grad is not None}
         rates = [float(group["lr"]) for group in optimizer.param_groups if "lr" in group]
-        self._step = self._add("step", optimizer=number, rates=rates, gradients=_sketches(gradients))
+        self._step = self.recording.add("step", optimizer=number, rates=rates, gradients=_sketches(gradients))
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Records the new weights, and ends the script if the first optimizer has taken enough steps."""
         buffers: dict[str, Tensor] = {}
         for number, model in enumerate(self._models):
-            for name, buffer in _named(model.named_buffers(), _prefix(number)).items():
+            for name, buffer in _named(model.named_buffers(), prefix_of(number)).items():
                 # Integers, such as a count of batches, do not depend on rounding or ranks.
                 if buffer.is_floating_point() and not buffer.is_meta:
                     buffers[name] = buffer
@@ -310,7 +292,7 @@ class Recorder(Runtime):
         taken = sum(event["optimizer"] == 0 for event in self.recording.of_kind("step"))
         # A script that has no `Accelerator` when it steps is one for `BareRecorder`: this run has nothing more to find out.
         if self.recording.bare or (self._step["optimizer"] == 0 and taken >= self._steps):
-            self._write()
+            self.recording.write(self._folder)
             if torch.distributed.is_initialized():
                 torch.distributed.barrier()  # a rank that ended earlier would close connections that others still use
             leave(0)
@@ -331,11 +313,6 @@ class Recorder(Runtime):
             "numpy": digest(repr((name, place)).encode() + np.asarray(keys).tobytes()),
             "python": digest(repr(random.getstate()).encode()),
         }
-
-
-def _prefix(number: int) -> str:
-    """Returns what stands before the names of a model's tensors; "" for the first model, since most scripts have only one."""
-    return f"model{number}." if number else ""
 
 
 def _named(pairs: Iterator[tuple[str, Tensor]], prefix: str) -> dict[str, Tensor]:

@@ -57,9 +57,15 @@ class Recording:
     bare: bool = False
     events: list[Event] = field(default_factory=list)
 
-    def write(self, path: Path) -> None:
-        """Writes the file of this process."""
-        path.write_text(json.dumps(asdict(self)), encoding="utf-8")
+    def add(self, kind: str, **values: Any) -> Event:
+        """Adds an event, which the caller may complete later."""
+        event: Event = {"kind": kind, **values}
+        self.events.append(event)
+        return event
+
+    def write(self, folder: Path) -> None:
+        """Writes `rank<n>.json`, the file of this process."""
+        (folder / f"rank{self.rank}.json").write_text(json.dumps(asdict(self)), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Recording:
@@ -70,6 +76,23 @@ class Recording:
     def of_kind(self, kind: str) -> Sequence[Event]:
         """Returns the events of one kind."""
         return [event for event in self.events if event["kind"] == kind]
+
+
+def prefix_of(number: int) -> str:
+    """Returns what stands before the names of a model's tensors; "" for the first model, since most scripts have only one."""
+    return f"model{number}." if number else ""
+
+
+def number_of(item: object, earlier: list[Any]) -> int:
+    """Returns the place of an object in a list, to which it is added if it is new.
+
+    `list.index` would compare by `==`, which a class of optimizers may define in its own way.
+    """
+    for place, other in enumerate(earlier):
+        if other is item:
+            return place
+    earlier.append(item)
+    return len(earlier) - 1
 
 
 def read_all(folder: Path) -> list[Recording]:

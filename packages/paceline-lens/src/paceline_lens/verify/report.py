@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from paceline.base.text_table import text_table
+from paceline_lens.verify.cause import Diagnosis
 from paceline_lens.verify.compare import FIELDS, ValueDifference
-from paceline_lens.verify.diagnose import Diagnosis
 from paceline_lens.verify.result import Result, Verification
 
 _RULES = {

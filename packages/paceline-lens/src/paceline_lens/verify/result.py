@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from paceline_lens.verify.case import VerifyCase
+from paceline_lens.verify.cause import Diagnosis
 from paceline_lens.verify.compare import FIELDS, ValueDifference
-from paceline_lens.verify.diagnose import Diagnosis
 
 Status = Literal["same", "different", "failed"]
 Rule = Literal["float64", "growth", "onset", "plain", "none"]

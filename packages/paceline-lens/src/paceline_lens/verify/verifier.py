@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 
 from paceline_lens.verify.bare.verifier import BareVerifier
 from paceline_lens.verify.case import RunFailed, VerifyCase
+from paceline_lens.verify.causes import Evidence, diagnose
 from paceline_lens.verify.compare import (
     EPS,
     RecordedRun,
@@ -29,9 +30,7 @@ from paceline_lens.verify.compare import (
     judged_by_growth,
     judged_by_onset,
 )
-from paceline_lens.verify.diagnose import diagnose
 from paceline_lens.verify.launched import LaunchedRuns
-from paceline_lens.verify.predicates import Evidence
 from paceline_lens.verify.result import Result, Rule, Status, Verification
 
 

@@ -5,7 +5,6 @@ The terminal view, the page and the frozen page get their snapshots from it.
 
 from __future__ import annotations
 
-import os
 import socket
 import threading
 import time
@@ -13,9 +12,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from paceline.base.process_name import process_exists, process_state
 from paceline_lens.watch.journal import JournalReader
 from paceline_lens.watch.records import Hello
-from paceline_lens.watch.registry import process_exists, registered_runs
+from paceline_lens.watch.registry import registered_runs
 from paceline_lens.watch.view import RunView
 
 _SILENT_S = 3.0  # ranks write every second; the process of a rank that has not written for so long is looked at
@@ -91,14 +91,8 @@ class FollowedRun:
 
 
 def _state_of(pid: int) -> str:
-    """Returns "stopped", "gone", or "" for a process that runs or if the system has no /proc."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
-            state = file.read().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
-        return "gone" if os.path.exists("/proc/self/stat") else ""
-    except OSError:
-        return ""
-    if state in "tT":
+    """Returns "stopped", "gone", or "" for a process that runs."""
+    state = process_state(pid)
+    if state in ("t", "T"):
         return "stopped"
-    return "gone" if state in "ZX" else ""
+    return "gone" if state in ("Z", "X") or not process_exists(pid) else ""

@@ -18,7 +18,7 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.files import replace_text
-from paceline.base.process_name import process_name
+from paceline.base.process_name import process_exists, process_name
 from paceline.config.places import user_folder
 
 _MOST_ENDED = 100
@@ -154,15 +154,3 @@ def _remove_oldest(folder: Path) -> None:
             over.append((run.started, path))
     for _, path in sorted(over, reverse=True)[_MOST_ENDED:]:
         path.unlink(missing_ok=True)
-
-
-def process_exists(pid: int) -> bool:
-    """Returns whether a process has this number, even if it belongs to another user."""
-    try:
-        # Signal 0 only checks that the process could be signalled.
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process, so it exists
-        return True
-    return True

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import Sequence
 
 from paceline.base.errors import ConfigError
+from paceline.launch.host import free_port
 
 
 def watch_on(host: str, run: str, command: str, *, text: bool, once: bool = False, port: int | None = None) -> int:
@@ -69,14 +69,8 @@ def arguments(
     if flags:
         terminal = ["-t"] if is_terminal else []
         return ["ssh", *terminal, "--", host, shlex.join([*there, *flags])]
-    port = port or _free_port()
+    port = port or free_port()
     there += ["--port", str(port)]
     # With a terminal the page's server ends together with the connection.
     tunnel = ["-o", "ExitOnForwardFailure=yes", "-L", f"127.0.0.1:{port}:127.0.0.1:{port}"]
     return ["ssh", "-tt", *tunnel, "--", host, shlex.join(there)]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

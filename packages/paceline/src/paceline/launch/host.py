@@ -102,6 +102,12 @@ def hold_port(port: int) -> socket.socket:
     return sock
 
 
+def free_port() -> int:
+    """Returns a port of this host at which nothing listens now."""
+    with hold_port(0) as held:
+        return int(held.getsockname()[1])
+
+
 def check(job: Job) -> None:
     """Checks a job before anything is started.
 

@@ -130,11 +130,7 @@ class Agent:
 
     def free_port(self) -> dict[str, Any]:
         """Returns a free port at which rank 0 can listen."""
-        listener = host.hold_port(0)
-        try:
-            return {"port": int(listener.getsockname()[1])}
-        finally:
-            listener.close()
+        return {"port": host.free_port()}
 
     def all_reduce(self, request: dict[str, Any], first_rank: int, processes: int, timeout_s: float) -> dict[str, Any]:
         """Takes part in all-reduces with several processes, one for each device; see `torch_process.all_reduce`.

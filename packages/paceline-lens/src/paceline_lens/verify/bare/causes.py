@@ -1,4 +1,4 @@
-"""The table of causes for scripts without Paceline: evidence, sentence, fix. Pure.
+"""The causes for scripts without Paceline; each is a function that returns a sentence with the evidence, or "". Pure.
 
 `CAUSES_OF_RUN` look at the whole run and are all asked. Of `CAUSES_OF_GRADIENTS`, the first that has evidence explains a group
 of gradients; the later ones rely on the earlier ones having found nothing.
@@ -12,27 +12,27 @@ from collections.abc import Sequence
 
 from paceline_lens.verify.bare.account import NEAR, Account, BareStep, GradientGroup
 from paceline_lens.verify.bare.units import HeldUnit
-from paceline_lens.verify.diagnose import Diagnosis, DifferenceCause
+from paceline_lens.verify.cause import CauseTable, Diagnosis
+
+# What one process shows when it runs twice, and by itself; what the whole run shows; what explains a group of gradients.
+CAUSES_OF_REPEAT = CauseTable("ranks")
+CAUSES_OF_ONE = CauseTable("itself")
+CAUSES_OF_RUN = CauseTable("ranks")
+CAUSES_OF_GRADIENTS = CauseTable("ranks")
 
 
 def diagnose_account(account: Account) -> list[Diagnosis]:
     """Returns what explains the differences of several ranks from one process, and what the ranks show by themselves."""
-    findings = []
-    for cause in CAUSES_OF_RUN:
-        sentence = cause.evidence_for(account)
-        if sentence:
-            findings.append(Diagnosis(cause, sentence))
+    findings = list(CAUSES_OF_RUN.findings(account))
     # Gradients of ranks that begin with other weights, or read the same samples, differ for this reason alone, and those of
     # later steps because of what has become of the weights before.
     names = {finding.cause.name for finding in findings if finding.cause.is_error}
     if names & {"model-by-rank", "data-repeated"} or (names and account.step > 1):
         return findings
     for group in account.groups:
-        for cause in CAUSES_OF_GRADIENTS:
-            sentence = cause.evidence_for(account, group)
-            if sentence:
-                findings.append(Diagnosis(cause, f"{sentence} (step {account.step})"))
-                break
+        first = next(CAUSES_OF_GRADIENTS.findings(account, group), None)
+        if first is not None:
+            findings.append(Diagnosis(first.cause, f"{first.evidence} (step {account.step})"))
     return findings
 
 
@@ -42,8 +42,7 @@ def diagnose_alone(repeat: Account) -> list[Diagnosis]:
     Args:
         repeat: a second run on one process, beside the first.
     """
-    found = ((cause, cause.evidence_for(repeat)) for cause in (*CAUSES_OF_REPEAT, *CAUSES_OF_ONE))
-    return [Diagnosis(cause, sentence) for cause, sentence in found if sentence]
+    return [*CAUSES_OF_REPEAT.findings(repeat), *CAUSES_OF_ONE.findings(repeat)]
 
 
 def _near(value: float, other: float) -> bool:
@@ -97,11 +96,22 @@ def _is_mean(account: Account, group: GradientGroup) -> bool:
 # -- the whole run ---------------------------------------------------------------------------------------------------
 
 
+@CAUSES_OF_RUN.add(
+    "model-by-rank",
+    "Ranks start with different weights",
+    "Call `torch.manual_seed` with the same seed on all ranks before the model is created, or broadcast the weights "
+    "of rank 0.",
+)
 def model_by_rank(account: Account) -> str:
     names = account.held.unequal
     return f"{names[0]} begins with other values on some ranks ({len(names)} parameters do)" if names else ""
 
 
+@CAUSES_OF_RUN.add(
+    "model-by-width",
+    "The model starts with other weights than on one process",
+    "Seed without the rank or the number of ranks, and create the model before anything else is drawn.",
+)
 def model_by_width(account: Account) -> str:
     names = account.held.reseeded
     if not names or account.held.unequal:
@@ -109,6 +119,11 @@ def model_by_width(account: Account) -> str:
     return f"{names[0]} begins with the same values on all ranks, and with others on one process"
 
 
+@CAUSES_OF_RUN.add(
+    "data-repeated",
+    "All ranks read the same samples and do the same work",
+    "Give each rank its own samples: `DataLoader(..., sampler=DistributedSampler(dataset))`.",
+)
 def data_repeated(account: Account) -> str:
     if account.rows != "whole" or account.world == 1 or not account.num_steps:
         return ""
@@ -138,6 +153,11 @@ def _has_equal_gradients(unit: HeldUnit, steps: Sequence[BareStep]) -> bool:
     return True
 
 
+@CAUSES_OF_RUN.add(
+    "data-overlap",
+    "Ranks read the same samples at different times",
+    "Shuffle with the same seed on all ranks, and then divide: `DistributedSampler(dataset, shuffle=True)` does both.",
+)
 def data_overlap(account: Account) -> str:
     if account.rows in ("whole", "sliced"):
         return ""
@@ -162,26 +182,28 @@ def data_overlap(account: Account) -> str:
     return ""
 
 
-def batch_divided(account: Account) -> str:
-    return f"the script gives each of {account.world} ranks the batch of one process" if account.shared else ""
+@CAUSES_OF_RUN.add(
+    "epoch-repeats",
+    "Each epoch has the order of the first",
+    "Call `sampler.set_epoch(epoch)` at the beginning of each epoch.",
+)
+def epoch_repeats(account: Account) -> str:
+    for steps in account.ranks:
+        epochs = {tuple(step.event["epochs"]) for step in steps}
+        if len(epochs) != 1 or epochs == {()}:
+            continue
+        rows = [tuple(step.rows) for step in steps]
+        for length in range(1, len(rows)):
+            if all(rows[place] == rows[place + length] for place in range(len(rows) - length)):
+                return f"the sampler shuffles, but from step {length + 1} on the samples come in the order of step 1 on"
+    return ""
 
 
-def batch_by_rank(account: Account) -> str:
-    if account.rows != "more":
-        return ""
-    count = sum(len(steps[0].rows) for steps in account.ranks)
-    return (
-        f"step 1 reads {count} samples on {account.world} ranks "
-        f"together, and {len(account.reference[0].rows)} on one process"
-    )
-
-
-def rows_differ(account: Account) -> str:
-    if account.rows != "other" or data_overlap(account):
-        return ""
-    return "the ranks together do not read the samples that one process reads in the same step"
-
-
+@CAUSES_OF_RUN.add(
+    "rate-by-rank",
+    "Ranks step with different learning rates",
+    "Give a scheduler what is the same on all ranks: all-reduce the loss before `scheduler.step(loss)`.",
+)
 def rate_by_rank(account: Account) -> str:
     for number in range(account.num_steps):
         rates = [steps[number].event["rates"] for steps in account.ranks]
@@ -194,6 +216,11 @@ def rate_by_rank(account: Account) -> str:
     return ""
 
 
+@CAUSES_OF_RUN.add(
+    "rate-by-ranks",
+    "The learning rate depends on the number of ranks",
+    "Set it for the global batch, which does not change with the ranks here.",
+)
 def rate_by_ranks(account: Account) -> str:
     # If the script means the batch of one rank, many scale the rate by the number of ranks; verify made the batch smaller.
     if account.shared or not account.num_steps or rate_by_rank(account):
@@ -205,6 +232,11 @@ def rate_by_ranks(account: Account) -> str:
     return ""
 
 
+@CAUSES_OF_RUN.add(
+    "weights-by-rank",
+    "The weights of the ranks become different, although their gradients are the same",
+    "Change weights on all ranks alike: the same rate, no noise of a rank's own, no step on one rank alone.",
+)
 def weights_by_rank(account: Account) -> str:
     if account.held.unequal:
         return ""
@@ -215,6 +247,12 @@ def weights_by_rank(account: Account) -> str:
     return f"{name} differs between ranks after step {step}, whose gradients were the same"
 
 
+@CAUSES_OF_RUN.add(
+    "copy-by-rank",
+    "A copy of the weights, such as an average, differs between ranks",
+    "Update it on all ranks alike and from the same weights, after the optimizer's step, or broadcast it before it is "
+    "used.",
+)
 def copy_by_rank(account: Account) -> str:
     if account.step or account.held.unequal or account.weights_apart()[0]:
         return ""
@@ -234,18 +272,50 @@ def _apart(values: Sequence[float], others: Sequence[float]) -> bool:
     return math.dist(values, others) > NEAR * size / 10
 
 
-def epoch_repeats(account: Account) -> str:
-    for steps in account.ranks:
-        epochs = {tuple(step.event["epochs"]) for step in steps}
-        if len(epochs) != 1 or epochs == {()}:
-            continue
-        rows = [tuple(step.rows) for step in steps]
-        for length in range(1, len(rows)):
-            if all(rows[place] == rows[place + length] for place in range(len(rows) - length)):
-                return f"the sampler shuffles, but from step {length + 1} on the samples come in the order of step 1 on"
-    return ""
+@CAUSES_OF_RUN.add(
+    "batch-divided",
+    "Batch sizes were divided by the number of ranks, so that the global batch is that of one process",
+    "Nothing has to be changed: a learning rate that grows with the ranks is not looked at here.",
+    is_error=False,
+)
+def batch_divided(account: Account) -> str:
+    return f"the script gives each of {account.world} ranks the batch of one process" if account.shared else ""
 
 
+@CAUSES_OF_RUN.add(
+    "batch-by-rank",
+    "The global batch grows with the number of ranks",
+    "To compare gradients, divide the batch size by the number of ranks in the script.",
+    is_error=False,
+)
+def batch_by_rank(account: Account) -> str:
+    if account.rows != "more":
+        return ""
+    count = sum(len(steps[0].rows) for steps in account.ranks)
+    return (
+        f"step 1 reads {count} samples on {account.world} ranks "
+        f"together, and {len(account.reference[0].rows)} on one process"
+    )
+
+
+@CAUSES_OF_RUN.add(
+    "rows-differ",
+    "The ranks read other samples than one process",
+    "To compare gradients, use the same order at each width: a `DistributedSampler` on one process, too.",
+    is_error=False,
+)
+def rows_differ(account: Account) -> str:
+    if account.rows != "other" or data_overlap(account):
+        return ""
+    return "the ranks together do not read the samples that one process reads in the same step"
+
+
+@CAUSES_OF_RUN.add(
+    "loss-of-one-rank",
+    "A loss that the script reads is that of rank 0",
+    "Average it over ranks before it is printed or decides anything; for `backward` it is right as it is.",
+    is_error=False,
+)
 def loss_of_one_rank(account: Account) -> str:
     if account.step or not account.compares_gradients:
         return ""
@@ -258,6 +328,12 @@ def loss_of_one_rank(account: Account) -> str:
     return ""
 
 
+@CAUSES_OF_RUN.add(
+    "not-compared",
+    "Some parameters of ranks are no part of those of one process",
+    "Give the parts of a rank the initial values that one process has, to compare them.",
+    is_error=False,
+)
 def unknown_parameters(account: Account) -> str:
     names = account.held.unknown
     return f"{names[0]} and {len(names) - 1} others" if len(names) > 1 else "".join(names)
@@ -266,6 +342,11 @@ def unknown_parameters(account: Account) -> str:
 # -- gradients -------------------------------------------------------------------------------------------------------
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "gradient-on-some-ranks",
+    "Only some ranks have a gradient for a parameter",
+    "Let all ranks reduce it, with zeros where a rank did not use it; DDP does with `find_unused_parameters=True`.",
+)
 def on_some_ranks(account: Account, group: GradientGroup) -> str:
     if group.kind != "some":
         return ""
@@ -277,12 +358,22 @@ def on_some_ranks(account: Account, group: GradientGroup) -> str:
     )
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "norm-gradient-partial",
+    "Each rank has the gradient of its part of the sequence for a normalization layer",
+    "All-reduce (sum) these gradients over the tensor parallel ranks after the last backward pass.",
+)
 def norm_partial(account: Account, group: GradientGroup) -> str:
     if group.kind != "partial" or not all("Norm" in unit.module for unit in group.units):
         return ""
     return f"{group.names}: the gradients of the ranks differ, and their sum is that of one process; {_backward(account.at(0))}"
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "partial-gradient",
+    "Each rank has a part of a gradient: an all-reduce in the backward pass is missing",
+    "The input of a layer that is divided by columns needs an all-reduce (sum) of its gradient in the backward pass.",
+)
 def partial_sum(account: Account, group: GradientGroup) -> str:
     line = _backward(account.at(0))
     if group.kind == "partial":
@@ -296,6 +387,12 @@ def partial_sum(account: Account, group: GradientGroup) -> str:
     return ""
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "reduction-missing",
+    "Gradients are not reduced: the replicas drift apart",
+    "All-reduce these gradients after the last backward pass, and divide by the ranks; or wrap the model in DDP and "
+    "run that.",
+)
 def reduction_missing(account: Account, group: GradientGroup) -> str:
     if group.kind != "own":
         return ""
@@ -309,6 +406,11 @@ def reduction_missing(account: Account, group: GradientGroup) -> str:
     )
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "reduced-too-early",
+    "Gradients are reduced before the last micro-batch",
+    "Reduce once, after the last backward pass of a step.",
+)
 def reduced_early(account: Account, group: GradientGroup) -> str:
     if group.by_pass is None or group.kind in ("factor", "none", "some"):
         return ""
@@ -321,6 +423,11 @@ def reduced_early(account: Account, group: GradientGroup) -> str:
     )
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "reduced-again",
+    "Gradients that were reduced already are reduced again with those of the next micro-batch",
+    "Reduce once, after the last backward pass of a step.",
+)
 def reduced_again(account: Account, group: GradientGroup) -> str:
     if group.by_pass is None or group.kind not in ("factor", "differs", "scaled"):
         return ""
@@ -330,6 +437,11 @@ def reduced_again(account: Account, group: GradientGroup) -> str:
     return f"{group.names}: the backward passes count {_shown(means)} times; {_reduced_at(account, group)}"
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "gradient-sum",
+    "Gradients are summed over ranks, and not averaged",
+    "Divide by the number of ranks after the all-reduce, or use `ReduceOp.AVG`.",
+)
 def gradient_sum(account: Account, group: GradientGroup) -> str:
     if group.kind != "factor" or not _near(group.factor, account.world):
         return ""
@@ -353,6 +465,11 @@ def _loss_is_right(account: Account) -> bool:
     return bool(found) and expected is not None and _near(sum(found) / len(found), expected)
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "divided-twice",
+    "Gradients are divided twice by the number of ranks",
+    "Divide the loss or the gradients, not both; DDP and FSDP average already.",
+)
 def divided_twice(account: Account, group: GradientGroup) -> str:
     world = account.world
     if group.kind != "factor" or not _near(group.factor, 1 / world):
@@ -365,6 +482,11 @@ def divided_twice(account: Account, group: GradientGroup) -> str:
     return f"{group.names}: 1/{world} of those of one process on {world} ranks; {_reduced_at(account, group)}"
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "expert-gradient-scaled",
+    "The gradients of experts are too large by the ranks that send them tokens",
+    "Divide them by the number of ranks: they are sums over the losses of all ranks, which no reduction averages.",
+)
 def expert_scaled(account: Account, group: GradientGroup) -> str:
     if group.kind != "factor" or any(len(unit.holders) == account.world or unit.part for unit in group.units):
         return ""
@@ -377,6 +499,11 @@ def expert_scaled(account: Account, group: GradientGroup) -> str:
     )
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "scaled-before-reduction",
+    "Each rank scales its gradients before they are averaged",
+    "Clip after the last reduction, when all ranks have the same norm.",
+)
 def scaled_before(account: Account, group: GradientGroup) -> str:
     parts = group.by_rank
     if parts is None or group.kind not in ("differs", "factor") or _are_alike(parts):
@@ -391,6 +518,11 @@ def scaled_before(account: Account, group: GradientGroup) -> str:
     )
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "batch-norm-by-rank",
+    "Batch norm uses the statistics of the samples of each rank",
+    "Use `nn.SyncBatchNorm.convert_sync_batchnorm(model)`, or accept that results depend on the batch of a rank.",
+)
 def batch_norm(account: Account, group: GradientGroup) -> str:
     layers = [name for event in account.of_one.of_kind("model") for name in event["batch_norms"]]
     is_mean = group.by_rank is None or _is_mean(account, group)
@@ -401,6 +533,11 @@ def batch_norm(account: Account, group: GradientGroup) -> str:
     return f"{group.names}; {layers[0]} normalizes by the samples of its rank"
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "mean-of-means",
+    "The mean over ranks gives each rank the same weight, but they have unequal numbers of items",
+    "Divide the sum of a rank's losses by the mean number of items (tokens) of a rank: all-reduce the number.",
+)
 def mean_of_means(account: Account, group: GradientGroup) -> str:
     shares = group.reference_by_rank
     if shares is None or not _is_mean(account, group) or _are_alike(shares):
@@ -412,6 +549,11 @@ def mean_of_means(account: Account, group: GradientGroup) -> str:
     )
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "scaled-by-rank",
+    "Each rank scales gradients by a number of its own",
+    "Clip by the norm over all ranks: all-reduce the sum of squares of the parts first.",
+)
 def scaled_by_rank(account: Account, group: GradientGroup) -> str:
     if group.kind != "scaled" or not group.factors:
         return ""
@@ -422,6 +564,12 @@ def scaled_by_rank(account: Account, group: GradientGroup) -> str:
     return f"{group.names}: by rank {values} times those of one process; {where}"
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "loss-scaled",
+    "The loss of a rank is scaled by the number of ranks",
+    "Pass the mean over the samples of this rank to `backward`; a loss over gathered values needs their gradients, "
+    "too.",
+)
 def loss_scaled(account: Account, group: GradientGroup) -> str:
     if group.kind != "factor":
         return ""
@@ -439,6 +587,11 @@ def loss_scaled(account: Account, group: GradientGroup) -> str:
     return f"{group.names}: {_factor_name(account, group.factor)} times those of one process; {told}{_backward(account.at(0))}"
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "gradient-factor",
+    "Gradients are those of one process times a constant",
+    "Look at what is multiplied or divided between `backward` and `step`.",
+)
 def constant_factor(account: Account, group: GradientGroup) -> str:
     if group.kind != "factor":
         return ""
@@ -463,12 +616,22 @@ def _factor_name(account: Account, factor: float) -> str:
     return f"{factor:.4g}"
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "gradient-missing",
+    "Parameters have no gradient on several ranks",
+    "Look at what detaches them: a collective without a backward pass, or values that were gathered.",
+)
 def no_gradient(account: Account, group: GradientGroup) -> str:
     if group.kind != "none":
         return ""
     return f"{group.names}: no rank has a gradient, but one process has; `step` at {account.at(0).event['line']}"
 
 
+@CAUSES_OF_GRADIENTS.add(
+    "gradient-differs",
+    "Gradients differ from those of one process, and no sum of the ranks' own explains them",
+    "Look at the loss and at the collectives in the forward pass of the named parameters.",
+)
 def differs(account: Account, group: GradientGroup) -> str:
     return f"{group.names}; {_reduced_at(account, group)}"
 
@@ -476,15 +639,30 @@ def differs(account: Account, group: GradientGroup) -> str:
 # -- one process, twice ------------------------------------------------------------------------------------------------
 
 
+@CAUSES_OF_REPEAT.add(
+    "unseeded-model",
+    "The model starts with different weights each time",
+    "Call `torch.manual_seed(0)` before you create the model.",
+)
 def unseeded_model(repeat: Account) -> str:
     names = repeat.held.reseeded
     return f"{names[0]} begins with other values in a second run on one process" if names else ""
 
 
+@CAUSES_OF_REPEAT.add(
+    "unseeded-order",
+    "The order or the values of samples change from run to run",
+    "Seed what shuffles and changes samples, or use `DistributedSampler`, which has a seed.",
+)
 def unseeded_order(repeat: Account) -> str:
     return "" if repeat.rows == "divided" else "a second run on one process reads other samples"
 
 
+@CAUSES_OF_REPEAT.add(
+    "unseeded-draws",
+    "The same samples and weights give another gradient in a second run",
+    "Seed what the loss draws, or try `torch.use_deterministic_algorithms(True)`.",
+)
 def unseeded_draws(repeat: Account) -> str:
     if not repeat.groups or not repeat.compares_gradients:
         return ""
@@ -513,6 +691,11 @@ def _divided_by(account: Account) -> tuple[int, float]:
     return (count, divided[0] * kept[0]) if _are_alike(kept) else (0, 0.0)
 
 
+@CAUSES_OF_ONE.add(
+    "accumulation-not-divided",
+    "The losses of micro-batches are added up, and not averaged",
+    "Divide each loss by the number of micro-batches in a step before `backward`.",
+)
 def undivided_accumulation(account: Account) -> str:
     count, divided = _divided_by(account)
     if not count or not _near(divided, 1):
@@ -520,6 +703,11 @@ def undivided_accumulation(account: Account) -> str:
     return f"{count} backward passes of a mean add up in a step, undivided; {_backward(account.reference[0])}"
 
 
+@CAUSES_OF_ONE.add(
+    "accumulation-divided-twice",
+    "The losses of micro-batches are divided twice by their number",
+    "Divide the loss or the gradients, not both; an engine that accumulates divides the loss itself.",
+)
 def accumulation_twice(account: Account) -> str:
     count, divided = _divided_by(account)
     if not count or not _near(divided, count**2):
@@ -529,6 +717,11 @@ def accumulation_twice(account: Account) -> str:
     )
 
 
+@CAUSES_OF_ONE.add(
+    "optimizer-of-copies",
+    "The optimizer updates copies of the parameters",
+    "Create the optimizer from `model.parameters()` of the model that is trained, after it was moved or wrapped.",
+)
 def weights_stand_still(account: Account) -> str:
     first, last = account.reference[0].event, account.of_one.of_kind("end")[-1]
     if not any(first["rates"]) or not any(event["raw"] for event in account.reference[0].passes):
@@ -538,202 +731,3 @@ def weights_stand_still(account: Account) -> str:
     return (
         f"after {len(account.reference)} steps the weights of the model are what they were; `step` at {first['line']}"
     )
-
-
-CAUSES_OF_REPEAT: tuple[DifferenceCause, ...] = (
-    DifferenceCause(
-        "unseeded-model", "The model starts with different weights each time",
-        "Call `torch.manual_seed(0)` before you create the model.", unseeded_model, explains="ranks",
-    ),
-    DifferenceCause(
-        "unseeded-order", "The order or the values of samples change from run to run",
-        "Seed what shuffles and changes samples, or "
-            "use `DistributedSampler`, which has a seed.", unseeded_order, explains="ranks",
-    ),
-    DifferenceCause(
-        "unseeded-draws", "The same samples and weights give another gradient in a second run",
-        "Seed what the loss draws, or try `torch.use_deterministic_algorithms(True)`.", unseeded_draws, explains="ranks",
-    ),
-)  # fmt: skip
-
-CAUSES_OF_ONE: tuple[DifferenceCause, ...] = (
-    DifferenceCause(
-        "accumulation-not-divided", "The losses of micro-batches are added up, and not averaged",
-        "Divide each loss by the number of micro-batches in a step before `backward`.",
-        undivided_accumulation, explains="itself",
-    ),
-    DifferenceCause(
-        "accumulation-divided-twice", "The losses of micro-batches are divided twice by their number",
-        "Divide the loss or the gradients, not both; an engine that accumulates divides the loss itself.",
-        accumulation_twice, explains="itself",
-    ),
-    DifferenceCause(
-        "optimizer-of-copies", "The optimizer updates copies of the parameters",
-        "Create the optimizer from `model.parameters()` of the model that is trained, after it was moved or wrapped.",
-        weights_stand_still, explains="itself",
-    ),
-)  # fmt: skip
-
-CAUSES_OF_RUN: tuple[DifferenceCause, ...] = (
-    DifferenceCause(
-        "model-by-rank", "Ranks start with different weights",
-        "Call `torch.manual_seed` with the same seed on all ranks before "
-            "the model is created, or broadcast the weights of rank 0.",
-        model_by_rank, explains="ranks",
-    ),
-    DifferenceCause(
-        "model-by-width", "The model starts with other weights than on one process",
-        "Seed without the rank or the number of ranks, and create the model before anything else is drawn.",
-        model_by_width, explains="ranks",
-    ),
-    DifferenceCause(
-        "data-repeated", "All ranks read the same samples and do the same work",
-        "Give each rank its own samples: `DataLoader(..., sampler=DistributedSampler(dataset))`.",
-        data_repeated, explains="ranks",
-    ),
-    DifferenceCause(
-        "data-overlap", "Ranks read the same samples at different times",
-        "Shuffle with the same seed on all ranks, and then divide: `DistributedSampler(dataset, shuffle=True)` does both.",
-        data_overlap, explains="ranks",
-    ),
-    DifferenceCause(
-        "epoch-repeats", "Each epoch has the order of the first",
-        "Call `sampler.set_epoch(epoch)` at the beginning of each epoch.",
-        epoch_repeats, explains="ranks",
-    ),
-    DifferenceCause(
-        "rate-by-rank", "Ranks step with different learning rates",
-        "Give a scheduler what is the same on all ranks: all-reduce the loss before `scheduler.step(loss)`.",
-        rate_by_rank, explains="ranks",
-    ),
-    DifferenceCause(
-        "rate-by-ranks", "The learning rate depends on the number of ranks",
-        "Set it for the global batch, which does not change with the ranks here.",
-        rate_by_ranks, explains="ranks",
-    ),
-    DifferenceCause(
-        "weights-by-rank", "The weights of the ranks become different, although their gradients are the same",
-        "Change weights on all ranks alike: the same rate, no noise of a rank's own, no step on one rank alone.",
-        weights_by_rank, explains="ranks",
-    ),
-    DifferenceCause(
-        "copy-by-rank", "A copy of the weights, such as an average, differs between ranks",
-        "Update it on all ranks alike and from the same weights, after "
-            "the optimizer's step, or broadcast it before it is used.",
-        copy_by_rank, explains="ranks",
-    ),
-    DifferenceCause(
-        "batch-divided", "Batch sizes were divided by the number of ranks, so that the global batch is that of one process",
-        "Nothing has to be changed: a learning rate that grows with the ranks is not looked at here.",
-        batch_divided, explains="ranks", is_error=False,
-    ),
-    DifferenceCause(
-        "batch-by-rank", "The global batch grows with the number of ranks",
-        "To compare gradients, divide the batch size by the number of ranks in the script.",
-        batch_by_rank, explains="ranks", is_error=False,
-    ),
-    DifferenceCause(
-        "rows-differ", "The ranks read other samples than one process",
-        "To compare gradients, use the same order at each width: a `DistributedSampler` on one process, too.",
-        rows_differ, explains="ranks", is_error=False,
-    ),
-    DifferenceCause(
-        "loss-of-one-rank", "A loss that the script reads is that of rank 0",
-        "Average it over ranks before it is printed or decides anything; for `backward` it is right as it is.",
-        loss_of_one_rank, explains="ranks", is_error=False,
-    ),
-    DifferenceCause(
-        "not-compared", "Some parameters of ranks are no part of those of one process",
-        "Give the parts of a rank the initial values that one process has, to compare them.",
-        unknown_parameters, explains="ranks", is_error=False,
-    ),
-)  # fmt: skip
-
-CAUSES_OF_GRADIENTS: tuple[DifferenceCause, ...] = (
-    DifferenceCause(
-        "gradient-on-some-ranks", "Only some ranks have a gradient for a parameter",
-        "Let all ranks reduce it, with zeros where a rank did not use it; DDP does with `find_unused_parameters=True`.",
-        on_some_ranks, explains="ranks",
-    ),
-    DifferenceCause(
-        "norm-gradient-partial", "Each rank has the gradient of its part of the sequence for a normalization layer",
-        "All-reduce (sum) these gradients over the tensor parallel ranks after the last backward pass.",
-        norm_partial, explains="ranks",
-    ),
-    DifferenceCause(
-        "partial-gradient", "Each rank has a part of a gradient: an all-reduce in the backward pass is missing",
-        "The input of a layer that is divided by columns needs an all-reduce (sum) of its gradient in the backward pass.",
-        partial_sum, explains="ranks",
-    ),
-    DifferenceCause(
-        "reduction-missing", "Gradients are not reduced: the replicas drift apart",
-        "All-reduce these gradients after the last backward pass, and "
-            "divide by the ranks; or wrap the model in DDP and run that.",
-        reduction_missing, explains="ranks",
-    ),
-    DifferenceCause(
-        "reduced-too-early", "Gradients are reduced before the last micro-batch",
-        "Reduce once, after the last backward pass of a step.",
-        reduced_early, explains="ranks",
-    ),
-    DifferenceCause(
-        "reduced-again", "Gradients that were reduced already are reduced again with those of the next micro-batch",
-        "Reduce once, after the last backward pass of a step.",
-        reduced_again, explains="ranks",
-    ),
-    DifferenceCause(
-        "gradient-sum", "Gradients are summed over ranks, and not averaged",
-        "Divide by the number of ranks after the all-reduce, or use `ReduceOp.AVG`.",
-        gradient_sum, explains="ranks",
-    ),
-    DifferenceCause(
-        "divided-twice", "Gradients are divided twice by the number of ranks",
-        "Divide the loss or the gradients, not both; DDP and FSDP average already.",
-        divided_twice, explains="ranks",
-    ),
-    DifferenceCause(
-        "expert-gradient-scaled", "The gradients of experts are too large by the ranks that send them tokens",
-        "Divide them by the number of ranks: they are sums over the losses of all ranks, which no reduction averages.",
-        expert_scaled, explains="ranks",
-    ),
-    DifferenceCause(
-        "scaled-before-reduction", "Each rank scales its gradients before they are averaged",
-        "Clip after the last reduction, when all ranks have the same norm.",
-        scaled_before, explains="ranks",
-    ),
-    DifferenceCause(
-        "batch-norm-by-rank", "Batch norm uses the statistics of the samples of each rank",
-        "Use `nn.SyncBatchNorm.convert_sync_batchnorm(model)`, or accept that results depend on the batch of a rank.",
-        batch_norm, explains="ranks",
-    ),
-    DifferenceCause(
-        "mean-of-means", "The mean over ranks gives each rank the same weight, but they have unequal numbers of items",
-        "Divide the sum of a rank's losses by the mean number of items (tokens) of a rank: all-reduce the number.",
-        mean_of_means, explains="ranks",
-    ),
-    DifferenceCause(
-        "scaled-by-rank", "Each rank scales gradients by a number of its own",
-        "Clip by the norm over all ranks: all-reduce the sum of squares of the parts first.",
-        scaled_by_rank, explains="ranks",
-    ),
-    DifferenceCause(
-        "loss-scaled", "The loss of a rank is scaled by the number of ranks",
-        "Pass the mean over the samples of this rank to `backward`; a loss over gathered values needs their gradients, too.",
-        loss_scaled, explains="ranks",
-    ),
-    DifferenceCause(
-        "gradient-factor", "Gradients are those of one process times a constant",
-        "Look at what is multiplied or divided between `backward` and `step`.",
-        constant_factor, explains="ranks",
-    ),
-    DifferenceCause(
-        "gradient-missing", "Parameters have no gradient on several ranks",
-        "Look at what detaches them: a collective without a backward pass, or values that were gathered.",
-        no_gradient, explains="ranks",
-    ),
-    DifferenceCause(
-        "gradient-differs", "Gradients differ from those of one process, and no sum of the ranks' own explains them",
-        "Look at the loss and at the collectives in the forward pass of the named parameters.",
-        differs, explains="ranks",
-    ),
-)  # fmt: skip

@@ -37,14 +37,14 @@ from paceline.data.unprepared import iterated_loaders
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
 from paceline.torch_internals.modules import BatchNormBase
+from paceline.torch_internals.replaced import replaced
 from paceline.world.param_groups import parameters_of
 from paceline.world.places import line_of, user_frame
 from paceline.world.sharded import is_sharded, local, whole
 from paceline.world.tree import tensors
 from paceline_lens.verify.bare.loss_graph import divisors
-from paceline_lens.verify.quiet import Quiet
-from paceline_lens.verify.recording import Event, Recording
-from paceline_lens.verify.replaced import replaced
+from paceline_lens.verify.quiet import Quiet, nudge_weights
+from paceline_lens.verify.recording import Recording, number_of, prefix_of
 from paceline_lens.verify.sketch import rows, sketch
 
 # Steps of which gradients before their reduction are recorded: mistakes in the reduction show in the first step, or in the
@@ -110,12 +110,12 @@ class BareRecorder:
             ):
                 hooks.callback(handle.remove)
             # Torch's hooks on all modules do not see keyword arguments.
-            hooks.enter_context(replaced(nn.Module, "__call__", self._noting_forward))
-            hooks.enter_context(replaced(dist, "all_reduce", self._noting_reduction))
+            hooks.enter_context(replaced(nn.Module, "__call__", self._noting_forward(nn.Module.__call__)))
+            hooks.enter_context(replaced(dist, "all_reduce", self._noting_reduction(dist.all_reduce)))
             for module in (nn.utils, nn.utils.clip_grad):
-                hooks.enter_context(replaced(module, "clip_grad_norm_", self._noting_clip))
+                hooks.enter_context(replaced(module, "clip_grad_norm_", self._noting_clip(module.clip_grad_norm_)))
             if self._share > 1:
-                hooks.enter_context(replaced(DataLoader, "__init__", self._sharing))
+                hooks.enter_context(replaced(DataLoader, "__init__", self._sharing(DataLoader.__init__)))
             hooks.callback(self._write)
             with self._quiet:
                 try:
@@ -125,13 +125,8 @@ class BareRecorder:
         return False
 
     def _write(self) -> None:
-        self._add("end", weights=self._weights(), copies=self._copies())
-        self.recording.write(self._folder / f"rank{self.recording.rank}.json")
-
-    def _add(self, kind: str, **values: Any) -> Event:
-        event: Event = {"kind": kind, **values}
-        self.recording.events.append(event)
-        return event
+        self.recording.add("end", weights=self._weights(), copies=self._copies())
+        self.recording.write(self._folder)
 
     # -- models ------------------------------------------------------------------------------------------------
 
@@ -157,16 +152,16 @@ class BareRecorder:
             self._add_model(module)
         if torch.is_grad_enabled() and id(module) in self._models:
             shapes = [list(leaf.shape[1:]) for leaf in tensors((args, kwargs)) if leaf.dim()]
-            self._add("forward", number=self._models[id(module)], rows=rows((args, kwargs)), shapes=shapes)
+            self.recording.add("forward", number=self._models[id(module)], rows=rows((args, kwargs)), shapes=shapes)
 
     def _add_model(self, module: nn.Module) -> None:
         number = len(self._models)
-        prefix = f"model{number}." if number else ""
+        prefix = prefix_of(number)
         inner = unwrap(module)
         described: dict[str, Any] = {}
         weights: dict[str, Any] = {}
         if self._nudge:
-            self._move_weights(inner)
+            nudge_weights(map(_own_part, inner.parameters()), self._nudge)
         for owner_name, owner in inner.named_modules():
             for short_name, parameter in owner.named_parameters(recurse=False):
                 name = prefix + clean(f"{owner_name}.{short_name}" if owner_name else short_name)
@@ -187,7 +182,7 @@ class BareRecorder:
                     parameter.register_hook(partial(self._note_raw, name))
         norms = [name for name, layer in inner.named_modules() if _has_own_statistics(layer)]
         gathers = any("FSDPModule" in (kind.__name__ for kind in type(layer).__mro__) for layer in inner.modules())
-        self._add(
+        self.recording.add(
             "model",
             number=number,
             parameters=described,
@@ -203,27 +198,19 @@ class BareRecorder:
         self._kept.append(module)
         self._known.update(map(id, module.modules()))
 
-    def _move_weights(self, module: nn.Module) -> None:
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for parameter in module.parameters():
-                part = _own_part(parameter)
-                signs = torch.randint(0, 2, part.shape, generator=generator) * 2 - 1
-                part.mul_(1 + self._nudge * signs.to(part))
-
     # -- backward passes -----------------------------------------------------------------------------------------
 
     def _note_loss(self, loss: Tensor) -> None:
         divided, is_mean = divisors(loss)
         value = float(loss.detach().sum().double())
-        event = self._add("backward", loss=value, line=_line(), divisors=divided, is_mean=is_mean, raw={})
+        event = self.recording.add("backward", loss=value, line=_line(), divisors=divided, is_mean=is_mean, raw={})
         self._raw = event["raw"]
 
     def _note_raw(self, name: str, gradient: Tensor) -> None:
         if self._taken >= _RAW_STEPS:
             return
         if self._raw is None:  # a script may call `torch.autograd.backward`, which no hook sees
-            event = self._add("backward", loss=None, line=_line(), divisors=[], is_mean=False, raw={})
+            event = self.recording.add("backward", loss=None, line=_line(), divisors=[], is_mean=False, raw={})
             self._raw = event["raw"]
         values = sketch(gradient)
         earlier = self._raw.get(name)
@@ -235,14 +222,14 @@ class BareRecorder:
         """Notes a number that the script itself reads from a loss."""
         own = user_frame()
         if own is frame and tensor.numel() == 1 and tensor.is_floating_point() and self._taken < _RAW_STEPS:
-            self._add("read", value=tensor.detach().double().reshape(-1).tolist()[0], line=_line())
+            self.recording.add("read", value=tensor.detach().double().reshape(-1).tolist()[0], line=_line())
 
     def _noting_reduction(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def all_reduce(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
             names = self._gradients_in(tensor)
             if names:
-                self._add("call", name="all_reduce", line=_line(), gradients=names)
+                self.recording.add("call", name="all_reduce", line=_line(), gradients=names)
             return original(tensor, *args, **kwargs)
 
         return all_reduce
@@ -262,7 +249,7 @@ class BareRecorder:
     def _noting_clip(self, original: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(original)
         def clip_grad_norm_(*args: Any, **kwargs: Any) -> Any:
-            event = self._add("call", name="clip_grad_norm_", line=_line(), gradients=[])
+            event = self.recording.add("call", name="clip_grad_norm_", line=_line(), gradients=[])
             norm = original(*args, **kwargs)
             # What is a DTensor could only be read by all ranks together.
             if isinstance(norm, Tensor) and not is_sharded(norm):
@@ -284,7 +271,7 @@ class BareRecorder:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Records the gradients as the optimizer finds them: reduced and clipped."""
-        number = self._number(optimizer)
+        number = number_of(optimizer, self._optimizers)
         gradients: dict[str, Any] = {}
         held = 0
         for place, parameter in enumerate(parameters_of(optimizer)):
@@ -295,7 +282,7 @@ class BareRecorder:
                 gradients[name or f"optimizer{number}[{place}]"] = self._with_parts(gradient)
         frame = user_frame()
         self._variables = {} if frame is None else {**frame.f_globals, **frame.f_locals}
-        self._step = self._add(
+        self._step = self.recording.add(
             "step",
             optimizer=number,
             line=_line(),
@@ -308,17 +295,9 @@ class BareRecorder:
         self._raw = None
 
     def _after_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-        self._taken += self._number(optimizer) == 0
+        self._taken += number_of(optimizer, self._optimizers) == 0
         if self._taken >= self._steps:
             raise EnoughSteps
-
-    def _number(self, optimizer: torch.optim.Optimizer) -> int:
-        # By identity, which a class of optimizers cannot define in its own way.
-        for place, other in enumerate(self._optimizers):
-            if other is optimizer:
-                return place
-        self._optimizers.append(optimizer)
-        return len(self._optimizers) - 1
 
     def _weights(self) -> dict[str, list[float]]:
         return {name: sketch(_own_part(parameter)) for name, parameter in self._parameters.items()}

@@ -9,23 +9,14 @@ each width             the script as it is; if the ranks read more samples toget
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 from paceline_lens.verify.bare.account import Account
 from paceline_lens.verify.bare.causes import diagnose_account, diagnose_alone
 from paceline_lens.verify.case import RunFailed, VerifyCase
 from paceline_lens.verify.compare import EPS
+from paceline_lens.verify.launched import LaunchedRuns
 from paceline_lens.verify.recording import Recording
 from paceline_lens.verify.result import Result, Status
-
-
-class BareRuns(Protocol):
-    """Runs a script under a `BareRecorder`."""
-
-    def run_bare(
-        self, case: VerifyCase, *, parts: Sequence[int] = (), share: int = 1, nudge: float = 0.0, again: bool = False
-    ) -> Sequence[Recording]:
-        """Returns the recordings of all ranks; the arguments are those of `BareRecorder`."""
 
 
 class BareVerifier:
@@ -36,7 +27,7 @@ class BareVerifier:
         tell: called with one line before each run.
     """
 
-    def __init__(self, runs: BareRuns, tell: Callable[[str], object] = lambda line: None) -> None:
+    def __init__(self, runs: LaunchedRuns, tell: Callable[[str], object] = lambda line: None) -> None:
         self._runs = runs
         self._tell = tell
 
