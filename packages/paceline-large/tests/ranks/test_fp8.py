@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from late_module import LateModule
 from parity_models import GPT, loss_of
+from shared_ranks import run_ranks
 from torch import nn
 
-from paceline.testing import run_ranks
-
-pytest.importorskip("torchao")
-
+# Loaded before the ranks are forked.
+FLOAT8 = LateModule("torchao.float8")
+MXFP8 = LateModule("torchao.prototype.moe_training.mxfp8_linear")
 STEPS = 2  # the second loss is that of weights which the first step has changed
 # 32 rows of activations for each of two ranks, and as many features: a block of mxfp8. torch multiplies such numbers
 # one by one on a CPU, so that twice the width is four times the time.

@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import nn
 
 from paceline import Accelerator
-from paceline.testing import run_ranks
 
 
 class MLP(nn.Module):
