@@ -9,13 +9,13 @@ import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
 from parity_models import GPT
-from shared_ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator, LocalSGD, testing
+from paceline import Accelerator, LocalSGD
 from paceline.base.exits import STOPPED
+from paceline.testing import RankFailed, run_ranks
 
 Plan = dict[str, Any]
 PLANS = [{"replicate": 2}, {"shard": 2}, {"replicate": 2, "pp": 2}]
@@ -195,8 +195,8 @@ def test_ranks_that_take_different_numbers_of_steps_are_refused():
         with accelerator.join_uneven_inputs([]):
             pass
 
-    with pytest.raises(testing.RankFailed, match="anomaly-uneven"):
-        testing.run_ranks(joins, 2)
+    with pytest.raises(RankFailed, match="anomaly-uneven"):
+        run_ranks(joins, 2)
 
 
 def test_ranks_with_steps_of_their_own_leave_out_the_same_ones():

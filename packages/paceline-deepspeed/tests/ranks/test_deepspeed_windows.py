@@ -6,11 +6,11 @@ import time
 
 import pytest
 import torch
-from shared_ranks import run_ranks
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from paceline import ConfigError
+from paceline.testing import run_ranks
 from paceline_deepspeed.initialize import initialize
 from paceline_deepspeed.pipe import PipelineModule
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline import Accelerator
+from paceline.testing import run_ranks
 
 Plan = dict[str, int]
 ROWS = 12

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from paceline import Accelerator
+from paceline.testing import run_ranks
 
 PLANS: dict[str, dict[str, int]] = {
     "replicate": {},

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 from parity_models import GPT, loss_of
-from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from paceline import Accelerator
+from paceline.testing import run_ranks
 
 
 class Dropped(nn.Module):

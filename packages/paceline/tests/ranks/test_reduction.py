@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from paceline import Accelerator
+from paceline.testing import run_ranks
 
 Plan = dict[str, int]
 ROWS = 12

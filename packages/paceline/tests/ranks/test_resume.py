@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, Sampler, TensorDataset, get_worker_info
 
-from paceline import Accelerator, testing
+from paceline import Accelerator
 from paceline.base.errors import DataError
+from paceline.testing import RankFailed, run_ranks
 
 ROWS, BATCH, EPOCHS, STOP = 26, 2, 2, 3  # a global batch of 6 at the width of three that saves: 4 full ones and a tail
 rows = torch.randn(ROWS, 3, generator=torch.Generator().manual_seed(1))
@@ -172,18 +172,18 @@ def test_hosts_that_leave_and_come_back(tmp_path):
 def test_a_dataset_that_splits_itself_goes_on_only_as_it_began(tmp_path):
     case = ("splitting", 2, False, 1)
     expected = whole(*case)
-    first = testing.run_ranks(train, 3, args=(str(tmp_path), *case, 2))[0]
-    assert first + testing.run_ranks(train, 3, args=(str(tmp_path), *case))[0] == expected
+    first = run_ranks(train, 3, args=(str(tmp_path), *case, 2))[0]
+    assert first + run_ranks(train, 3, args=(str(tmp_path), *case))[0] == expected
     for width, workers in ((2, 2), (3, 1), (1, 0)):
-        with pytest.raises(testing.RankFailed) as caught:
-            testing.run_ranks(train, width, args=(str(tmp_path), "splitting", workers, False, 1))
+        with pytest.raises(RankFailed) as caught:
+            run_ranks(train, width, args=(str(tmp_path), "splitting", workers, False, 1))
         assert isinstance(caught.value.__cause__, DataError) and "data-reshard" in str(caught.value.__cause__)
 
 
 def test_a_stream_whose_batches_cannot_stay_as_they_are(tmp_path):
-    testing.run_ranks(train, 3, args=(str(tmp_path), "stream", 0, True, 1, 2))
-    with pytest.raises(testing.RankFailed, match="data-reshard"):
-        testing.run_ranks(train, 4, args=(str(tmp_path), "stream", 0, True, 1))
+    run_ranks(train, 3, args=(str(tmp_path), "stream", 0, True, 1, 2))
+    with pytest.raises(RankFailed, match="data-reshard"):
+        run_ranks(train, 4, args=(str(tmp_path), "stream", 0, True, 1))
 
 
 class Rewinds(IterableDataset):

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator
+from paceline.testing import run_ranks
 
 ROWS, BATCH, WINDOW = 40, 8, 2
 PLANS: dict[int, list[dict[str, Any]]] = {
