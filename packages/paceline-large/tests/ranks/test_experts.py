@@ -197,11 +197,11 @@ def test_checkpoints_go_into_any_width_and_into_one_file(tmp_path) -> None:
 
 
 class Unroutable(nn.Module):
-    """Layers with lists of experts that cannot be sent to their ranks."""
+    """Layers with lists of experts that cannot be sent to their ranks. Two ranks divide the 5 rows of a weight unevenly."""
 
     def __init__(self, call: Callable[..., torch.Tensor]) -> None:
         super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.experts = nn.ModuleList(nn.Linear(5, 5) for _ in range(2))
         self.call = call
         self.runs = 0
 
@@ -292,10 +292,10 @@ def test_evaluation_whole_parameters_and_what_is_refused() -> None:
         layer = Unroutable(lambda layer, x: layer.parts[0](x) + layer.parts[1](x))
         layer.parts = layer.experts
         del layer.experts
-        wanted = layer(torch.ones(3, 4))
+        wanted = layer(torch.ones(3, 5))
         layer = accelerator.prepare(layer)
         assert is_sharded(layer.parts[0].weight)
-        torch.testing.assert_close(layer(torch.ones(3, 4)), wanted)
+        torch.testing.assert_close(layer(torch.ones(3, 5)), wanted)
         accelerator = Accelerator(cpu=True, plan={"ep": 2})
 
         calls = {
@@ -308,18 +308,18 @@ def test_evaluation_whole_parameters_and_what_is_refused() -> None:
         for call in calls.values():
             layer = accelerator.prepare(Unroutable(call))
             with pytest.raises(TrainError) as error:
-                layer(torch.ones(3, 4))
+                layer(torch.ones(3, 5))
             assert refusal(error) == "experts-call"
         layer = accelerator.prepare(Unroutable(lambda layer, x: layer.experts[0](nn.functional.dropout(x))))
         with pytest.raises(TrainError) as error:
-            layer.experts[1](torch.ones(3, 4))
+            layer.experts[1](torch.ones(3, 5))
         assert refusal(error) == "experts-call"
         # The first run of the layer draws random numbers that the second one draws again.
         torch.manual_seed(3)
-        layer(torch.ones(3, 4))
+        layer(torch.ones(3, 5))
         drawn = torch.rand(())
         torch.manual_seed(3)
-        nn.functional.dropout(torch.ones(3, 4))
+        nn.functional.dropout(torch.ones(3, 5))
         assert drawn == torch.rand(())
 
     run_ranks(work, 2)
