@@ -37,6 +37,10 @@ _state_folder = tempfile.TemporaryDirectory(prefix="paceline-state-")
 os.environ["XDG_STATE_HOME"] = _state_folder.name
 # What a worker imports while it collects stays: to look for garbage in between takes a second of nine.
 gc.disable()
+# Gloo's thread asks again and again for the lock of a pair while the thread that has it waits for a processor. What it wakes
+# takes that processor away, unless both are batch processes; there are more ranks than cores here, so that it happened often.
+if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
+    os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 # A shell starts a background command with SIGINT ignored, which all its children inherit: tests of Ctrl-C would wait in vain.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -13,16 +13,20 @@ import pytest
 
 
 class LateModule:
-    """Stands for a module, which `load` imports. A file of tests without the library is skipped."""
+    """Stands for a module, which `load` imports. A file of tests without the library is skipped.
 
-    def __init__(self, name: str) -> None:
+    With `optional` it is not: its tests that need the library skip themselves.
+    """
+
+    def __init__(self, name: str, *, optional: bool = False) -> None:
         # Of the first package alone: to look for a module inside would import what is around it.
-        if find_spec(name.partition(".")[0]) is None:
+        self._there = find_spec(name.partition(".")[0]) is not None
+        if not self._there and not optional:
             pytest.skip(f"{name} is not installed", allow_module_level=True)
         self._name = name
 
     def load(self) -> Any:
-        return importlib.import_module(self._name)
+        return importlib.import_module(self._name) if self._there else None
 
     def __getattr__(self, attribute: str) -> Any:
         # pytest looks for attributes of its own (`_mock_name`) on everything in a file that it reads.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from late_module import LateModule
 from torch import nn
 
 from paceline.base.errors import CompatError
@@ -11,6 +12,7 @@ from paceline.testing import run_ranks
 from paceline_accelerate.inference import prepare_pippy
 from paceline_accelerate.state import PartialState
 
+GPT2 = LateModule("transformers.models.gpt2.modeling_gpt2", optional=True)  # before the ranks are forked
 # torch's tracing, of itself.
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import nn
 
+from paceline import testing
 from paceline.base.errors import CheckpointError, ConfigError
-from paceline.testing import RankFailed, run_ranks
 from paceline_deepspeed.initialize import initialize
 
 STEPS = 3
@@ -240,8 +241,8 @@ def test_a_save_on_rank_0_alone_names_who_went_on_or_ended(tmp_path):
         ("trains", "rank 1 went on to micro-batch 3; this rank has done 2"),
         ("ends", "rank 1 has ended"),
     ):
-        with pytest.raises(RankFailed):
-            run_ranks(_only_rank_0, world=2, args=(str(tmp_path), then))
+        with pytest.raises(testing.RankFailed):
+            testing.run_ranks(_only_rank_0, world=2, args=(str(tmp_path), then))
         told = (tmp_path / "told.txt").read_text()
         assert "rank 0 called save_checkpoint, but rank 1 did not.  [checkpoint-ranks-missing]" in told
         assert why in told and "outside of `if rank == 0`" in told

@@ -10,22 +10,25 @@ from typing import Any
 
 import pytest
 import torch
+from late_module import LateModule
 from parity_models import GPT, loss_of
+from shared_ranks import run_ranks
 from torch import nn
 
-from paceline.testing import run_ranks
-
-pytest.importorskip("torchao")
-
+# Loaded before the ranks are forked.
+FLOAT8 = LateModule("torchao.float8")
+MXFP8 = LateModule("torchao.prototype.moe_training.mxfp8_linear")
 STEPS = 2  # the second loss is that of weights which the first step has changed
-ROWS, LENGTH = 8, 16  # 64 rows of activations for each of two ranks
+# 32 rows of activations for each of two ranks, and as many features: a block of mxfp8. torch multiplies such numbers
+# one by one on a CPU, so that twice the width is four times the time.
+ROWS, LENGTH, WIDTH = 4, 16, 32
 RECIPES = ("rowwise_with_gw_hp", "mxfp8", "rowwise", "tensorwise")
 Numbers = tuple[list[float], dict[str, torch.Tensor]]
 
 
-def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:
+def model_and_optimizer(width: int = WIDTH) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(3)
-    model = GPT(layers=2, width=64, heads=4)
+    model = GPT(layers=2, width=width, heads=4)
     return model, torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 
@@ -65,30 +68,28 @@ def convert(model: nn.Module, recipe: str) -> nn.Module:
 
 
 @cache
-def plain(recipe: str, parts: int = 1) -> Numbers:
-    """torchao in plain PyTorch on one process; each batch in so many parts."""
-    model, optimizer = model_and_optimizer()
+def plain(recipe: str, width: int = WIDTH) -> Numbers:
+    """torchao in plain PyTorch on one process."""
+    model, optimizer = model_and_optimizer(width)
     convert(model, recipe)
     losses = []
     for step in range(STEPS):
-        total = 0.0
-        for tokens in tokens_of(step).chunk(parts):
-            loss = loss_of(model(tokens), tokens.roll(1, 1)) / parts
-            loss.backward()
-            total += float(loss.detach())
-        losses.append(total)
+        tokens = tokens_of(step)
+        loss = loss_of(model(tokens), tokens.roll(1, 1))
+        loss.backward()
+        losses.append(float(loss.detach()))
         optimizer.step()
         optimizer.zero_grad()
     return losses, {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-def ours(recipe: str, plan: dict[str, Any], settings: dict[str, Any] | None = None) -> Numbers:
+def ours(recipe: str, plan: dict[str, Any], width: int = WIDTH) -> Numbers:
     """The same loop through `Accelerator`."""
     from paceline import Accelerator
 
-    model, optimizer = model_and_optimizer()
+    model, optimizer = model_and_optimizer(width)
     options = {"fp8": {"recipe": recipe}, "compile": {"backend": "aot_eager"}}
-    accelerator = Accelerator("fp8", plan=plan, options=options, cpu=True, **(settings or {}))
+    accelerator = Accelerator("fp8", plan=plan, options=options, cpu=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     layout = accelerator.plan.layout
     losses = []
@@ -105,16 +106,16 @@ def ours(recipe: str, plan: dict[str, Any], settings: dict[str, Any] | None = No
     return losses, accelerator.get_state_dict(model)
 
 
-def all_recipes(plan: dict[str, Any], recipes: tuple[str, ...]) -> list[Numbers]:
-    return [ours(recipe, plan) for recipe in recipes]
+def all_recipes(plan: dict[str, Any], recipes: tuple[str, ...], width: int = WIDTH) -> list[Numbers]:
+    return [ours(recipe, plan, width) for recipe in recipes]
 
 
-def differences(plan: dict[str, Any], world: int, recipes: tuple[str, ...] = RECIPES) -> dict[str, float]:
-    """How far the losses of a plan are from those of torchao on one process, at most."""
-    found = run_ranks(all_recipes, world=world, args=(plan, recipes), timeout_s=200)[0]
+def differences(plan: dict[str, Any], recipes: tuple[str, ...] = RECIPES, width: int = WIDTH) -> dict[str, float]:
+    """How far the losses of a plan on two processes are from those of torchao on one, at most."""
+    found = run_ranks(all_recipes, world=2, args=(plan, recipes, width), timeout_s=200)[0]
     result = {}
     for recipe, (losses, _) in zip(recipes, found, strict=True):
-        expected, _ = plain(recipe)
+        expected, _ = plain(recipe, width)
         result[recipe] = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
     return result
 
@@ -129,7 +130,7 @@ def test_one_process_has_the_numbers_of_torchao_to_the_last_bit() -> None:
 
 
 def test_two_processes_differ_by_what_the_plan_says() -> None:
-    found = differences({}, 2)
+    found = differences({})
     # Sums in another order; the weights of a step of AdamW enlarge them a little.
     assert found["rowwise_with_gw_hp"] < 2e-6
     assert found["mxfp8"] < 2e-6
@@ -151,12 +152,12 @@ def test_two_processes_differ_by_what_the_plan_says() -> None:
     ids=str,
 )
 def test_recipes_that_keep_the_numbers_do_so_under_each_plan(plan: dict[str, Any]) -> None:
-    found = differences(plan, 2, RECIPES[:2])
+    found = differences(plan, RECIPES[:2])
     assert max(found.values()) < 2e-6, found
 
 
 def test_under_tensor_parallelism_blocks_keep_the_numbers_and_rows_do_not() -> None:
-    found = differences({"tp": 2}, 2, RECIPES[:2])
+    found = differences({"tp": 2}, RECIPES[:2], width=2 * WIDTH)  # half of it is a block of mxfp8
     assert found["mxfp8"] < 2e-6
     assert 1e-5 < found["rowwise_with_gw_hp"] < 5e-3
 
@@ -166,7 +167,7 @@ def test_under_tensor_parallelism_blocks_keep_the_numbers_and_rows_do_not() -> N
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 @pytest.mark.parametrize("plan", [{}, {"zero": 3}], ids=str)
 def test_compiled_blocks_have_the_same_numbers(plan: dict[str, Any]) -> None:
-    found = differences({**plan, "compile": True}, 2, RECIPES[:1])
+    found = differences({**plan, "compile": True}, RECIPES[:1])
     assert max(found.values()) < 2e-6, found
 
 

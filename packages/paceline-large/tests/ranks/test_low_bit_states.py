@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from late_module import LateModule
+from shared_ranks import run_ranks
 from torch import Tensor, nn
 
 from paceline import Accelerator
-from paceline.testing import run_ranks
 
-pytest.importorskip("torchao", reason="torchao is not installed")
+OPTIM = LateModule("torchao.optim")
 bnb = LateModule("bitsandbytes")
 pytestmark = pytest.mark.filterwarnings("ignore")
 

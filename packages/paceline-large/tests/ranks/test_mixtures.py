@@ -10,13 +10,13 @@ from functools import cache
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, PacelineError
-from paceline.testing import run_ranks
 
 ROWS = 23  # batches of 12 and 11, so that the ranks' losses weigh unequally in the second
 

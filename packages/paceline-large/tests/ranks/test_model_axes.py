@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import pytest
 import torch
 import torch.nn.functional as F
+from shared_ranks import run_ranks
 from torch import nn
 
 from paceline import Accelerator, PacelineError
-from paceline.testing import run_ranks
 
 WIDTH, HEADS, POSITIONS, VOCABULARY, ROWS = 24, 12, 12, 24, 8
 

@@ -5,11 +5,11 @@ from copy import deepcopy
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, PacelineError
-from paceline.testing import run_ranks
 
 
 def loader(batch, rows=12):

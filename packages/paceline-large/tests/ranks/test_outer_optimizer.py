@@ -7,11 +7,11 @@ from functools import partial
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, ConfigError, LocalSGD, PlanError
-from paceline.testing import run_ranks
 
 ROWS = torch.randn(48, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)

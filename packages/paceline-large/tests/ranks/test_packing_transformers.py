@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from functools import cache
-from importlib.util import find_spec
 
 import pytest
 import torch
+from late_module import LateModule
+from shared_ranks import run_ranks
 from torch.utils.data import DataLoader
 
 from paceline import Accelerator, TokenBatchSampler, pack_documents
-from paceline.testing import run_ranks
 
-if find_spec("transformers") is None:
-    pytest.skip("transformers is not installed", allow_module_level=True)
-
+LLAMA = LateModule("transformers.models.llama.modeling_llama")  # before the ranks are forked
 WORDS, TOKENS = 17, 20
 CLOSE = {"rtol": 0, "atol": 1e-7}  # the models compute norms and losses in float32
 
@@ -34,7 +32,7 @@ class Documents:
 
 def model_and_optimizer(attention):
     torch.manual_seed(0)
-    import transformers  # in a rank: it remembers for ever that there was no accelerate
+    import transformers
 
     config = transformers.LlamaConfig(
         vocab_size=WORDS,

@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed.fsdp
+from shared_ranks import run_ranks
 from torch import Tensor, nn
 from torch.nn.utils import prune
 from torch.utils.data import DataLoader
 
 from paceline import Accelerator, PacelineError
-from paceline.testing import run_ranks
 
 PLAN = {"shard": 2}
 

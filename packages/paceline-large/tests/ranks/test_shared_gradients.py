@@ -2,10 +2,10 @@
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import nn
 
 from paceline import Accelerator
-from paceline.testing import run_ranks
 
 
 class MLP(nn.Module):
@@ -89,9 +89,9 @@ def plain(way, rows):
     return total
 
 
-def ours(plan, options, rows):
+def ours(plan, options, rows, ways):
     results = {}
-    for way in WAYS:
+    for way in ways:
         if way == "single" and (options or plan != {"tp": 2}):
             continue  # it takes one sample
         accelerator = Accelerator("no", 3, plan=plan, options={"tensor": options}, cpu=True)
@@ -114,23 +114,32 @@ def ours(plan, options, rows):
     return results
 
 
+ON_FOUR = [({"tp": 2, "pp": 2}, {}, 2), ({"tp": 2, "shard": 2}, {}, 1), ({"tp": 2, "replicate": 2}, {}, 1)]
+
+
 @pytest.mark.parametrize(
     ("plan", "options", "rows"),
     [
         ({"tp": 2}, {}, 1),
-        ({"tp": 2}, {}, 2),
         ({"tp": 3}, {"sequence": True}, 1),
-        ({"tp": 2, "pp": 2}, {}, 2),
-        ({"tp": 2, "shard": 2}, {}, 1),
-        ({"tp": 2, "replicate": 2}, {}, 1),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (({"tp": 2}, {}, 2), *ON_FOUR)),
     ],
 )
 def test_each_parameter_gets_its_own_gradient(plan, options, rows):
+    check(plan, options, rows, WAYS)
+
+
+@pytest.mark.parametrize(("case", "ways"), [*zip(ON_FOUR, (WAYS[0::3], WAYS[1::3], WAYS[2::3]), strict=True)])
+def test_so_it_does_beside_another_axis_in_some_of_the_ways(case, ways):
+    check(*case, ways)
+
+
+def check(plan, options, rows, ways):
     size = 1
     for ranks in plan.values():
         size *= ranks
     total = rows * plan.get("shard", 1) * plan.get("replicate", 1)
-    for results in run_ranks(ours, size, args=(plan, options, rows)):
+    for results in run_ranks(ours, size, args=(plan, options, rows, ways)):
         for way, gradients in results.items():
             for name, want in plain(way, total).items():
                 torch.testing.assert_close(

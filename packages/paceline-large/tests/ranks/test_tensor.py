@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from late_module import LateModule
 from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -15,6 +16,9 @@ from torch.utils.checkpoint import checkpoint
 import paceline
 from paceline import testing
 
+# Loaded before the ranks are forked: each would need two seconds for it.
+LLAMA = LateModule("transformers.models.llama.modeling_llama", optional=True)
+GPT2 = LateModule("transformers.models.gpt2.modeling_gpt2", optional=True)
 VOCABULARY, POSITIONS, WIDTH, HEADS = 24, 8, 16, 4
 STEPS, BATCH = 3, 4
 

@@ -9,13 +9,13 @@ import time
 import pytest
 import torch
 from parity_models import GPT
+from shared_ranks import run_ranks
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, ConfigError
 from paceline.parallel.strategy import STRATEGIES
-from paceline.testing import run_ranks
 from paceline_lens.observe import tap
 from paceline_lens.observe.phases import PhaseListener, follow_phases
 

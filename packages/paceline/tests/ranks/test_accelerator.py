@@ -5,11 +5,11 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import Accelerator, CollectiveError, PrepareError, TrainError
-from paceline.testing import run_ranks
+from paceline import Accelerator, CollectiveError, PrepareError, TrainError, testing
 
 
 def loader(samples=22, batch=4, **options):
@@ -45,7 +45,7 @@ def threads_after_each_run(runs):
 @pytest.mark.parametrize("plan", [{}, {"PACELINE_ZERO": "1"}, {"PACELINE_SHARD": "2"}], ids=str)
 def test_one_run_after_another_in_a_process_uses_its_groups_again(plan):
     """Each group has threads, sockets and buffers of its own: a process with hundreds of runs had hundreds of them."""
-    first, *others = run_ranks(threads_after_each_run, world=2, args=(3,), env=plan)[0]
+    first, *others = testing.run_ranks(threads_after_each_run, world=2, args=(3,), env=plan)[0]
     assert others == [first] * 2
 
 

@@ -5,12 +5,12 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from torch import nn
 from torch_sweep.modules import BATCH_LAYERS
 from torch_sweep.runs import DATA_PARALLEL, PLANS, sweep
 
 from paceline import Accelerator
-from paceline.testing import run_ranks
 
 
 @pytest.mark.parametrize("plan", DATA_PARALLEL)

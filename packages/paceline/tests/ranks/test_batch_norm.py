@@ -5,12 +5,12 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, update_bn
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, PlanError
-from paceline.testing import run_ranks
 
 SAMPLES, BATCH, ACCUMULATE = 13, 6, 2  # the last batch has one sample: two of three ranks have none
 

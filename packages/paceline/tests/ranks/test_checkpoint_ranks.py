@@ -10,16 +10,16 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from shared_ranks import run_ranks
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from paceline import testing
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint import Checkpointer, Manifest, RunState, TrainState, verify
 from paceline.checkpoint.format import native_writer
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store.local import LocalStore
-from paceline.testing import run_ranks
-from paceline.testing.ranks import RankFailed
 from paceline.world.collectives import Collectives
 from paceline.world.world import World
 
@@ -210,7 +210,7 @@ def test_full_disk_on_one_rank(tmp_path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         return found[0]
 
-    assert run_ranks(fill, 2) == ["checkpoint-disk-full"] * 2
+    assert testing.run_ranks(fill, 2) == ["checkpoint-disk-full"] * 2
     assert verify(folder, LocalStore()) == [] and os.listdir(tmp_path) == ["c"]
 
 
@@ -273,7 +273,7 @@ def test_another_model_on_one_rank(tmp_path) -> None:
 def test_killed_while_saving(tmp_path, place, rank) -> None:
     """SIGKILL of a rank at any point: the old checkpoint loads, the unfinished one never does, the next save cleans up."""
     folder = str(tmp_path / "checkpoint_0")
-    run_ranks(train_and_save, 2, args=(folder, False))
+    testing.run_ranks(train_and_save, 2, args=(folder, False))
 
     def save_and_die() -> None:
         if dist.get_rank() == rank:
@@ -283,8 +283,8 @@ def test_killed_while_saving(tmp_path, place, rank) -> None:
             setattr(owner, name, lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL))
         train_and_save(folder)
 
-    with pytest.raises(RankFailed):
-        run_ranks(save_and_die, 2, timeout_s=20)
+    with pytest.raises(testing.RankFailed):
+        testing.run_ranks(save_and_die, 2, timeout_s=20)
     assert Checkpointer().latest(tmp_path) == folder
     run = Run()
     Checkpointer().load(folder, run.state())

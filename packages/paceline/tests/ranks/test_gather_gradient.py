@@ -4,13 +4,13 @@ import logging
 
 import pytest
 import torch
+from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from torch_sweep.runs import DATA_PARALLEL, PLANS
 
 from paceline import Accelerator
 from paceline.base.errors import TrainError
-from paceline.testing import run_ranks
 
 
 class Towers(nn.Module):

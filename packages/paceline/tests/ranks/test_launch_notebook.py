@@ -200,6 +200,7 @@ def test_a_run_that_saves_when_it_is_asked_to_leave_says_so_by_its_exit_code(tmp
     script = tmp_path / "session.py"
     script.write_text(
         dedent("""
+        import time
         import torch
         from paceline import Accelerator, notebook_launcher
 
@@ -216,6 +217,7 @@ def test_a_run_that_saves_when_it_is_asked_to_leave_says_so_by_its_exit_code(tmp
                 accelerator.backward(model(batch).mean())
                 optimizer.step()
                 optimizer.zero_grad()
+                time.sleep(0.02)  # what it computes until the signal comes is nothing to the test
                 if step == 3:
                     accelerator.print("running", flush=True)
 
