@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from paceline import Accelerator
+from paceline.base.log import forget_warnings
 from paceline.testing import run_ranks
 
 Batches = Iterable[Any]
@@ -148,6 +149,13 @@ def beside_another(full: Batches, short: Batches) -> Iterator[Any]:
         yield kept
 
 
+def counted(full: Batches, short: Batches) -> Iterator[Any]:
+    for is_counted in (True, False):
+        for batch in full:
+            if not is_counted:
+                yield batch
+
+
 KEPT = (cycled, fresh, one_batch, remembered, beside_another)
 
 
@@ -233,17 +241,46 @@ def test_sparse_batches_may_be_kept() -> None:
         accelerator.backward(model(batch).square().mean())
 
 
-def test_a_copied_batch_is_told() -> None:
-    def warnings() -> list[str]:
+def by_method(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model[2](torch.tanh(model[0](x)))  # type: ignore[operator, index]
+
+
+def by_copy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x.clone())  # type: ignore[no-any-return]
+
+
+def test_batches_that_nobody_sees_are_told() -> None:
+    """A copy that was taken ahead, a copy of a batch that was kept, and one that the model itself does not get.
+
+    After a loop that only counts, one over the same loader has one batch at a time: nothing is told of copies there.
+    """
+
+    def warnings() -> list[list[str]]:
         messages: list[str] = []
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("paceline").addHandler(handler)
         trained(copied_ahead, 19, 1)
-        return messages
+        found = [messages.copy()]
+        for output_of, way in ((by_method, KEPT[0]), (by_copy, KEPT[0]), (by_copy, KEPT[1]), (by_copy, counted)):
+            forget_warnings()
+            messages.clear()
+            model, optimizer, data = parts(24)
+            accelerator = Accelerator(cpu=True, split_batches=True)
+            loaders = accelerator.prepare(*(DataLoader(Subset(data, range(n)), GLOBAL_BATCH) for n in (19, 5)))
+            model, optimizer = accelerator.prepare(model, optimizer)
+            for x, y in way(*loaders):
+                accelerator.backward((output_of(model, x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(messages.copy())
+        return found
 
-    (message,) = run_ranks(warnings, 2)[0]
-    assert "nobody saw from which" in message
+    *of_unseen, of_counted = run_ranks(warnings, 2)[0]
+    for messages in of_unseen:
+        (message,) = messages
+        assert "nobody saw from which" in message
+    assert of_counted == []
 
 
 def test_a_resumed_run_gets_the_batches_that_were_taken_but_not_used(tmp_path: Path) -> None:

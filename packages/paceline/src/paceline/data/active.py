@@ -127,6 +127,8 @@ class ActiveLoaders:
             loss: the loss.
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
         """
+        if not self._stack and self.in_use == BatchesInUse.NEWEST and self._are_batches_kept():
+            self._follow(BatchesInUse.HELD)
         if len(self._stack) < 2 and self.in_use == BatchesInUse.NEWEST:  # nearly always
             newest = self._stack[0].given if self._stack else None
             batches = [] if newest is None else [newest]
@@ -256,18 +258,22 @@ class ActiveLoaders:
         self._stack.append(loader)
         self._given_since_gather = 0
         self._events.loop_began(loader)
-        if len(self._stack) > 1 or self._is_batch_kept_beside(loader):
+        if len(self._stack) > 1 or self._are_batches_kept(beside=loader):
             self._follow(BatchesInUse.SEVERAL_LOOPS)
         if len(self._stack) == 1:
             self._events.outside_loops(False)
         self._finished = None
 
-    def _is_batch_kept_beside(self, loader: PreparedLoader) -> bool:
-        """Returns whether the script has kept a batch of another loader, other than the variable of a loop that has ended."""
+    def _are_batches_kept(self, beside: PreparedLoader | None = None) -> bool:
+        """Returns whether the script has kept batches, other than the variable of a loop that has ended.
+
+        Args:
+            beside: a loader whose batches do not count.
+        """
         kept: dict[object, set[GivenBatch]] = {}
         for batches in self._by_storage.values():
             for given in batches:
-                if given.loader() is not loader:
+                if beside is None or given.loader() is not beside:
                     kept.setdefault(given.loader, set()).add(given)
         return any(len(batches) > 1 or not self._left.isdisjoint(batches) for batches in kept.values())
 

@@ -179,14 +179,22 @@ class Origins:
         if seen is None and before is not None and before in {*current, *self.waiting}:
             return [before]
         infos = [given.info for given in (*current, *self.waiting)]
-        if not current:  # the loss of a batch that was taken before its loop has ended
+        is_unseen = seen is not None and None in seen
+        is_uneven = False
+        if (
+            not current
+        ):  # the loss of a batch that was taken before its loop has ended, which would count as the same on each rank
             infos += self._last_infos
-        if seen is not None and None in seen and _weigh_differently(infos, is_whole_step):
+            infos += [given.info for batches in self._by_storage.values() for given in batches]
+            is_unseen |= seen is None
+            is_uneven = any(len(set(info.weights)) > 1 for info in infos)
+        if is_unseen and (is_uneven or _weigh_differently(infos, is_whole_step)):
             warn_once(
                 "data",
                 "a loss was computed while the script has several batches, which have different numbers of samples on the "
-                "ranks, and nobody saw from which: the model was called with tensors that were computed from one. It may be "
-                "weighted by the samples of another, so that gradients of this step are not exactly those of one process. "
+                "ranks, and nobody saw from which: a model got tensors that were computed from one, or was called by a method. "
+                "The loss may be weighted by the samples of another batch, or as much on each rank, so that gradients of this "
+                "step are not exactly those of one process. "
                 "`accelerator.backward(loss_sum, num_items=len(x))` is exact; so is drop_last=True in all loaders.",
             )
         batches = _newest_of_each([given for given in seen or () if given is not None], running)
