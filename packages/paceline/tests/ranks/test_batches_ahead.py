@@ -149,6 +149,23 @@ def beside_another(full: Batches, short: Batches) -> Iterator[Any]:
         yield kept
 
 
+def beside_the_one_before(full: Batches, short: Batches) -> Iterator[Any]:
+    before = None
+    for batch in full:
+        yield batch
+        if before is not None:
+            yield before
+        before = batch
+
+
+def replayed(full: Batches, short: Batches) -> Iterator[Any]:
+    seen = []
+    for batch in itertools.chain(full, full):
+        yield batch
+        seen.append(batch)
+        yield seen[len(seen) // 2]
+
+
 def counted(full: Batches, short: Batches) -> Iterator[Any]:
     for is_counted in (True, False):
         for batch in full:
@@ -156,7 +173,7 @@ def counted(full: Batches, short: Batches) -> Iterator[Any]:
                 yield batch
 
 
-KEPT = (cycled, fresh, one_batch, remembered, beside_another)
+KEPT = (cycled, fresh, one_batch, remembered, beside_another, beside_the_one_before, replayed)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -204,6 +221,37 @@ def test_a_loop_over_another_loader_ends_windows_by_its_own_batches() -> None:
                 accelerator.backward((trained_model(x) - y).square().mean())
                 ends.append(accelerator.sync_gradients)
     assert ends == [False, True] * 4
+
+
+@pytest.mark.parametrize(("batches", "steps"), [(4, 2), (5, 2), (5, 3)])
+@pytest.mark.parametrize("has_two_models", [False, True])
+def test_windows_that_pass_over_batches_again_end_with_the_same_ones(
+    batches: int, steps: int, has_two_models: bool
+) -> None:
+    """As SAM does, or a GAN whose generator learns from the batches of the discriminator."""
+    model, optimizer, data = parts(GLOBAL_BATCH * batches)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, again, optimizer, loader = accelerator.prepare(
+        model, copy.deepcopy(model), optimizer, DataLoader(data, GLOBAL_BATCH)
+    )
+    ends: list[list[bool]] = [[], [], []]
+    for _ in range(2):
+        kept = []
+        for x, y in loader:
+            kept.append(x)
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x) - y).square().mean())
+            ends[0].append(accelerator.sync_gradients)
+            if not accelerator.sync_gradients:
+                continue
+            for turn, x in itertools.product((1, 2), kept):
+                of_turn = again if has_two_models else model
+                with accelerator.accumulate(of_turn):
+                    accelerator.backward(of_turn(x).square().mean())
+                ends[turn].append(accelerator.sync_gradients)
+            kept = []
+    assert sum(ends[0]) == 2 * -(-batches // steps)
+    assert ends[0] == ends[1] == ends[2]
 
 
 def test_copies_and_files_of_a_model_do_nothing_of_ours(tmp_path: Path) -> None:

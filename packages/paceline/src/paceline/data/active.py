@@ -26,7 +26,9 @@ class BatchesInUse(IntEnum):
 
     NEWEST = 0  # the newest one of the only loop
     SEVERAL_LOOPS = 1  # the newest one of some loop, or one that was kept of a loop that the script has left
-    HELD = 2  # a batch was given before the one before it was used: any batch that the script still has
+    HELD = (
+        2  # a batch was given before the one before it was used, or older ones were kept: any that the script still has
+    )
     AHEAD = 3  # a loss was computed from another batch than the newest one
 
 
@@ -66,6 +68,7 @@ class ActiveLoaders:
         # The batches of each storage: the one it belongs to, or those from which it was computed. Batches may be used after
         # their loop has ended: by `itertools.cycle`, or after `next(iter(loader))`.
         self._by_storage: MutableMapping[torch.UntypedStorage, frozenset[GivenBatch]] = weakref.WeakKeyDictionary()
+        self._num_storages = 0  # of the newest batch
         # The last ones of loops that the script has left before their end.
         self._left: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         # The last batch that was given, as long as losses come from the newest one.
@@ -92,14 +95,14 @@ class ActiveLoaders:
 
     # -- which loader weighs a loss --------------------------------------------------------------------------------
 
-    def ends_window(self, before: object = None) -> bool:
+    def ends_window(self, before: GivenBatch | None = None) -> bool:
         """Returns whether a window ends with the batch of this micro-batch, as the last one of a loader that trains.
 
         Args:
             before: the batch of the window's micro-batch before; None if it had none.
         """
         if self.takes_ahead:
-            return self.origins.ends_window(self._sources, self._stack, None if self._used is before else self._used)
+            return self.origins.ends_window(self._sources, self._stack, before, self._used)
         if len(self._stack) == 1:  # nearly always
             current = self._stack[0].current
             self._ended_by_current = current is not None and current.last
@@ -127,10 +130,12 @@ class ActiveLoaders:
             loss: the loss.
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
         """
-        if not self._stack and self.in_use == BatchesInUse.NEWEST and self._are_batches_kept():
+        # Has the script another batch than the current one?
+        has_others = len(self._by_storage) > self._num_storages if self._stack else self._are_batches_kept()
+        if has_others and self.in_use == BatchesInUse.NEWEST:
             self._follow(BatchesInUse.HELD)
         if len(self._stack) < 2 and self.in_use == BatchesInUse.NEWEST:  # nearly always
-            newest = self._stack[0].given if self._stack else None
+            newest = self._stack[0].newest if self._stack else None
             batches = [] if newest is None else [newest]
         else:
             advanced = self._advanced([loader for loader in self._stack if loader.given is not None])
@@ -327,15 +332,18 @@ class ActiveLoaders:
         self._given.add(loader)
         self._given_since_gather += 1
         alone = frozenset((given,))
+        storages: set[torch.UntypedStorage] = set()
         for tensor in tensors(batch):
             storage = storage_of(tensor)
             if storage is None:
                 continue
+            storages.add(storage)
             known = self._by_storage.setdefault(storage, alone)
             if known is not alone:
                 # Views of one tensor may be batches of several loaders.
                 others = [other for other in known if other.loader != given.loader]
                 self._by_storage[storage] = frozenset([*others, given])
+        self._num_storages = len(storages)
         if self.in_use == BatchesInUse.NEWEST:
             self._last = weakref.ref(given)
         else:
