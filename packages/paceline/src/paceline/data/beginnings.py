@@ -68,9 +68,10 @@ def tell_if_they_differ(kind: str, by_rank: Sequence[Any]) -> None:
     shown = "; ".join(f"rank {rank}: {str(by_rank[rank])[:_CHARACTERS]}" for rank in (0, others[0]))
     warn_once(
         "data",
-        f"ranks have prepared a {kind} that begins with other samples ({shown}). `prepare` divides one dataset that all of them "
-        "have: with others, some samples are read by no rank, and a sample may be in the training set of one and in the test "
-        "set of another. Make the same dataset on each rank: seed what shuffles or splits it, and do not divide it yourself.",
+        f"ranks have prepared a {kind} that begins with other samples ({shown}). `prepare` divides one dataset that all "
+        "ranks have: with others, some samples are read by no rank, and one may be in the training set of a rank and in the "
+        "test set of another. Make the same dataset on each rank: seed what shuffles or splits it, and do not divide it "
+        "yourself.",
     )
 
 
