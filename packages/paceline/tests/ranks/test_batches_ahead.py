@@ -373,6 +373,30 @@ def test_metrics_of_a_batch_whose_loop_is_over() -> None:
         assert values == 4 * parts(24)[2].tensors[1][:5].flatten().tolist()
 
 
+def test_metrics_that_are_gathered_later_are_known_by_their_labels() -> None:
+    """One step late, which spares a wait for the device; or of a list of batches, of which the model gets copies."""
+
+    def evaluated() -> list[list[float]]:
+        model, _, data = parts(13)
+        accelerator = Accelerator(cpu=True, split_batches=True)
+        model, loader = accelerator.prepare(model.eval(), DataLoader(data, GLOBAL_BATCH))
+        late: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+        before = None
+        with torch.no_grad():
+            for x, y in loader:
+                if before is not None:
+                    late.append(accelerator.gather_for_metrics(before)[1])
+                before = model(x), y
+            late.append(accelerator.gather_for_metrics(before)[1])
+            for x, y in list(loader):
+                kept.append(accelerator.gather_for_metrics((model(x.clone()), y))[1])
+        return [torch.cat(values).flatten().tolist() for values in (late, kept)]
+
+    for values in run_ranks(evaluated, 3):
+        assert values == 2 * [parts(13)[2].tensors[1].flatten().tolist()]
+
+
 def test_rows_that_are_gathered_for_a_loss_are_those_of_the_batch_that_the_model_has_seen() -> None:
     def rows() -> list[int]:
         model, _, data = parts(19)

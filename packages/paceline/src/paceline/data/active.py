@@ -236,8 +236,19 @@ class ActiveLoaders:
             batches = [self.leading.current]
         return bool(batches) and all(batch.weights[batch.index] == 0 for batch in batches)
 
-    def gathered(self) -> BatchInfo | None:
-        """Returns the batch to which gathered values belong: the top loader's, or the one that a model has seen last."""
+    def gathered(self, values: object = ()) -> BatchInfo | None:
+        """Returns the batch of gathered values: their own, the one that a model has seen last, or that of the top loader.
+
+        Args:
+            values: tensors, nested; labels that were not copied show their batch.
+        """
+        if not self._stack or self.in_use > BatchesInUse.NEWEST or len(self._by_storage) > self._num_storages:
+            of_values: set[GivenBatch] = set()
+            for tensor in tensors(values):
+                of_values |= self._by_storage.get(storage_of(tensor), frozenset())
+            if len(of_values) == 1:
+                self._given_since_gather = 0
+                return of_values.pop().info
         # A loop that trains shows by its backward passes whether it holds batches.
         if self._given_since_gather > 1 and self.top is not None and not self.top.trains:
             self._follow(BatchesInUse.HELD)

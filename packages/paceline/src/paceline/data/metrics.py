@@ -38,7 +38,7 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     Raises:
         DataError: `data-interleaved`.
     """
-    info = active.gathered()
+    info = active.gathered(tree)
     if info is not None:
         beside = [other.current for other in active.beside_top]
         if beside:
