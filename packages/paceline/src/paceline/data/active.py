@@ -245,7 +245,9 @@ class ActiveLoaders:
         if not self._stack or self.in_use > BatchesInUse.NEWEST or len(self._by_storage) > self._num_storages:
             of_values: set[GivenBatch] = set()
             for tensor in tensors(values):
-                of_values |= self._by_storage.get(storage_of(tensor), frozenset())
+                storage = storage_of(tensor)
+                if storage is not None:
+                    of_values |= self._by_storage.get(storage, frozenset())
             if len(of_values) == 1:
                 self._given_since_gather = 0
                 return of_values.pop().info
