@@ -149,6 +149,18 @@ class ActiveLoaders:
         # The one whose loop began last, of those without idle ranks.
         return max(reversed(batches), key=lambda given: sum(map(bool, given.info.weights)), default=None)
 
+    def stand_for(self, loss: Tensor, batch: object) -> None:
+        """Notes that a number stands for the loss of a batch, which is computed later, as by a pipeline."""
+        if len(self._stack) < 2 and self.in_use == BatchesInUse.NEWEST:  # nearly always
+            return
+        batches: frozenset[GivenBatch] = frozenset()
+        for tensor in tensors(batch):
+            storage = storage_of(tensor)
+            if storage is not None:
+                batches |= self._by_storage.get(storage, frozenset())
+        if batches:
+            self._by_storage[loss.untyped_storage()] = batches
+
     def _use(self, given: GivenBatch) -> None:
         """Notes that a loss was computed from a batch."""
         loader = given.loader()

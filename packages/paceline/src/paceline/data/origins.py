@@ -235,12 +235,13 @@ class Origins:
         None among them stands for outputs that were computed from tensors of an unknown batch, or of none. None in place of
         the set: no output was marked, since the loss was computed before a script had several batches.
         """
+        if loss.grad_fn is None:  # it may stand for a loss
+            of_storage = self._by_storage.get(loss.untyped_storage())
+            return None if of_storage is None else set(of_storage)
         batches: set[GivenBatch | None] = set()
         is_marked = False
         visited: set[Any] = set()
-        to_visit: list[Any] = []
-        if loss.grad_fn is not None:
-            to_visit.append(loss.grad_fn)
+        to_visit: list[Any] = [loss.grad_fn]
         while to_visit and len(visited) < _MOST_NODES:
             node = to_visit.pop()
             if node in visited:
