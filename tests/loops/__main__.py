@@ -79,9 +79,10 @@ def run_chunk(
 
 
 def _has(program: Program, name: str) -> bool:
-    """Whether a program has a statement of this name; "Hook" stands for hooks."""
+    """Whether a program has a statement of this name; "Hook" stands for hooks, "Kept" and "Loose" as well."""
     kinds = [kind for kind in get_args(Statement) if kind.__name__ == name]
-    return (name == "Hook" and bool(program.hooks)) or any(uses(program, kind) for kind in kinds)
+    parts = {"Hook": bool(program.hooks), "Kept": bool(program.loop.again), "Loose": program.loose}
+    return parts.get(name, False) or any(uses(program, kind) for kind in kinds)
 
 
 def _note(failures: Sequence[tuple[Case, Outcome]], path: Path) -> None:

@@ -58,14 +58,21 @@ def adapted(program: Program) -> Program | None:
         elif number in evaluated:
             rows = loader.rows
         loaders.append(replace(loader, rows=rows, drop_last=False, taken=""))
-    loop = replace(program.loop, ahead=0)  # each loss has the same weight
+    loop = replace(program.loop, ahead=0, again="")  # each loss has the same weight
     save_at = None
     if program.save_at is not None and loop.kind == "for" and not uses(program, Next):
         loop = replace(loop, epochs=2)
         save_at = batches[0] - 1
     body = _body(program.body, program.window > 1)
     return replace(
-        program, loaders=tuple(loaders), loop=loop, body=body, split_batches=True, offload="", save_at=save_at
+        program,
+        loaders=tuple(loaders),
+        loop=loop,
+        body=body,
+        split_batches=True,
+        offload="",
+        loose=False,
+        save_at=save_at,
     )
 
 

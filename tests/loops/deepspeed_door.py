@@ -74,7 +74,7 @@ def adapted(program: Program) -> Program | None:
         replace(loader, batch=_BATCH, rows=max(1, loader.rows // _BATCH) * _BATCH, drop_last=False, taken="")
         for loader in program.loaders
     )
-    loop, save_at = replace(program.loop, ahead=0), None
+    loop, save_at = replace(program.loop, ahead=0, again=""), None
     if program.save_at is not None and loop.kind == "for" and not uses(program, Next):
         loop = replace(loop, epochs=2)
         save_at = loaders[0].rows // _BATCH - 1
@@ -88,6 +88,7 @@ def adapted(program: Program) -> Program | None:
         hooks=(),
         precision="no",
         offload="",
+        loose=False,
         save_at=save_at,
     )
 

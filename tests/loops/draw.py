@@ -130,9 +130,8 @@ class _Drawing:
         )
         program = self._with_writes(self._with_save(program))
         # Last, so that the programs of earlier seeds stay the same.
-        return self._with_kept_batches(
-            self._with_batches_ahead(self._with_masks(self._with_offload(self._with_muon(program))))
-        )
+        program = self._with_batches_ahead(self._with_masks(self._with_offload(self._with_muon(program))))
+        return self._with_loose_parameter(self._with_batches_again(self._with_kept_batches(program)))
 
     def _with_batches_ahead(self, program: Program) -> Program:
         """A loop that takes batches before it uses them. It is not saved: at the end of an epoch a save leaves them out."""
@@ -146,6 +145,24 @@ class _Drawing:
         if program.loaders[0].rows // program.loaders[0].batch <= ahead + 1 or not self.chance(0.3):
             return program
         return replace(program, loop=replace(loop, ahead=ahead))
+
+    def _with_batches_again(self, program: Program) -> Program:
+        """A loop that uses batches again which it has kept. Where a window ends then, or a save goes on, is not clear."""
+        loop = program.loop
+        is_simple = loop.kind == "for" and not loop.ahead and program.save_at is None and program.window == 1
+        if (
+            not is_simple
+            or any(isinstance(each, Continue) for each in statements(program.body))
+            or not self.chance(0.3)
+        ):
+            return program
+        return replace(program, loop=replace(loop, again=self.random.choice(["the one before", "another"])))
+
+    def _with_loose_parameter(self, program: Program) -> Program:
+        """Not with windows, which belong to models."""
+        is_simple = program.window == 1 and program.precision == "no" and program.save_at is None
+        has_groups = program.optimizers[0].kind in OPTIMIZERS
+        return replace(program, loose=is_simple and has_groups and self.chance(0.12))
 
     def _with_kept_batches(self, program: Program) -> Program:
         """`Next` takes batches of loops that are over, in the order of which nothing is drawn."""

@@ -123,6 +123,7 @@ class Interpreter:
         self.optimizers = [names[f"optimizer{number}"] for number in range(len(program.optimizers))]
         self.schedulers = [names[f"scheduler{number}"] for number in range(len(program.schedulers))]
         self.loaders = [names[f"loader{number}"] for number in range(len(program.loaders))]
+        self.scale: nn.Parameter | None = names.get("scale")
         self.rows: dict[int, torch.Tensor] = {}
         self.batches: dict[int, tuple[torch.Tensor, ...]] = {}
         self.iterators: dict[int, Iterator[Any]] = {}
@@ -171,12 +172,15 @@ class Interpreter:
         else:
             for epoch in range(loop.epochs):
                 loaders = [self.loaders[number] for number in loop.loaders]
-                for batches, self.last in _with_last(zip(*loaders, strict=False)):
+                given = _with_kept(zip(*loaders, strict=False), loop.again)
+                for batches, self.last in _with_last(given):
                     self.batches.update(zip(loop.loaders, batches, strict=True))
                     self._iteration(epoch)
                 if any(window.micro for window in self.windows.values()):
                     raise Unclear("a window is open at the end of an epoch")
         self.notes["weights"] = [_copied(model.state_dict()) for model in self.models]
+        if self.scale is not None:
+            self.notes["weights"].append({"scale": self.scale.detach().clone()})
         self.notes["states"] = [states_of(optimizer) for optimizer in self.optimizers]
         self.notes["rates"] = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         return self.notes
@@ -225,7 +229,8 @@ class Interpreter:
                 if through is not None:
                     x = self._call(through, x)
                     x = x.detach() if detach else x
-                self.rows[name] = _per_row(self._call(model, x), y)
+                rows = _per_row(self._call(model, x), y)
+                self.rows[name] = rows if self.scale is None else self.scale * rows
             case Record(name):
                 self.notes["losses"].append(float(self.rows[name].detach().mean()))
             case Clip():
@@ -554,6 +559,19 @@ def _with_last(batches: Iterator[Any]) -> Iterator[tuple[Any, bool]]:
         before.append(batch)
     if before:
         yield before.pop(), True
+
+
+def _with_kept(batches: Iterator[Any], again: str) -> Iterator[Any]:
+    """Each batch, and behind it one that was kept; see `Loop.again`."""
+    kept: list[Any] = []
+    for batch in batches:
+        yield batch
+        if again == "another":
+            kept.append(batch)
+            yield kept[len(kept) // 2]
+        elif again:
+            yield from kept
+            kept = [batch]
 
 
 def _add_module_hook(head: nn.Module, kind: str) -> None:

@@ -113,6 +113,7 @@ class Loop:
         epochs: of "for" and "zip".
         steps: of "next".
         ahead: of "for": batches that are taken before the first one is used.
+        again: of "for": each batch is followed by one that was kept, "the one before" or "another" of this epoch.
     """
 
     kind: Literal["for", "zip", "next"] = "for"
@@ -120,6 +121,7 @@ class Loop:
     epochs: int = 1
     steps: int = 4
     ahead: int = 0
+    again: Literal["", "the one before", "another"] = ""
 
 
 # ------------------------------------------------------------------------ statements
@@ -310,6 +312,7 @@ class Program:
         window: micro-batches of an accumulation window.
         split_batches: whether a loader's batch size counts the rows of all ranks.
         offload: what waits in the host's memory, in the words of the plan; copies are made although the device is the host.
+        loose: whether losses are multiplied by a parameter that is in no model; the first optimizer has it, too.
         save_at: the step after which the run is saved, and goes on in new processes; None if it is not.
     """
 
@@ -325,6 +328,7 @@ class Program:
     split_batches: bool = True
     precision: Literal["no", "bf16", "fp16"] = "no"
     offload: Literal["", "activations", "optimizer", "optimizer+activations"] = ""
+    loose: bool = False
     save_at: int | None = None
 
 

@@ -190,6 +190,8 @@ def _numbers(names: dict[str, Any], job: Job) -> dict[str, Any]:
     optimizers = [names[name] for name in _numbered(names, "optimizer")]
     weights = [accelerator.get_state_dict(model) for model in models]
     result["weights"] = [{name: value.detach().cpu().clone() for name, value in each.items()} for each in weights]
+    if "scale" in names:  # of `Program.loose`
+        result["weights"].append({"scale": names["scale"].detach().clone()})
     if job.states:
         result["states"] = _whole_states(accelerator, optimizers)
         result["rates"] = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]

@@ -116,6 +116,18 @@ def ahead(loader, number):
     while taken:
         yield taken.pop(0)
 """
+_AGAIN = """
+def again(loader, which):
+    kept = []
+    for batch in loader:
+        yield batch
+        if which == "another":
+            kept.append(batch)
+            yield kept[len(kept) // 2]
+        else:
+            yield from kept
+            kept = [batch]
+"""
 _GRADIENT_SIZE = """
 def size_of_gradients(model):
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
@@ -196,6 +208,9 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
         else:
             made = OPTIMIZERS[optimizer.kind].format(_groups(optimizer))
         lines.append(f"optimizer{number} = {made}")
+    if program.loose:
+        lines.append("scale = nn.Parameter(torch.tensor(0.9))")
+        lines.append('optimizer0.add_param_group({"params": [scale]})')
     for number, scheduler in enumerate(program.schedulers):
         made = SCHEDULERS[scheduler.kind].format(f"optimizer{scheduler.optimizer}")
         lines.append(f"scheduler{number} = {made}")
@@ -244,7 +259,7 @@ def script(
     if not program.split_batches:
         width = "accelerator.plan.layout.width"
         batches = {number: f"{loader.batch} // {width}" for number, loader in enumerate(program.loaders)}
-    names = [f"{kind}{number}" for kind, number in _parts(program)]
+    names = [f"{kind}{number}" for kind, number in _parts(program)] + ["scale"] * program.loose
     text = [
         definitions(program).replace("\nfrom torch.utils", "\nfrom paceline import Accelerator\nfrom torch.utils", 1),
         following(program),
@@ -315,11 +330,12 @@ def _early_writes(program: Program) -> list[Write]:
 
 
 def following(program: Program) -> str:
-    """The functions by which a program takes the next batch of a loader, or batches ahead; "" if it has no need of them."""
+    """The functions by which a program takes the next batch, batches ahead, or kept ones; "" if it has no need of them."""
     text = _FOLLOWING + "\n" if _takes_next(program) else ""
     if program.loop.ahead or any(loader.taken == "cycle" for loader in program.loaders):
         text += "\nimport itertools\n\n"
-    return text + (_AHEAD + "\n" if program.loop.ahead else "")
+    text += _AHEAD + "\n" if program.loop.ahead else ""
+    return text + (_AGAIN + "\n" if program.loop.again else "")
 
 
 def plain_statement(program: Program, statement: Statement) -> list[str]:
@@ -364,6 +380,8 @@ def _loop(program: Program, saves: bool, folder: str) -> list[str]:
             taken = f"loader{loop.loaders[0]}"
             if loop.ahead:
                 taken = f"ahead({taken}, {loop.ahead})"
+            if loop.again:
+                taken = f'again({taken}, "{loop.again}")'
             lines.append(f"{INDENT * 2}for {batches[0]} in {taken}:")
         depth = 3
     if saves:
@@ -394,7 +412,8 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             given = f"x{loader}"
             if through is not None:
                 given = _call(program, through, given) + ".detach()" * detach
-            return [f"rows{name} = per_row({_call(program, model, given)}, y{loader})"]
+            scaled = "scale * " * program.loose
+            return [f"rows{name} = {scaled}per_row({_call(program, model, given)}, y{loader})"]
         case Backward(names, None):
             loss = " + ".join(f"rows{name}.mean()" for name in names)
             return [f"accelerator.backward({loss})"]

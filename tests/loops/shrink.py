@@ -189,6 +189,8 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
         yield replace(program, split_batches=True)
     if program.precision != "no":
         yield replace(program, precision="no")
+    if program.loose:
+        yield replace(program, loose=False)
     if program.offload:
         yield replace(program, offload="")
     for place, loader in enumerate(program.loaders):
@@ -197,6 +199,8 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
             yield replace(program, loaders=(*program.loaders[:place], plainer, *program.loaders[place + 1 :]))
     if program.loop.ahead:
         yield replace(program, loop=replace(program.loop, ahead=0))
+    if program.loop.again:
+        yield replace(program, loop=replace(program.loop, again=""))
     if program.loop.kind == "zip":
         for loader in program.loop.loaders:
             yield replace(program, loop=Loop("for", (loader,), program.loop.epochs))

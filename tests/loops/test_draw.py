@@ -28,14 +28,18 @@ def features(program: Program) -> set[str]:
     names |= {f"optimizer {optimizer.kind}" for optimizer in program.optimizers}
     names |= {f"scheduler {scheduler.kind}" for scheduler in program.schedulers}
     names |= {f"loop {program.loop.kind}", f"window {program.window}", f"precision {program.precision}"}
-    names |= {f"ahead {program.loop.ahead}"}
+    names |= {f"ahead {program.loop.ahead}", f"again {program.loop.again}" * bool(program.loop.again)}
     names |= {f"loader {loader.kind}" for loader in program.loaders}
     names |= {f"taken {loader.taken}" * bool(loader.taken) for loader in program.loaders}
     names |= {"short last batch" * any(loader.rows % loader.batch for loader in program.loaders)}
     names |= {"drop_last" * any(loader.drop_last for loader in program.loaders)}
     names |= {f"hook {hook.kind}" for hook in program.hooks}
     names |= {f"offload {program.offload}" * bool(program.offload)}
-    names |= {"save" * (program.save_at is not None), "batch of a rank" * (not program.split_batches)}
+    names |= {
+        "loose" * program.loose,
+        "save" * (program.save_at is not None),
+        "batch of a rank" * (not program.split_batches),
+    }
     for each in statements(program.body):
         match each:
             case programs.Backward(losses, items):
@@ -72,11 +76,13 @@ EXPECTED = {
         "2 optimizers",
         "3 optimizers",
     ),
-    *("tied", "shared", "side unused", "side branch", "frozen body", "frozen head"),
+    *("loose", "tied", "shared", "side unused", "side branch", "frozen body", "frozen head"),
     *("loop for", "loop zip", "loop next", "loader map", "loader iterable", "loader sized", "loader endless"),
     *(
         "ahead 1",
         "ahead 2",
+        "again the one before",
+        "again another",
         "taken fresh",
         "taken cycle",
         "short last batch",

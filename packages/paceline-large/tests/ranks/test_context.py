@@ -1,5 +1,6 @@
 """Context parallel: the user's model and loop, sequences divided, one process's numbers."""
 
+import logging
 from functools import cache, partial
 from typing import Any
 
@@ -496,6 +497,13 @@ def drift(plan: dict[str, int]) -> tuple[int, list[torch.Tensor]]:
     model = Decoder(block=lambda: Rotary(0.2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
+    # Both ranks have read the same samples, and a sum counts them twice, which is told.
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("paceline").addHandler(handler)
+    assert accelerator.reduce(torch.tensor(3)) == 6
+    assert accelerator.is_main_process == ("is 2 times as large" in " ".join(warnings))
     own = set_seed(5, device_specific=True)
     for _ in range(2):
         accelerator.backward(model(torch.arange(16).view(2, 8) % VOCABULARY).square().mean())

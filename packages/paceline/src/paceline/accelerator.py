@@ -430,8 +430,15 @@ class Accelerator(Participant):
         return result
 
     def reduce(self, tensor: T, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> T:
-        """Returns the sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result."""
+        """Returns the sum or mean over ranks of each tensor of a structure. Ranks: all; all get the result.
+
+        Along tp, pp and cp ranks read the same samples: a sum that counts samples counts each of them several times there.
+        """
         result = super().reduce(tensor, reduction, scale)
+        if reduction == "sum" and self.run.data_ranks.size < self.num_processes:
+            from paceline.data.metrics import tell_of_repeats
+
+            tell_of_repeats(self.run.data_ranks.size, self.num_processes)
         self.run.events.gathered("reduce", result)
         return result
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
 from paceline import Accelerator
+from paceline.base.log import forget_warnings
 from paceline.testing import run_ranks
 
 Batches = Iterable[Any]
@@ -148,7 +149,31 @@ def beside_another(full: Batches, short: Batches) -> Iterator[Any]:
         yield kept
 
 
-KEPT = (cycled, fresh, one_batch, remembered, beside_another)
+def beside_the_one_before(full: Batches, short: Batches) -> Iterator[Any]:
+    before = None
+    for batch in full:
+        yield batch
+        if before is not None:
+            yield before
+        before = batch
+
+
+def replayed(full: Batches, short: Batches) -> Iterator[Any]:
+    seen = []
+    for batch in itertools.chain(full, full):
+        yield batch
+        seen.append(batch)
+        yield seen[len(seen) // 2]
+
+
+def counted(full: Batches, short: Batches) -> Iterator[Any]:
+    for is_counted in (True, False):
+        for batch in full:
+            if not is_counted:
+                yield batch
+
+
+KEPT = (cycled, fresh, one_batch, remembered, beside_another, beside_the_one_before, replayed)
 
 
 @pytest.mark.parametrize("world", [2, 3])
@@ -198,6 +223,37 @@ def test_a_loop_over_another_loader_ends_windows_by_its_own_batches() -> None:
     assert ends == [False, True] * 4
 
 
+@pytest.mark.parametrize(("batches", "steps"), [(4, 2), (5, 2), (5, 3)])
+@pytest.mark.parametrize("has_two_models", [False, True])
+def test_windows_that_pass_over_batches_again_end_with_the_same_ones(
+    batches: int, steps: int, has_two_models: bool
+) -> None:
+    """As SAM does, or a GAN whose generator learns from the batches of the discriminator."""
+    model, optimizer, data = parts(GLOBAL_BATCH * batches)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    model, again, optimizer, loader = accelerator.prepare(
+        model, copy.deepcopy(model), optimizer, DataLoader(data, GLOBAL_BATCH)
+    )
+    ends: list[list[bool]] = [[], [], []]
+    for _ in range(2):
+        kept = []
+        for x, y in loader:
+            kept.append(x)
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x) - y).square().mean())
+            ends[0].append(accelerator.sync_gradients)
+            if not accelerator.sync_gradients:
+                continue
+            for turn, x in itertools.product((1, 2), kept):
+                of_turn = again if has_two_models else model
+                with accelerator.accumulate(of_turn):
+                    accelerator.backward(of_turn(x).square().mean())
+                ends[turn].append(accelerator.sync_gradients)
+            kept = []
+    assert sum(ends[0]) == 2 * -(-batches // steps)
+    assert ends[0] == ends[1] == ends[2]
+
+
 def test_copies_and_files_of_a_model_do_nothing_of_ours(tmp_path: Path) -> None:
     """Between loops, and after several loops, hooks look for the batches that a model gets."""
     model, _, data = parts(12)
@@ -233,17 +289,46 @@ def test_sparse_batches_may_be_kept() -> None:
         accelerator.backward(model(batch).square().mean())
 
 
-def test_a_copied_batch_is_told() -> None:
-    def warnings() -> list[str]:
+def by_method(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model[2](torch.tanh(model[0](x)))  # type: ignore[operator, index]
+
+
+def by_copy(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return model(x.clone())  # type: ignore[no-any-return]
+
+
+def test_batches_that_nobody_sees_are_told() -> None:
+    """A copy that was taken ahead, a copy of a batch that was kept, and one that the model itself does not get.
+
+    After a loop that only counts, one over the same loader has one batch at a time: nothing is told of copies there.
+    """
+
+    def warnings() -> list[list[str]]:
         messages: list[str] = []
         handler = logging.Handler(logging.WARNING)
         handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
         logging.getLogger("paceline").addHandler(handler)
         trained(copied_ahead, 19, 1)
-        return messages
+        found = [messages.copy()]
+        for output_of, way in ((by_method, KEPT[0]), (by_copy, KEPT[0]), (by_copy, KEPT[1]), (by_copy, counted)):
+            forget_warnings()
+            messages.clear()
+            model, optimizer, data = parts(24)
+            accelerator = Accelerator(cpu=True, split_batches=True)
+            loaders = accelerator.prepare(*(DataLoader(Subset(data, range(n)), GLOBAL_BATCH) for n in (19, 5)))
+            model, optimizer = accelerator.prepare(model, optimizer)
+            for x, y in way(*loaders):
+                accelerator.backward((output_of(model, x) - y).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append(messages.copy())
+        return found
 
-    (message,) = run_ranks(warnings, 2)[0]
-    assert "nobody saw from which" in message
+    *of_unseen, of_counted = run_ranks(warnings, 2)[0]
+    for messages in of_unseen:
+        (message,) = messages
+        assert "nobody saw from which" in message
+    assert of_counted == []
 
 
 def test_a_resumed_run_gets_the_batches_that_were_taken_but_not_used(tmp_path: Path) -> None:
@@ -286,6 +371,30 @@ def test_metrics_of_a_batch_whose_loop_is_over() -> None:
 
     for values in run_ranks(evaluated, 3):
         assert values == 4 * parts(24)[2].tensors[1][:5].flatten().tolist()
+
+
+def test_metrics_that_are_gathered_later_are_known_by_their_labels() -> None:
+    """One step late, which spares a wait for the device; or of a list of batches, of which the model gets copies."""
+
+    def evaluated() -> list[list[float]]:
+        model, _, data = parts(13)
+        accelerator = Accelerator(cpu=True, split_batches=True)
+        model, loader = accelerator.prepare(model.eval(), DataLoader(data, GLOBAL_BATCH))
+        late: list[torch.Tensor] = []
+        kept: list[torch.Tensor] = []
+        before = None
+        with torch.no_grad():
+            for x, y in loader:
+                if before is not None:
+                    late.append(accelerator.gather_for_metrics(before)[1])
+                before = model(x), y
+            late.append(accelerator.gather_for_metrics(before)[1])
+            for x, y in list(loader):
+                kept.append(accelerator.gather_for_metrics((model(x.clone()), y))[1])
+        return [torch.cat(values).flatten().tolist() for values in (late, kept)]
+
+    for values in run_ranks(evaluated, 3):
+        assert values == 2 * [parts(13)[2].tensors[1].flatten().tolist()]
 
 
 def test_rows_that_are_gathered_for_a_loss_are_those_of_the_batch_that_the_model_has_seen() -> None:

@@ -15,7 +15,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from paceline import Accelerator
+from paceline import Accelerator, DataError
 from paceline.testing import run_ranks
 
 LENGTH = 23
@@ -148,3 +148,31 @@ def gathered_from_dropping():
 def test_metrics_of_batches_whose_collation_drops_samples():
     expected = [[3.0, 4.0, 5.0, 6.0, 7.0], [float(number) for number in range(8, 16)], [16.0, 18.0]]
     assert run_ranks(gathered_from_dropping, 2) == [expected] * 2
+
+
+class LargestFirst(Sampler):
+    """Begins with the samples that had the largest losses; it remembers what it is told."""
+
+    def __init__(self):
+        self.losses = torch.zeros(LENGTH)
+
+    def __iter__(self):
+        return iter(self.losses.argsort(descending=True, stable=True).tolist())
+
+
+def chosen_by_losses(is_gathered):
+    accelerator = Accelerator(cpu=True, split_batches=True)
+    sampler = LargestFirst()
+    loader = accelerator.prepare(DataLoader(DATA, 6, sampler=sampler))
+    for batch in loader:
+        batch = accelerator.gather_for_metrics(batch) if is_gathered else batch
+        sampler.losses[batch.flatten().long()] = batch.flatten()
+    try:
+        return torch.cat([accelerator.gather_for_metrics(batch) for batch in loader]).flatten().tolist()
+    except DataError as error:
+        return error.code
+
+
+def test_a_sampler_that_remembers_what_its_own_rank_has_seen_is_refused():
+    assert run_ranks(chosen_by_losses, 2, args=(False,)) == ["data-ranks-differ"] * 2
+    assert run_ranks(chosen_by_losses, 2, args=(True,)) == [[float(number) for number in reversed(range(LENGTH))]] * 2

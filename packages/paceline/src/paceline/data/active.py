@@ -26,7 +26,9 @@ class BatchesInUse(IntEnum):
 
     NEWEST = 0  # the newest one of the only loop
     SEVERAL_LOOPS = 1  # the newest one of some loop, or one that was kept of a loop that the script has left
-    HELD = 2  # a batch was given before the one before it was used: any batch that the script still has
+    HELD = (
+        2  # a batch was given before the one before it was used, or older ones were kept: any that the script still has
+    )
     AHEAD = 3  # a loss was computed from another batch than the newest one
 
 
@@ -66,6 +68,7 @@ class ActiveLoaders:
         # The batches of each storage: the one it belongs to, or those from which it was computed. Batches may be used after
         # their loop has ended: by `itertools.cycle`, or after `next(iter(loader))`.
         self._by_storage: MutableMapping[torch.UntypedStorage, frozenset[GivenBatch]] = weakref.WeakKeyDictionary()
+        self._num_storages = 0  # of the newest batch
         # The last ones of loops that the script has left before their end.
         self._left: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         # The last batch that was given, as long as losses come from the newest one.
@@ -92,14 +95,14 @@ class ActiveLoaders:
 
     # -- which loader weighs a loss --------------------------------------------------------------------------------
 
-    def ends_window(self, before: object = None) -> bool:
+    def ends_window(self, before: GivenBatch | None = None) -> bool:
         """Returns whether a window ends with the batch of this micro-batch, as the last one of a loader that trains.
 
         Args:
             before: the batch of the window's micro-batch before; None if it had none.
         """
         if self.takes_ahead:
-            return self.origins.ends_window(self._sources, self._stack, None if self._used is before else self._used)
+            return self.origins.ends_window(self._sources, self._stack, before, self._used)
         if len(self._stack) == 1:  # nearly always
             current = self._stack[0].current
             self._ended_by_current = current is not None and current.last
@@ -127,8 +130,12 @@ class ActiveLoaders:
             loss: the loss.
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
         """
+        # Has the script another batch than the current one?
+        has_others = len(self._by_storage) > self._num_storages if self._stack else self._are_batches_kept()
+        if has_others and self.in_use == BatchesInUse.NEWEST:
+            self._follow(BatchesInUse.HELD)
         if len(self._stack) < 2 and self.in_use == BatchesInUse.NEWEST:  # nearly always
-            newest = self._stack[0].given if self._stack else None
+            newest = self._stack[0].newest if self._stack else None
             batches = [] if newest is None else [newest]
         else:
             advanced = self._advanced([loader for loader in self._stack if loader.given is not None])
@@ -141,6 +148,18 @@ class ActiveLoaders:
             return batches[0]
         # The one whose loop began last, of those without idle ranks.
         return max(reversed(batches), key=lambda given: sum(map(bool, given.info.weights)), default=None)
+
+    def stand_for(self, loss: Tensor, batch: object) -> None:
+        """Notes that a number stands for the loss of a batch, which is computed later, as by a pipeline."""
+        if len(self._stack) < 2 and self.in_use == BatchesInUse.NEWEST:  # nearly always
+            return
+        batches: frozenset[GivenBatch] = frozenset()
+        for tensor in tensors(batch):
+            storage = storage_of(tensor)
+            if storage is not None:
+                batches |= self._by_storage.get(storage, frozenset())
+        if batches:
+            self._by_storage[loss.untyped_storage()] = batches
 
     def _use(self, given: GivenBatch) -> None:
         """Notes that a loss was computed from a batch."""
@@ -229,8 +248,21 @@ class ActiveLoaders:
             batches = [self.leading.current]
         return bool(batches) and all(batch.weights[batch.index] == 0 for batch in batches)
 
-    def gathered(self) -> BatchInfo | None:
-        """Returns the batch to which gathered values belong: the top loader's, or the one that a model has seen last."""
+    def gathered(self, values: object = ()) -> BatchInfo | None:
+        """Returns the batch of gathered values: their own, the one that a model has seen last, or that of the top loader.
+
+        Args:
+            values: tensors, nested; labels that were not copied show their batch.
+        """
+        if not self._stack or self.in_use > BatchesInUse.NEWEST or len(self._by_storage) > self._num_storages:
+            of_values: set[GivenBatch] = set()
+            for tensor in tensors(values):
+                storage = storage_of(tensor)
+                if storage is not None:
+                    of_values |= self._by_storage.get(storage, frozenset())
+            if len(of_values) == 1:
+                self._given_since_gather = 0
+                return of_values.pop().info
         # A loop that trains shows by its backward passes whether it holds batches.
         if self._given_since_gather > 1 and self.top is not None and not self.top.trains:
             self._follow(BatchesInUse.HELD)
@@ -256,18 +288,22 @@ class ActiveLoaders:
         self._stack.append(loader)
         self._given_since_gather = 0
         self._events.loop_began(loader)
-        if len(self._stack) > 1 or self._is_batch_kept_beside(loader):
+        if len(self._stack) > 1 or self._are_batches_kept(beside=loader):
             self._follow(BatchesInUse.SEVERAL_LOOPS)
         if len(self._stack) == 1:
             self._events.outside_loops(False)
         self._finished = None
 
-    def _is_batch_kept_beside(self, loader: PreparedLoader) -> bool:
-        """Returns whether the script has kept a batch of another loader, other than the variable of a loop that has ended."""
+    def _are_batches_kept(self, beside: PreparedLoader | None = None) -> bool:
+        """Returns whether the script has kept batches, other than the variable of a loop that has ended.
+
+        Args:
+            beside: a loader whose batches do not count.
+        """
         kept: dict[object, set[GivenBatch]] = {}
         for batches in self._by_storage.values():
             for given in batches:
-                if given.loader() is not loader:
+                if beside is None or given.loader() is not beside:
                     kept.setdefault(given.loader, set()).add(given)
         return any(len(batches) > 1 or not self._left.isdisjoint(batches) for batches in kept.values())
 
@@ -321,15 +357,18 @@ class ActiveLoaders:
         self._given.add(loader)
         self._given_since_gather += 1
         alone = frozenset((given,))
+        storages: set[torch.UntypedStorage] = set()
         for tensor in tensors(batch):
             storage = storage_of(tensor)
             if storage is None:
                 continue
+            storages.add(storage)
             known = self._by_storage.setdefault(storage, alone)
             if known is not alone:
                 # Views of one tensor may be batches of several loaders.
                 others = [other for other in known if other.loader != given.loader]
                 self._by_storage[storage] = frozenset([*others, given])
+        self._num_storages = len(storages)
         if self.in_use == BatchesInUse.NEWEST:
             self._last = weakref.ref(given)
         else:

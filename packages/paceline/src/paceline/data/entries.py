@@ -21,11 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.base.errors import DataError
 from paceline.data.streams import Generators, PrivateStreams, States, captured, same
 from paceline.world.collectives import Collectives
 
 Piece = Sequence[Any] | np.ndarray
 _BLOCK = 1 << 20  # indices that are drawn at once: 8 MiB
+_COMPARED = 64  # entries at the beginning of an epoch
 
 
 class Entries:
@@ -253,11 +255,31 @@ class Reading(Entries):
             before = captured(self._generators) if self._streams is None else self._streams.states
         with self._drawing():
             entries = self._taken(count)
+        if is_first and self._ranks is not None and not self._is_pure:
+            self._compare(entries, self._ranks)
         if before is not None:
             after = captured(self._generators) if self._streams is None else self._streams.states
             if not same(before, after):
                 self._draws.append((self.num_read, before))
         return entries
+
+    def _compare(self, entries: Sequence[Any], ranks: Collectives) -> None:
+        """Compares the first entries of an epoch, which a sampler may choose by what its own rank has seen. Ranks: all.
+
+        Raises:
+            DataError: `data-ranks-differ`, on every rank.
+        """
+        first = [repr(begin) for begin in ranks.gather_object(list(entries[:_COMPARED]))]
+        if len(set(first)) == 1:
+            return
+        others = [f"rank {rank}: {entries[:60]}" for rank, entries in enumerate(first) if entries != first[0]]
+        raise DataError(
+            "data-ranks-differ",
+            f"{type(self._sampler).__name__} gives other samples on other ranks: some would be read twice, others by none.",
+            why=[f"an epoch begins with {first[0][:60]} on rank 0", *others[:3]],
+            fix="let the sampler choose by what all ranks know: gather first, as in `indices, losses = "
+            "accelerator.gather_for_metrics((indices, losses))`",
+        )
 
     def _read_again(self, count: int) -> list[Any]:
         """Reads entries that were read before, from the states of that time."""

@@ -178,7 +178,7 @@ class PreparedLoader:
     ) -> Iterator[Any]:
         self._move(rest=None)
         mark_before = self._cursor.mark
-        given_before = self._given
+        given_before = self._given if self._open else None
         previous: Mark | None = None
         loaded = 0
         real = 0

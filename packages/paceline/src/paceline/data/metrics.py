@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from paceline.base.errors import DataError
+from paceline.base.log import warn_once
 from paceline.data.active import ActiveLoaders
 from paceline.world.collectives import Collectives
 from paceline.world.tree import Tree, has_only_tensors, map_tensors, tensors
@@ -37,7 +38,7 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     Raises:
         DataError: `data-interleaved`.
     """
-    info = active.gathered()
+    info = active.gathered(tree)
     if info is not None:
         beside = [other.current for other in active.beside_top]
         if beside:
@@ -120,3 +121,20 @@ def _rows_of_epoch(finished: PreparedLoader | None) -> EpochRows | None:
     if rows is None or rows.loaded == rows.real:
         return None
     return rows
+
+
+def tell_of_repeats(num_parts: int, num_ranks: int) -> None:
+    """Warns that a sum over all ranks counts samples several times, where some ranks read the same ones.
+
+    Args:
+        num_parts: the number of parts into which samples are divided.
+        num_ranks: the number of ranks.
+    """
+    repeats = num_ranks // num_parts
+    warn_once(
+        "data",
+        f"`accelerator.reduce(..., 'sum')` adds what all {num_ranks} processes have, and {repeats} of them each read the same "
+        f"samples under this plan (along tp, pp and cp). A number of samples, or a sum over them, is {repeats} times as large "
+        f"as on one process. Divide it by {repeats}, or add what `accelerator.gather_for_metrics` returns. Quotients of two "
+        "such sums are right.",
+    )

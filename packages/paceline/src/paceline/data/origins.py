@@ -6,7 +6,7 @@
     of_loss      a backward pass begins                    the graph is walked from the loss to the first marked nodes
 
 Nothing of this happens before two loops run at the same time, or a script takes a batch before it has used the one before, or
-keeps one that it uses outside of its loop. A batch that is copied before the model sees it is not recognised: the outputs that
+keeps one. A batch that is copied before the model sees it is not recognised: the outputs that
 were computed from it are marked with no batch. What is not marked at all was computed before. A detached output is recognised,
 since it shares the storage.
 """
@@ -76,23 +76,43 @@ class Origins:
         return min(waiting, key=lambda given: given.place(), default=None)
 
     def ends_window(
-        self, sources: Iterable[PreparedLoader], running: Iterable[PreparedLoader], used: GivenBatch | None
+        self,
+        sources: Iterable[PreparedLoader],
+        running: Sequence[PreparedLoader],
+        before: GivenBatch | None,
+        used: GivenBatch | None,
     ) -> bool:
-        """Returns whether a window ends with the batch of this micro-batch, where a script takes batches ahead.
+        """Returns whether a window ends with the batch of this micro-batch, where a script takes batches ahead or keeps them.
 
         It uses them in their order.
 
         Args:
             sources: the loaders from whose batches losses were computed.
             running: those that are being iterated; they count if no batch of the others waits.
-            used: the batch of the last loss, which may have a loss in this window, too; None if it had.
+            before: the batch of the last loss of these models; None if they had none.
+            used: that of the last loss of any model.
         """
         batch = self.first_waiting(sources) or self.first_waiting(running)
-        # The loop may have gone on with another loader.
-        if used is not None and (batch is None or batch.loader == used.loader):
+        # Other models have used batches, which these models use, too; the loop may have gone on with another loader.
+        is_of_others = used is not None and used is not before and (batch is None or batch.loader == used.loader)
+        if is_of_others:
             batch = used
+        if is_of_others or batch is None:
+            batch = self._next_kept(running, before, used) or batch
         # A stream looks whether it has more than the newest batch.
         return batch is not None and self._newest.get(batch.loader) is batch and batch.info.last
+
+    def _next_kept(
+        self, running: Sequence[PreparedLoader], before: GivenBatch | None, used: GivenBatch | None
+    ) -> GivenBatch | None:
+        """Returns the batch that models get next which pass over the batches that a script has kept of a loop that runs."""
+        last = before or used
+        if last is None or last.loader() not in running:
+            return None
+        kept = {given for batches in self._by_storage.values() for given in batches if given.loader == last.loader}
+        in_order = sorted(kept, key=lambda given: given.place())
+        later = [given for given in in_order if before is None or given.place() > before.place()]
+        return next(iter(later or in_order), None)
 
     def tell_of_early_end(self) -> None:
         """Warns that a window has ended with the newest batch and not with the one that was used."""
@@ -179,14 +199,22 @@ class Origins:
         if seen is None and before is not None and before in {*current, *self.waiting}:
             return [before]
         infos = [given.info for given in (*current, *self.waiting)]
-        if not current:  # the loss of a batch that was taken before its loop has ended
+        is_unseen = seen is not None and None in seen
+        is_uneven = False
+        if (
+            not current
+        ):  # the loss of a batch that was taken before its loop has ended, which would count as the same on each rank
             infos += self._last_infos
-        if seen is not None and None in seen and _weigh_differently(infos, is_whole_step):
+            infos += [given.info for batches in self._by_storage.values() for given in batches]
+            is_unseen |= seen is None
+            is_uneven = any(len(set(info.weights)) > 1 for info in infos)
+        if is_unseen and (is_uneven or _weigh_differently(infos, is_whole_step)):
             warn_once(
                 "data",
                 "a loss was computed while the script has several batches, which have different numbers of samples on the "
-                "ranks, and nobody saw from which: the model was called with tensors that were computed from one. It may be "
-                "weighted by the samples of another, so that gradients of this step are not exactly those of one process. "
+                "ranks, and nobody saw from which: a model got tensors that were computed from one, or was called by a method. "
+                "The loss may be weighted by the samples of another batch, or as much on each rank, so that gradients of this "
+                "step are not exactly those of one process. "
                 "`accelerator.backward(loss_sum, num_items=len(x))` is exact; so is drop_last=True in all loaders.",
             )
         batches = _newest_of_each([given for given in seen or () if given is not None], running)
@@ -207,12 +235,13 @@ class Origins:
         None among them stands for outputs that were computed from tensors of an unknown batch, or of none. None in place of
         the set: no output was marked, since the loss was computed before a script had several batches.
         """
+        if loss.grad_fn is None:  # it may stand for a loss
+            of_storage = self._by_storage.get(loss.untyped_storage())
+            return None if of_storage is None else set(of_storage)
         batches: set[GivenBatch | None] = set()
         is_marked = False
         visited: set[Any] = set()
-        to_visit: list[Any] = []
-        if loss.grad_fn is not None:
-            to_visit.append(loss.grad_fn)
+        to_visit: list[Any] = [loss.grad_fn]
         while to_visit and len(visited) < _MOST_NODES:
             node = to_visit.pop()
             if node in visited:

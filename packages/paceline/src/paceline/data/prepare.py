@@ -98,7 +98,7 @@ def prepare_loader(
     if not problems:
         plan = _plan(loader, source, DataPlan(width, 1, accumulate, width, index, seed, tail, drawn), split_batches)
         problems = _tail_problems(source, plan)
-    _agree(problems, plan, source, bool(dispatch), collectives if width > 1 else None)
+    _agree(problems, plan, source, loader.dataset, bool(dispatch), collectives if width > 1 else None)
     assert plan is not None
     feed = _feed(loader, plan, source, reads_all, collectives, shared)
     active = ActiveLoaders() if active is None else active  # an empty stack is false
@@ -258,6 +258,7 @@ def _agree(
     problems: list[Problem],
     plan: DataPlan | None,
     source: Source | None,
+    dataset: object,
     dispatch: bool,
     collectives: Collectives | None,
 ) -> None:
@@ -274,8 +275,11 @@ def _agree(
         facts["length"] = source.order.length()
         if isinstance(source.order, DividedOrder):
             facts |= source.order.sampler.facts
+    from paceline.data.beginnings import beginning_of, tell_if_they_differ  # one process has nobody to differ from
+
+    beginning = beginning_of(dataset) if source is not None and not dispatch else None
     # Every rank sends its facts, also one with problems, before any rank raises: otherwise the others would wait for it.
-    facts_by_rank = collectives.gather_object(facts)
+    facts_by_rank = collectives.gather_object({**facts, "beginning": beginning})
     if problems:
         raise DataError.of(problems)
     differences = []
@@ -290,6 +294,7 @@ def _agree(
             why=differences,
             fix="make the same dataset and loader on every rank, with a generator that is seeded the same",
         )
+    tell_if_they_differ(type(dataset).__name__, [facts_of_rank["beginning"] for facts_of_rank in facts_by_rank])
 
 
 def _feed(

@@ -80,7 +80,7 @@ class _ActiveLoaders(Protocol):
     @property
     def leading(self) -> _Loader | None: ...
 
-    def ends_window(self, before: object = None) -> bool: ...
+    def ends_window(self, before: Any = None) -> bool: ...
 
     def source_of(self, loss: Tensor, *, is_whole_step: bool = False) -> _GivenBatch | None: ...
 
@@ -430,7 +430,7 @@ class Accumulation:
         else:
             return
         place = self._windows.all.index(window)
-        self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, items, source)
+        self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, items, source, window.steps)
 
     def _scaled_by_script(self, loss: Tensor, share: float) -> Tensor:
         """Returns the loss with the same weight for every micro-batch, times this rank's weight."""

@@ -29,6 +29,8 @@ def is_compared(number: int) -> bool:
 
 
 class _Batch(Protocol):
+    @property
+    def loader(self) -> object: ...
     def place(self) -> tuple[int, ...]: ...
 
 
@@ -50,6 +52,7 @@ class LossWeights:
         rows: int,
         items: float | Tensor | None = None,
         source: _Batch | None = None,
+        steps: int = 1,
     ) -> None:
         """Called before a backward pass; looks at it if it is one of the first, or has another number of samples than before.
 
@@ -62,6 +65,7 @@ class LossWeights:
             rows: the samples that this rank has in the micro-batch.
             items: what the loss was passed with as `num_items`.
             source: the micro-batch, if it is one of a prepared loader.
+            steps: the micro-batches of a window.
         """
         if number > _PASSES and not is_compared(number):
             if rows == self._rows or self._others == _OTHER_PASSES:
@@ -72,8 +76,9 @@ class LossWeights:
         self._rows = rows
         frame = user_frame()
         place = "" if frame is None else f" ({frame.f_code.co_filename}:{frame.f_lineno})"
-        batch = () if source is None else source.place()
-        self._open = [look_at(loss, SeenLoss(number, window, rows, items, place, batch))]
+        # Two loaders may be at the same place.
+        batch = () if source is None else (*source.place(), id(source.loader))
+        self._open = [look_at(loss, SeenLoss(number, window, rows, items, place, steps, batch))]
 
     def look_inside(self, loss: Tensor, rows: int | None) -> None:
         """Called before the backward pass of each micro-batch of the pass, whose losses are parts of one.

@@ -86,7 +86,12 @@ _GLOBAL_TEXT = (
     "Losses of processes are averaged, so its gradients are {width} times as small as on one process. Divide by the samples of "
     "this process, such as `len(x)`, here {rows}"
 )
-_MEANT_TEXT = "; where you mean the factor {width}, nothing is wrong"
+_WINDOW_TEXT = (
+    "a loss is divided by {steps}, and a window has as many micro-batches (`gradient_accumulation_steps`). "
+    "`accelerator.backward` takes the mean over the window by itself, so gradients are {steps} times as small as those of this "
+    "mean. Pass the loss undivided"
+)
+_MEANT_TEXT = "; where you mean the factor {factor}, nothing is wrong"
 
 
 @dataclass(frozen=True)
@@ -131,6 +136,7 @@ class SeenLoss:
         rows: the samples of this rank; 0 if it has none.
         items: what it was passed with as `num_items`; None without it.
         place: file and line of the script.
+        steps: the micro-batches of a window.
         batch: identifies the micro-batch on its rank; empty if it is not known.
     """
 
@@ -139,6 +145,7 @@ class SeenLoss:
     rows: int
     items: float | Tensor | None
     place: str
+    steps: int = 1
     batch: tuple[int, ...] = ()
     parts: tuple[SeenPart, ...] = ()
 
@@ -309,6 +316,7 @@ def judge(judged: deque[Sequence[SeenLoss]], by_rank: Sequence[Sequence[SeenLoss
     for pieces in _pieces(judged):
         _say(pieces, _across_pieces(pieces))
     for own in judged:
+        _say(own, _of_window(own[0]))
         for number in range(len(own[0].parts)):
             _say(own, _of_sum(own[0], number, judged, len(by_rank), is_sure))
 
@@ -411,6 +419,16 @@ def _across_pieces(seen: Sequence[SeenLoss]) -> str | None:
     return None
 
 
+def _of_window(seen: SeenLoss) -> str | None:
+    """Returns what is to be said of a loss that its script divides by the number of micro-batches."""
+    means = [part for part in seen.parts if part.is_mean and not part.is_penalty]
+    is_divided = all(part.is_divided and seen.steps in part.divisors for part in means)
+    # The mean of as many losses is divided by their number.
+    if seen.steps == 1 or seen.has_items or not is_divided or len(means) in (0, seen.steps):
+        return None
+    return (_WINDOW_TEXT + _MEANT_TEXT).format(steps=seen.steps, factor=f"1 / {seen.steps}")
+
+
 def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], width: int, is_sure: bool) -> str | None:
     """Returns what is to be said of a sum over samples that is not divided by their number.
 
@@ -445,7 +463,7 @@ def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], w
         return _SUM_TEXT  # times a factor
     if not is_constant or (is_whole and not rows_change and not is_global):
         return None
-    words = {"divisor": divisor, "rows": seen.rows, "width": width}
+    words = {"divisor": divisor, "rows": seen.rows, "width": width, "factor": width}
     if rows_change or not is_whole:
         return _CONSTANT_TEXT.format(**words)
     # On two ranks twice the own samples are as many, as in the mean of halves of squares, `sum / (2 * n)`.

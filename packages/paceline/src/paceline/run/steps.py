@@ -94,6 +94,7 @@ class Steps:
         # As exact as the model: a third in float32 is another third in float64.
         is_double = entry is not None and "float64" in entry.facts.dtypes
         one = torch.ones((), device=self._run.device, dtype=torch.float64 if is_double else torch.float32)
+        self._run.active_loaders.stand_for(one, batch)
         share = self._scaled_to_window(one, num_items)
         scaler = self._run.scaler
         factor = share if scaler is None else scaler.scale(share)

@@ -53,6 +53,16 @@ def test_break_and_errors_leave_nothing_behind(pair):
     assert len(active) == 0 and train.current is None
 
 
+def test_a_number_stands_for_the_loss_of_one_of_two_batches(pair):
+    """A pipeline computes losses after their factor is known."""
+    active, train, evaluate = pair
+    for (x,), (y,) in zip(train, evaluate, strict=False):
+        for loader, batch in ((train, x), (evaluate, y), (train, x)):
+            one = torch.ones(())
+            active.stand_for(one, (batch, "a name"))
+            assert active.source_of(one).loader() is loader
+
+
 def test_loops_that_are_interleaved_by_hand_end_in_any_order(pair):
     active, train, evaluate = pair
     first, second = iter(train), iter(evaluate)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
+import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, Sampler, TensorDataset
+from torch.utils.data import ConcatDataset, DataLoader, Sampler, Subset, TensorDataset
 
 from paceline.base.errors import DataError
+from paceline.data import beginnings
+from paceline.data.beginnings import beginning_of
 from paceline.data.prepare import prepare_loader
 from paceline.data.skip import skip_first_batches
 
@@ -103,3 +108,28 @@ def test_ranks_that_differ_learn_of_it_before_the_first_batch():
         == "data-ranks-differ"
     )
     assert prepared(DataLoader(DATA), 2, collectives=Ranks()).plan.width == 2
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "is_told"),
+    [
+        (Subset(DATA, [3, 1, 2]), Subset(DATA, range(3)), True),
+        (Subset(DATA, range(3)), Subset(DATA, torch.arange(3)), False),
+        (Subset(DATA, np.arange(3)), Subset(DATA, range(3)), False),
+        (TensorDataset(torch.ones(4, 2)), TensorDataset(torch.tensor([[1.0, 0.9999]]).expand(4, 2)), False),
+        (TensorDataset(torch.arange(8)), TensorDataset(torch.arange(8).flip(0)), True),
+        (["a.png", "b.png"], ["b.png", "a.png"], True),
+        ([(torch.ones(2), object(), math.nan)], [(torch.ones(2), object(), math.nan)], False),
+        (
+            ConcatDataset([TensorDataset(torch.eye(2).to_sparse())]),
+            ConcatDataset([TensorDataset(torch.ones(2).to_sparse())]),
+            False,
+        ),
+    ],
+)
+def test_datasets_that_begin_with_other_samples_are_told(own, other, is_told, monkeypatch):
+    """A split that is not seeded, or a part for each rank."""
+    words = []
+    monkeypatch.setattr(beginnings, "warn_once", lambda _, text: words.append(text))
+    prepared(DataLoader(own, 1), 2, collectives=Ranks(beginning=beginning_of(other)))
+    assert bool(words) is is_told

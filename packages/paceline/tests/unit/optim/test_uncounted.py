@@ -20,6 +20,7 @@ WEIGHT = torch.tensor([1.0, 2.0, 3.0])
 SOME = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # of the samples: 3 of the first 4, 1 of the others
 TARGETS = torch.tensor([0, 1, 2, 2, 0, 0, 1, 2])
 
+LOADERS = (object(), object())
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -194,8 +195,9 @@ def test_a_part_in_the_micro_batches_of_one_window_is_told(monkeypatch: pytest.M
     ("rows", "size", "parts_of_row", "words"),
     [(3, 2, 1, "pieces of a micro-batch"), (4, 2, 1, ""), (4, 4, 1, ""), (3, 6, 4, "")],
 )
+@pytest.mark.parametrize("has_two_loaders", [False, True])
 def test_pieces_of_a_micro_batch_with_different_numbers_of_samples_are_told(
-    rows: int, size: int, parts_of_row: int, words: str, monkeypatch: pytest.MonkeyPatch
+    rows: int, size: int, parts_of_row: int, words: str, has_two_loaders: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several parts of each row, pieces are images in two sizes: so many parts belong to each sample."""
     weight = torch.ones(2, 3, requires_grad=True)
@@ -204,12 +206,37 @@ def test_pieces_of_a_micro_batch_with_different_numbers_of_samples_are_told(
     for number, count in enumerate(numbers):
         weights = LossWeights()
         loss = (torch.ones(count, 2) @ weight).mean() / 2
-        weights.look(loss, number + 1, (0, number, 0), rows, None, SimpleNamespace(place=lambda: (1, 12)))
+        loader = LOADERS[number if has_two_loaders else 0]
+        source = SimpleNamespace(place=lambda: (1, 12), loader=loader)  # two loaders may be at the same place
+        weights.look(loss, number + 1, (0, number, 0), rows, None, source)
         loss.backward()
         weights.passed(1.0)
         found += weights.take()
     text = told([found, found], monkeypatch)
+    words = "" if has_two_loaders else words
     assert bool(text) is bool(words) and words in text
+
+
+@pytest.mark.parametrize(
+    ("divide", "steps", "is_told"),
+    [
+        (lambda z: z.relu().mean() / 4, 4, True),
+        (lambda z: (z.relu().mean() + 0.1 * z.square().mean()) / 4, 4, True),
+        (lambda z: z.relu().mean() / 4 + z.square().mean(), 4, False),
+        (lambda z: (z.relu().mean() + z.square().mean()) / 2, 2, False),  # the mean of two losses
+        (lambda z: 0.5 * z.square().mean(), 2, False),
+        (lambda z: z.relu().mean() / 4, 1, False),
+    ],
+)
+def test_a_loss_that_is_divided_by_the_micro_batches_of_a_window_is_told(
+    divide: Callable[[Tensor], Tensor], steps: int, is_told: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = LossWeights()
+    loss = divide(torch.ones(3, 2) @ torch.ones(2, 3, requires_grad=True))
+    weights.look(loss, 1, (0, 1, 0), 3, steps=steps)
+    loss.backward()
+    weights.passed(1.0)
+    assert ("takes the mean over the window by itself" in told([weights.take()], monkeypatch)) is is_told
 
 
 def test_the_first_passes_those_with_other_rows_and_those_before_a_comparison_are_looked_at() -> None:
