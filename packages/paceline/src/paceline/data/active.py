@@ -26,9 +26,7 @@ class BatchesInUse(IntEnum):
 
     NEWEST = 0  # the newest one of the only loop
     SEVERAL_LOOPS = 1  # the newest one of some loop, or one that was kept of a loop that the script has left
-    HELD = (
-        2  # a batch was given before the one before it was used, or older ones were kept: any that the script still has
-    )
+    HELD = 2  # a batch was given before the one before it was used, or older ones were kept: any that the script has
     AHEAD = 3  # a loss was computed from another batch than the newest one
 
 

@@ -201,9 +201,8 @@ class Origins:
         infos = [given.info for given in (*current, *self.waiting)]
         is_unseen = seen is not None and None in seen
         is_uneven = False
-        if (
-            not current
-        ):  # the loss of a batch that was taken before its loop has ended, which would count as the same on each rank
+        if not current:
+            # The loss of a batch that was taken before its loop has ended, which would count as the same on each rank.
             infos += self._last_infos
             infos += [given.info for batches in self._by_storage.values() for given in batches]
             is_unseen |= seen is None
