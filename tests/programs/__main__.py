@@ -32,6 +32,7 @@ from programs.table import PROGRAMS, Program
 
 HERE = Path(__file__).parent
 TIME = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"  # of a folder that is named by when the program ran
+ENGINES = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"}
 NEVER = 1e-12  # below it a loss counts as this, so that a difference can be relative
 
 
@@ -76,7 +77,8 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         given = set(folder.rglob("*"))
         before = [str(HERE / "shim"), *args.libraries.split(os.pathsep)]
         if side == "real":
-            before.append(args.deepspeed if program.library == "deepspeed" else "")
+            uses_deepspeed = program.library == "deepspeed" or "ACCELERATE_USE_DEEPSPEED" in program.env
+            before.append(args.deepspeed if uses_deepspeed else "")
             # A program for DeepSpeed may import accelerate, too: transformers' Trainer does.
             before.append(args.accelerate if program.library != "torchrun" else "")
         else:
@@ -98,8 +100,11 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
             "PYTHONPATH": os.pathsep.join(filter(None, before)),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
-        if program.library == "accelerate":
+        if program.library == "accelerate" and not ENGINES & program.env.keys():
             variables["ACCELERATE_USE_CPU"] = "true"
+        elif program.library == "accelerate":
+            # With that variable the real library would leave its engines out. The shim gives it a "GPU" that is the CPU.
+            variables |= {"ACCELERATE_TORCH_DEVICE": "cpu", "PROGRAMS_ENGINE": "1" if side == "real" else ""}
         command = [sys.executable, "-m", *starting(program.library, side, procs), *program.command]
         used = _cpu_of_children()
         process = subprocess.Popen(

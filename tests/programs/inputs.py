@@ -289,9 +289,63 @@ def accelerate_examples(folder: Path) -> None:
     shutil.copytree(folder / "nyu-mll" / "glue", folder / "glue")
 
 
+def zero_templates(folder: Path) -> None:
+    """Makes `zero1.json`, `zero2.json`, `zero3.json`, configs of DeepSpeed as accelerate's examples have them."""
+    for stage in (1, 2, 3):
+        config = {
+            "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"},
+            "gradient_accumulation_steps": 2,
+            "gradient_clipping": "auto",
+            "steps_per_print": 2000,
+            "train_batch_size": "auto",
+            "train_micro_batch_size_per_gpu": "auto",
+            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+            "scheduler": {
+                "type": "WarmupDecayLR",
+                "params": {
+                    "warmup_min_lr": "auto",
+                    "warmup_max_lr": "auto",
+                    "warmup_num_steps": "auto",
+                    "total_num_steps": "auto",
+                },
+            },
+        }
+        (folder / f"zero{stage}.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def phrases(folder: Path) -> None:
+    """Makes `t5-base` of `t5`, and sentences with one word to answer."""
+    (folder / "t5").rename(folder / "t5-base")
+    draw = random.Random(0)
+    for split, count in (("train", 51), ("val", 9)):
+        rows = [{"sentence": _text(draw, 8), "label": _text(draw, 1)} for _ in range(count)]
+        data = folder / "temp" / "data" / "FinancialPhraseBank-v1.0"
+        _write(data / f"financial_phrase_bank_{split}.jsonl", rows)
+
+
+def sentences(folder: Path) -> None:
+    """Makes `sentences`, lines of text."""
+    _split(folder, "sentences", lambda draw: {"text": _text(draw, 12)})
+
+
 def prompts(folder: Path) -> None:
     """Makes `prompts`, text that waits for more."""
     _split(folder, "prompts", lambda draw: {"prompt": _text(draw, 5)})
+
+
+def steps(folder: Path) -> None:
+    """Makes `steps`, an answer in steps each of which is right or not."""
+    _split(folder, "steps", _steps)
+
+
+def _steps(draw: random.Random) -> dict[str, Any]:
+    completions = [_text(draw, 3) for _ in range(3)]
+    return {"prompt": _text(draw, 5), "completions": completions, "labels": [draw.random() < 0.5 for _ in range(3)]}
+
+
+def triples(folder: Path) -> None:
+    """Makes `triples`, a prompt with a best, a better and a worse answer."""
+    _split(folder, "triples", lambda draw: {**_preference(draw), "reference": _chat(draw)[1:]})
 
 
 def vqgan(folder: Path) -> None:
@@ -307,6 +361,26 @@ def vqgan(folder: Path) -> None:
     critic = {"in_channels": 3, "cond_channels": 0, "hidden_channels": 16, "depth": 4}
     for name, config in (("vq", generator), ("critic", critic)):
         (folder / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def similar(folder: Path) -> None:
+    """Makes `sentence-transformers/stsb`, pairs of sentences with how alike they are, and two names of `bert`."""
+    for name in ("distilbert-base-uncased", "distilroberta-base"):
+        shutil.copytree(folder / "bert", folder / "distilbert" / name)
+    draw = random.Random(0)
+    for split, count in (("train", 75), ("validation", 13), ("test", 13)):
+        rows = [
+            {"sentence1": _text(draw, 5), "sentence2": _text(draw, 5), "score": draw.random()} for _ in range(count)
+        ]
+        _write(folder / "sentence-transformers" / "stsb" / f"{split}.jsonl", rows)
+
+
+def pets(folder: Path) -> None:
+    """Makes `pets`, pictures whose names begin with their class."""
+    for kind in ("cat", "dog"):
+        _draw_images(folder / "pets", 6, f"{kind}_")
+    for path in (folder / "pets").glob("*.png"):
+        path.rename(path.with_suffix(".jpg"))  # readers of pictures look at the first bytes
 
 
 def t5(folder: Path) -> None:
@@ -593,6 +667,8 @@ def diffusion(folder: Path) -> None:
     _save_pictures(folder / "captions" / "train", rows)
     rows = [{**row, "conditioning_image_file_name": f"mask{number}.png"} for number, row in enumerate(rows)]
     _save_pictures(folder / "conditions" / "train", rows, ("RGB", 3))
+    rows = [{"edited_image_file_name": f"mask{number}.png", "text": row["text"]} for number, row in enumerate(rows)]
+    _save_pictures(folder / "edits" / "train", rows, ("RGB", 3))
     _draw_images(folder / "things", 6)
 
 

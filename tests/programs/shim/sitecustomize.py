@@ -7,9 +7,9 @@
     metrics     a metric that would be downloaded is one of ours, which records what it is given
     record      the value of every loss that needs a gradient goes to `$PROGRAMS_RECORD/RANK.txt`, in the order of the calls
 
-The same file serves both sides of a comparison. Of the libraries that are compared it changes three things: the real DeepSpeed
+The same file serves both sides of a comparison. Of the libraries that are compared it changes four things: the real DeepSpeed
 does not compile its kernel for shared memory, which changes no number; it steps with torch's Adam in place of one that it
-would compile for minutes; and it takes float16 on a CPU, as ours does.
+would compile for minutes; it takes float16 on a CPU, as ours does; and the real accelerate takes FSDP and DeepSpeed on a CPU.
 """
 
 from __future__ import annotations
@@ -81,6 +81,19 @@ def recorded_backward(backward: Any) -> Any:
     return method
 
 
+def summed(function: Any) -> Any:
+    """Returns a function that records the sum of its result where the program itself calls it."""
+
+    @wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if sys._getframe(1).f_globals["__name__"] == "__main__":
+            write(float(result.double().sum()))
+        return result
+
+    return wrapper
+
+
 def over_gloo(init: Any) -> Any:
     """Returns an `init_process_group` that takes gloo in place of NCCL, and names no device."""
 
@@ -144,6 +157,8 @@ def shim_torch(torch: Any) -> None:
         torch.accelerator.device_count = lambda: 8
         torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
         torch.accelerator.set_device_index = lambda *_: None
+    if os.environ.get("PROGRAMS_STACKED"):  # for programs that stack what a model returns, and have no loss
+        torch.stack = summed(torch.stack)
     if os.environ.get("PROGRAMS_CUDA"):  # for programs that divide by the number of devices
         torch.cuda.device_count = lambda: int(os.environ["PROGRAMS_CUDA"])
     for owner in (torch.Tensor, torch.nn.Module):
@@ -220,6 +235,12 @@ def shim_deepspeed(torch_backend: Any) -> None:
 def shim_accelerator(cpu: Any) -> None:
     """Allows float16."""
     cpu.CPU_Accelerator.is_fp16_supported = lambda self: True
+
+
+def shim_state(state: Any) -> None:
+    """Makes the real accelerate take its engines on a CPU, whose processes talk by gloo."""
+    if os.environ.get("PROGRAMS_ENGINE"):
+        state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.MULTI_GPU)
 
 
 def shim_config(config: Any) -> None:
@@ -343,18 +364,19 @@ def shim_generation(generation: Any) -> None:
 
 
 def shim_timm(timm: Any) -> None:
-    """Draws the weights of a model in place of a download."""
+    """Makes a small model with drawn weights in place of one that would be downloaded."""
     plain = timm.create_model
 
     @wraps(plain)
-    def create_model(*args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
-        return plain(*args, **kwargs)
+    def create_model(name: str, *args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
+        return plain("resnet10t" if name == "resnet50d" else name, *args, **kwargs)
 
     timm.create_model = create_model
 
 
 SHIMS = {
     "albumentations.core.composition": shim_albumentations,
+    "accelerate.state": shim_state,
     "evaluate": shim_evaluate,
     "huggingface_hub": shim_hub,
     "nanochat.common": shim_nanochat,
