@@ -105,7 +105,10 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         elif program.library == "accelerate":
             # With that variable the real library would leave its engines out. The shim gives it a "GPU" that is the CPU.
             variables |= {"ACCELERATE_TORCH_DEVICE": "cpu", "PROGRAMS_ENGINE": "1" if side == "real" else ""}
-        command = [sys.executable, "-m", *starting(program.library, side, procs), *program.command]
+        library = program.library
+        if "ACCELERATE_USE_DEEPSPEED" in program.env:
+            library += ",deepspeed"
+        command = [sys.executable, "-m", *starting(library, side, procs), *program.command]
         used = _cpu_of_children()
         process = subprocess.Popen(
             command,
@@ -156,7 +159,7 @@ def starting(library: str, side: str, procs: int) -> list[str]:
         return [*module, "--num_gpus", str(procs)]
     if side == "real":
         return ["torch.distributed.run", "--master-port", str(free_port()), "--nproc-per-node", str(procs)]
-    names = ["--compat", "accelerate"] if library == "accelerate" else []
+    names = ["--compat", library] if library.startswith("accelerate") else []
     return ["paceline", "launch", "--cpu", "--procs", str(procs), *names]
 
 
@@ -229,6 +232,17 @@ def _means(ended: Ended) -> dict[str, list[float]]:
     return {"mean": [sum(losses) / len(losses) for losses in steps]}
 
 
+def until_its_end(real: Ended, ours: Ended) -> str:
+    """Returns how the losses compare that the real library computed before it failed."""
+    largest = 0.0
+    num_losses = 0
+    for rank, losses in real.losses.items():
+        for expected, value in zip(losses, ours.losses.get(rank, []), strict=False):
+            largest = max(largest, abs(expected - value) / max(abs(expected), NEVER))
+            num_losses += 1
+    return f"{num_losses} losses before it, within {largest:.1e}"
+
+
 def outcome(program: Program, real: Ended, ours: Ended) -> tuple[str, str]:
     """Returns what came out, in the words of the table, and the details."""
     last = (ours.output.strip().splitlines() or [""])[-1]
@@ -236,7 +250,7 @@ def outcome(program: Program, real: Ended, ours: Ended) -> tuple[str, str]:
         kind = f"refused {ours.error}" if ours.error else "failed"
         return ("own fault" if real.code and not ours.error else kind), last
     if real.code:
-        return "own fault", (real.output.strip().splitlines() or [""])[-1]
+        return "own fault", f"{until_its_end(real, ours)}; {(real.output.strip().splitlines() or [''])[-1]}"
     largest = difference(real, ours)
     if largest is None:
         counts = [{rank: len(losses) for rank, losses in ended.losses.items()} for ended in (real, ours)]

@@ -323,6 +323,56 @@ def phrases(folder: Path) -> None:
         _write(data / f"financial_phrase_bank_{split}.jsonl", rows)
 
 
+def tweets(folder: Path) -> None:
+    """Makes complaints with a class, where the shim looks for a file of the hub, and the models of peft's ZeRO examples."""
+    data = folder / "datasets" / "ought" / "raft@refs" / "convert" / "parquet" / "twitter_complaints"
+    draw = random.Random(0)
+    for split, count in (("train", 19), ("test", 5)):
+        rows = [{"Tweet text": _text(draw, 9), "ID": number, "Label": 1 + number % 2} for number in range(count)]
+        _write_classes(data / split / "0000.parquet", rows, "Label", ["Unlabeled", *WORDS[:2]])
+    for name, made in (("bigscience/bloomz-7b1", "model"), ("facebook/bart-large", "t5")):
+        if (folder / made).exists():
+            shutil.copytree(folder / made, folder / name)
+
+
+def few_shots(folder: Path) -> None:
+    """Makes `SetFit/sst2`, sentences of two classes."""
+    draw = random.Random(0)
+    for split, count in (("train", 40), ("test", 12)):
+        rows = [{"text": _text(draw, 6), "label": n % 2, "label_text": WORDS[n % 2]} for n in range(count)]
+        _write(folder / "SetFit" / "sst2" / f"{split}.jsonl", rows)
+
+
+def entities(folder: Path) -> None:
+    """Makes `conll2003`, words with classes of entities, and `bert` under the name that a program gives."""
+    (folder / "bert").rename(folder / "xlm-roberta-large")
+    kinds = ["O", "B-A", "I-A", "B-B", "I-B"]
+    draw = random.Random(0)
+    for split, count in (("train", 27), ("validation", 9), ("test", 9)):
+        sentences_of_split = [draw.choices(WORDS, k=4 + number % 5) for number in range(count)]
+        rows = [{"tokens": words, "ner_tags": [draw.randrange(5) for _ in words]} for words in sentences_of_split]
+        _write_classes(folder / "conll2003" / f"{split}.parquet", rows, "ner_tags", kinds)
+
+
+def _write_classes(path: Path, rows: list[dict[str, Any]], column: str, kinds: list[str]) -> None:
+    """Writes rows of which a column has classes with names, which `datasets` keeps in the metadata of the file."""
+    import pyarrow
+    from pyarrow import parquet
+
+    types = {str: "string", int: "int64"}
+    features: dict[str, Any] = {}
+    for name, value in rows[0].items():
+        entry = value[0] if isinstance(value, list) else value
+        feature: dict[str, Any] = {"dtype": types[type(entry)], "_type": "Value"}
+        if name == column:
+            feature = {"names": kinds, "_type": "ClassLabel"}
+        features[name] = {"feature": feature, "_type": "List"} if isinstance(value, list) else feature
+    table = pyarrow.Table.from_pylist(rows)
+    metadata = json.dumps({"info": {"features": features}})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table.replace_schema_metadata({"huggingface": metadata}), path)
+
+
 def sentences(folder: Path) -> None:
     """Makes `sentences`, lines of text."""
     _split(folder, "sentences", lambda draw: {"text": _text(draw, 12)})
@@ -373,6 +423,17 @@ def similar(folder: Path) -> None:
             {"sentence1": _text(draw, 5), "sentence2": _text(draw, 5), "score": draw.random()} for _ in range(count)
         ]
         _write(folder / "sentence-transformers" / "stsb" / f"{split}.jsonl", rows)
+
+
+def entailments(folder: Path) -> None:
+    """Makes `sentence-transformers/all-nli`, a sentence with one that follows and one that does not."""
+    data = folder / "sentence-transformers" / "all-nli"
+    draw = random.Random(0)
+    for split, count in (("train", 10000), ("dev", 1000)):
+        rows = [{name: _text(draw, 5) for name in ("anchor", "positive", "negative")} for _ in range(count)]
+        _write(data / "triplet" / f"{split}.jsonl", rows)
+    files = "".join(f"  - split: {split}\n    path: triplet/{split}.jsonl\n" for split in ("train", "dev"))
+    (data / "README.md").write_text(f"---\nconfigs:\n- config_name: triplet\n  data_files:\n{files}---\n", encoding="utf-8")
 
 
 def pets(folder: Path) -> None:

@@ -251,6 +251,8 @@ PROGRAMS = (
           env={"PROGRAMS_ACCELERATOR": "cpu", "PROGRAMS_BACKWARD": "1"}),
     plain("sp", f"{_EXAMPLES}/distributed/tensor_parallelism", "sequence_parallel_example.py", procs=(2,), weights=False,
           env={"PROGRAMS_ACCELERATOR": "cpu", "PROGRAMS_BACKWARD": "1"}),
+    plain("fsdp tp", f"{_EXAMPLES}/distributed/tensor_parallelism", "fsdp_tp_example.py", procs=(4,), weights=False,
+          env={"PROGRAMS_ACCELERATOR": "cpu", "PROGRAMS_BACKWARD": "1"}),
     plain("mingpt", f"{_EXAMPLES}/distributed/minGPT-ddp/mingpt",
           "main.py data_config.path=input.txt data_config.truncate=1 data_config.block_size=16 gpt_config.n_layer=2 "
           "gpt_config.n_head=2 gpt_config.n_embd=32 trainer_config.max_epochs=1 trainer_config.batch_size=64 "
@@ -552,6 +554,20 @@ PROGRAMS = (
             ("reward", "preferences", "zero 2", "", _zero(2)),
         )
     ),
+    *(
+        hugging(f"peft {name} zero 3", f"huggingface/peft/examples/{folder}", f"{script}_accelerate_ds_zero3_offload.py", model,
+                "tweets", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "PROGRAMS_GENERATED": "1", "PROGRAMS_ACCELERATOR": "cpu",
+                **_zero(3)})
+        for name, folder, script, model in (
+            ("clm", "causal_language_modeling", "peft_lora_clm", "language_model"),
+            ("lora seq2seq", "conditional_generation", "peft_lora_seq2seq", "t5"),
+        )
+    ),
+    hugging("span-marker", "tomaarsen/SpanMarkerNER/training_scripts", "conll03_no_context.py", "bert", "entities",
+            env={"PROGRAMS_BACKWARD": "1"}, tolerance=2e-2),
+    hugging("setfit", "huggingface/setfit/scripts",
+            "setfit/run_fewshot.py --model bert --sample_sizes 4 --num_iterations 2 --batch_size 4", "bert", "few_shots",
+            env={"PROGRAMS_BACKWARD": "1"}),
     hugging("diffusers dreambooth lora", "huggingface/diffusers/examples/dreambooth",
             f"train_dreambooth_lora.py {_SD} --instance_data_dir things --instance_prompt w1 --rank 2 --train_text_encoder "
             f"{_DIFFUSION}", "diffusion", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
@@ -573,6 +589,7 @@ PROGRAMS = (
         for name, folder, script, procs in (
             ("sts", "sentence_transformer/training/sts", "training_stsbenchmark", (1, 2)),
             ("cross encoder", "cross_encoder/training/sts", "training_stsbenchmark", (2,)),
+            ("matryoshka", "sentence_transformer/training/matryoshka", "matryoshka_sts", (2,)),
         )
     ),
     *(

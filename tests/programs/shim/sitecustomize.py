@@ -157,6 +157,8 @@ def shim_torch(torch: Any) -> None:
         torch.accelerator.device_count = lambda: 8
         torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
         torch.accelerator.set_device_index = lambda *_: None
+        torch.cpu.empty_cache = torch.cpu.reset_peak_memory_stats = lambda *_: None
+        torch.cpu.memory_allocated = torch.cpu.max_memory_allocated = lambda *_: 0
     if os.environ.get("PROGRAMS_STACKED"):  # for programs that stack what a model returns, and have no loss
         torch.stack = summed(torch.stack)
     if os.environ.get("PROGRAMS_CUDA"):  # for programs that divide by the number of devices
@@ -293,6 +295,19 @@ def listed(values: Any) -> list[Any]:
     return values.tolist() if hasattr(values, "tolist") else list(values)
 
 
+def shim_datasets(datasets: Any) -> None:
+    """Takes files that a program names on the hub from the folder of this name."""
+    plain = datasets.load_dataset
+
+    @wraps(plain)
+    def load_dataset(*args: Any, data_files: Any = None, **kwargs: Any) -> Any:
+        if isinstance(data_files, dict):
+            data_files = {split: file.removeprefix("hf://") for split, file in data_files.items()}
+        return plain(*args, data_files=data_files, **kwargs)
+
+    datasets.load_dataset = load_dataset
+
+
 def shim_evaluate(evaluate: Any) -> None:
     """Gives a metric of ours in place of one that is downloaded."""
     evaluate.load = lambda *_, **__: Metric()
@@ -377,6 +392,7 @@ def shim_timm(timm: Any) -> None:
 SHIMS = {
     "albumentations.core.composition": shim_albumentations,
     "accelerate.state": shim_state,
+    "datasets": shim_datasets,
     "evaluate": shim_evaluate,
     "huggingface_hub": shim_hub,
     "nanochat.common": shim_nanochat,
