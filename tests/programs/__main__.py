@@ -105,10 +105,7 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         elif program.library == "accelerate":
             # With that variable the real library would leave its engines out. The shim gives it a "GPU" that is the CPU.
             variables |= {"ACCELERATE_TORCH_DEVICE": "cpu", "PROGRAMS_ENGINE": "1" if side == "real" else ""}
-        library = program.library
-        if "ACCELERATE_USE_DEEPSPEED" in program.env:
-            library += ",deepspeed"
-        command = [sys.executable, "-m", *starting(library, side, procs), *program.command]
+        command = [sys.executable, "-m", *starting(program.library, side, procs), *program.command]
         used = _cpu_of_children()
         process = subprocess.Popen(
             command,
@@ -159,7 +156,7 @@ def starting(library: str, side: str, procs: int) -> list[str]:
         return [*module, "--num_gpus", str(procs)]
     if side == "real":
         return ["torch.distributed.run", "--master-port", str(free_port()), "--nproc-per-node", str(procs)]
-    names = ["--compat", library] if library.startswith("accelerate") else []
+    names = ["--compat", "accelerate"] if library == "accelerate" else []
     return ["paceline", "launch", "--cpu", "--procs", str(procs), *names]
 
 
@@ -171,7 +168,8 @@ def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
         # `save_state` of ours writes the weights a second time, for older scripts; docs/migrating-from-accelerate.md says so.
         if path.name == "pytorch_model.bin" and (path.parent / "model.safetensors").exists():
             continue
-        if path.name.startswith("dl_state_dict"):  # how a loader counts where it is, is each library's own
+        # How a loader counts where it is, and how DeepSpeed's engine divides what it saves, is each library's own.
+        if path.name.startswith("dl_state_dict") or "global_step" in name:
             continue
         if path.suffix == ".safetensors":
             flatten(load_file(path), name, tensors)

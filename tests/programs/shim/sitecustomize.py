@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 import zlib
 from functools import wraps
 from importlib import import_module
@@ -308,6 +309,17 @@ def shim_datasets(datasets: Any) -> None:
     datasets.load_dataset = load_dataset
 
 
+def shim_psutil(psutil: Any) -> None:
+    """Slows down who asks for the memory of a process without a pause, in a thread beside the training."""
+    plain = psutil.Process.memory_info
+
+    def memory_info(self: Any) -> Any:
+        time.sleep(0.02)
+        return plain(self)
+
+    psutil.Process.memory_info = memory_info
+
+
 def shim_evaluate(evaluate: Any) -> None:
     """Gives a metric of ours in place of one that is downloaded."""
     evaluate.load = lambda *_, **__: Metric()
@@ -400,6 +412,7 @@ SHIMS = {
     "deepspeed.runtime.config": shim_config,
     "transformers.generation.utils": shim_generation,
     "timm": shim_timm,
+    "psutil": shim_psutil,
     "torch": shim_torch,
     "torchtune.training.memory": shim_memory,
     "transformers": shim_transformers,
