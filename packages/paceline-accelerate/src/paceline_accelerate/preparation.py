@@ -334,14 +334,18 @@ class AcceleratePreparation(Preparation):
             return super().optimizer(optimizer, names)
         return self.record_optimizer(optimizer)
 
-    def scheduler(self, scheduler: Any) -> PreparedScheduler:
-        """Prepares a scheduler so that it steps once for each process."""
+    def scheduler(self, scheduler: Any, optimizers: Sequence[Any] | None = None) -> PreparedScheduler:
+        """Prepares a scheduler so that it steps once for each process.
+
+        Args:
+            optimizers: prepared ones whose steps it follows; None looks for those for which it was built.
+        """
         if isinstance(scheduler, PreparedScheduler):
             return scheduler
         schedule = self.run.plan.semantics.schedule
         prepared = AcceleratedScheduler(
             scheduler,
-            self.run.prepared.optimizers_scheduled_by(scheduler),
+            self.run.prepared.optimizers_scheduled_by(scheduler) if optimizers is None else list(optimizers),
             step_with_optimizer=schedule != "call",
             split_batches=schedule == "step" or self.run.settings.split_batches,
             gradient_state=self._gradient_state,
