@@ -326,6 +326,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         if self.deepspeed is not None:
             self.deepspeed.clear()
             self.preparation.elsewhere.clear()
+            self.preparation.stepped_elsewhere.clear()
         freed = super().free_memory(*objects)
         self.states.register(*self._custom_objects)  # registered objects are not prepared ones, and stay
         return freed

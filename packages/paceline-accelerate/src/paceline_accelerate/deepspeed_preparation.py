@@ -90,6 +90,7 @@ class DeepSpeedPreparation:
         if optimizer is not None:
             wrapper = DeepSpeedOptimizerWrapper(engine.optimizer)
             self.optimizers.append(wrapper)
+            self._accelerator.preparation.stepped_elsewhere.append(wrapper)
             replaced[id(optimizer)] = wrapper
         if scheduler is not None:
             replaced[id(scheduler)] = self._wrap_scheduler(scheduler, engine_scheduler)
@@ -234,7 +235,7 @@ class DeepSpeedPreparation:
         """Returns what the script gets in place of its scheduler."""
         # The engine steps its own schedules alone. Others step in the script, once for each process.
         if engine_scheduler is None:
-            return self._accelerator.preparation.scheduler(scheduler, self.optimizers[-1:])
+            return self._accelerator.preparation.scheduler(scheduler)
         wrapper = DeepSpeedSchedulerWrapper(engine_scheduler, self.optimizers[-1:])
         self.schedulers.append(wrapper)
         return wrapper
