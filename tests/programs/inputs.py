@@ -293,7 +293,7 @@ def zero_templates(folder: Path) -> None:
     """Makes `zero1.json`, `zero2.json`, `zero3.json`, configs of DeepSpeed as accelerate's examples have them."""
     for stage in (1, 2, 3):
         config = {
-            "zero_optimization": {"stage": stage, "reduce_bucket_size": "auto"},
+            "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
             "gradient_accumulation_steps": 2,
             "gradient_clipping": "auto",
             "steps_per_print": 2000,
@@ -433,7 +433,9 @@ def entailments(folder: Path) -> None:
         rows = [{name: _text(draw, 5) for name in ("anchor", "positive", "negative")} for _ in range(count)]
         _write(data / "triplet" / f"{split}.jsonl", rows)
     files = "".join(f"  - split: {split}\n    path: triplet/{split}.jsonl\n" for split in ("train", "dev"))
-    (data / "README.md").write_text(f"---\nconfigs:\n- config_name: triplet\n  data_files:\n{files}---\n", encoding="utf-8")
+    (data / "README.md").write_text(
+        f"---\nconfigs:\n- config_name: triplet\n  data_files:\n{files}---\n", encoding="utf-8"
+    )
 
 
 def pets(folder: Path) -> None:

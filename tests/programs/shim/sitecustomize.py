@@ -320,6 +320,11 @@ def shim_psutil(psutil: Any) -> None:
     psutil.Process.memory_info = memory_info
 
 
+def shim_pyarrow(pyarrow: Any) -> None:
+    """Lets `datasets` pickle what names a class of pyarrow 26, whose module is not the one that it says."""
+    import_module("builtins").__dict__.setdefault("MonthDayNano", pyarrow.MonthDayNano)
+
+
 def shim_evaluate(evaluate: Any) -> None:
     """Gives a metric of ours in place of one that is downloaded."""
     evaluate.load = lambda *_, **__: Metric()
@@ -413,6 +418,7 @@ SHIMS = {
     "transformers.generation.utils": shim_generation,
     "timm": shim_timm,
     "psutil": shim_psutil,
+    "pyarrow": shim_pyarrow,
     "torch": shim_torch,
     "torchtune.training.memory": shim_memory,
     "transformers": shim_transformers,

@@ -54,6 +54,10 @@ def deepspeed_is_asked() -> bool:
 
 
 def serve_deepspeed() -> None:
-    """Serves DeepSpeed's names too where the launcher asks for it and it is not installed: transformers' Trainer looks for it."""
-    if deepspeed_is_asked() and "deepspeed" in libraries.LIBRARIES.names() and PathFinder.find_spec("deepspeed") is None:
+    """Serves DeepSpeed's names too where the launcher asks for it and it is not installed: Trainer looks for it."""
+    if (
+        deepspeed_is_asked()
+        and "deepspeed" in libraries.LIBRARIES.names()
+        and PathFinder.find_spec("deepspeed") is None
+    ):
         libraries.install(["deepspeed"])
