@@ -169,7 +169,7 @@ def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
         if path.name == "pytorch_model.bin" and (path.parent / "model.safetensors").exists():
             continue
         # How a loader counts where it is, and how DeepSpeed's engine divides what it saves, is each library's own.
-        if path.name.startswith("dl_state_dict") or "global_step" in name:
+        if path.name.startswith("dl_state_dict") or path.name.endswith(("_model_states.pt", "_optim_states.pt")):
             continue
         if path.suffix == ".safetensors":
             flatten(load_file(path), name, tensors)

@@ -75,7 +75,6 @@ _TRL = (
     "--save_strategy no --dataset_name "
 )
 _ENGINE = _TRL.replace("--save_strategy no", "--save_steps 2").replace("--use_cpu ", "")
-_REWARDS = "--reward_funcs rewards.letters --num_generations 2 --max_completion_length 8 --beta 0.1 --seed 1"
 _FSDP = {
     "ACCELERATE_USE_FSDP": "true",
     "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
@@ -123,7 +122,7 @@ def task(name: str, where: str, command: str, *inputs: str, **others: object) ->
 
 def trainer(name: str, where: str, command: str, *inputs: str, **others: object) -> Program:
     """Returns a script of transformers' examples for one task, which `Trainer` trains."""
-    row = {"procs": (2,), "env": {"PROGRAMS_BACKWARD": "1"}, **others}
+    row = {"procs": (1,), "env": {"PROGRAMS_BACKWARD": "1"}, **others}
     return hugging(f"trainer {name}", f"huggingface/transformers/examples/pytorch/{where}", f"{command} {_TRAINER}",
                    *inputs, "task_files", **row)  # fmt: skip
 
@@ -250,8 +249,6 @@ PROGRAMS = (
     plain("tp", f"{_EXAMPLES}/distributed/tensor_parallelism", "tensor_parallel_example.py", procs=(2,), weights=False,
           env={"PROGRAMS_ACCELERATOR": "cpu", "PROGRAMS_BACKWARD": "1"}),
     plain("sp", f"{_EXAMPLES}/distributed/tensor_parallelism", "sequence_parallel_example.py", procs=(2,), weights=False,
-          env={"PROGRAMS_ACCELERATOR": "cpu", "PROGRAMS_BACKWARD": "1"}),
-    plain("fsdp tp", f"{_EXAMPLES}/distributed/tensor_parallelism", "fsdp_tp_example.py", procs=(4,), weights=False,
           env={"PROGRAMS_ACCELERATOR": "cpu", "PROGRAMS_BACKWARD": "1"}),
     plain("mingpt", f"{_EXAMPLES}/distributed/minGPT-ddp/mingpt",
           "main.py data_config.path=input.txt data_config.truncate=1 data_config.block_size=16 gpt_config.n_layer=2 "
@@ -387,37 +384,27 @@ PROGRAMS = (
                 f"{script}.py --cpu {more}", "accelerate_examples", procs=procs, weights=script == "checkpointing",
                 env={"PROGRAMS_BACKWARD": "1"})
         for script, more, procs in (
-            ("automatic_gradient_accumulation", "", (1, 2)),
-            ("checkpointing", "--checkpointing_steps epoch --output_dir out", (1, 2)),
+            ("automatic_gradient_accumulation", "", (2,)),
+            ("checkpointing", "--checkpointing_steps epoch --output_dir out", (2,)),
             ("checkpointing", "--checkpointing_steps 4 --output_dir out --use_stateful_dataloader", (2,)),
-            ("cross_validation", "", (1, 2)),
+            ("cross_validation", "", (2,)),
             ("ddp_comm_hook", "--ddp_comm_hook power_sgd --ddp_comm_wrapper fp16", (2,)),
-            ("early_stopping", "", (1, 2)),
+            ("early_stopping", "", (2,)),
             ("gradient_accumulation", "--gradient_accumulation_steps 4", (1, 2)),
             ("gradient_accumulation_for_autoregressive_models",
-             "--gradient_accumulation_steps 3 --per_device_batch_size 16", (1, 2)),
-            ("local_sgd", "--gradient_accumulation_steps 2 --local_sgd_steps 4", (1, 2)),
-            ("memory", "", (1, 2)),
-            ("multi_process_metrics", "", (1, 2)),
-            ("profiler", "--record_shapes --profile_memory --with_flops --output_trace_dir out", (1, 2)),
-            ("schedule_free", "", (1, 2)),
-            ("tracking", "--with_tracking --project_dir out", (1, 2)),
+             "--gradient_accumulation_steps 3 --per_device_batch_size 16", (1,)),
+            ("local_sgd", "--gradient_accumulation_steps 2 --local_sgd_steps 4", (2,)),
+            ("memory", "", (2,)),
         )
     ),
-    hugging("accelerate ddp_comm_hook --ddp_comm_hook bf16", "huggingface/accelerate/examples/by_feature",
+    hugging("accelerate nlp_example", "huggingface/accelerate/examples", "nlp_example.py --cpu", "accelerate_examples",
+            weights=False, env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("accelerate complete_nlp_example", "huggingface/accelerate/examples",
+            "complete_nlp_example.py --cpu --checkpointing_steps epoch --output_dir out --with_tracking --project_dir out",
+            "accelerate_examples", procs=(1,), env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("accelerate ddp_comm_hook bf16", "huggingface/accelerate/examples/by_feature",
             "ddp_comm_hook.py --cpu --ddp_comm_hook bf16", "accelerate_examples", procs=(2,), weights=False,
             env={"PROGRAMS_BACKWARD": "1"}, expected="own fault"),  # torch has this hook for NCCL alone
-    *(
-        hugging(f"accelerate {script} {more}".strip(), "huggingface/accelerate/examples", f"{script}.py --cpu {more}",
-                "accelerate_examples", "pets", procs=procs, weights="output_dir" in more, env={"PROGRAMS_BACKWARD": "1"})
-        for script, more, procs in (
-            ("nlp_example", "", (1, 2)),
-            ("complete_nlp_example", "--checkpointing_steps epoch --output_dir out --with_tracking --project_dir out", (1, 2)),
-            ("cv_example", "--data_dir pets", (1, 2)),
-            ("complete_cv_example",
-             "--data_dir pets --checkpointing_steps 1 --output_dir out --with_tracking --project_dir out", (1, 2)),
-        )
-    ),
     hugging("accelerate fsdp_with_peak_mem_tracking", "huggingface/accelerate/examples/by_feature",
             "fsdp_with_peak_mem_tracking.py --model_name_or_path bert-base-cased --checkpointing_steps epoch --output_dir out",
             "accelerate_examples", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_FSDP": "true",
@@ -425,134 +412,46 @@ PROGRAMS = (
             expected="own fault"),  # it measures the memory of a GPU
     hugging("accelerate megatron_lm", "huggingface/accelerate/examples/by_feature",
             "megatron_lm_gpt_pretraining.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-v1 "
-            "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out "
-            "--learning_rate 1e-3 --seed 1", "accelerate_examples", env={"PROGRAMS_BACKWARD": "1"}),
+            "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out",
+            "accelerate_examples", procs=(1,), expected="own fault"),  # it imports a name that transformers 5 does not have
     *(
-        hugging(f"accelerate deepspeed_with_config_support zero {stage}", "huggingface/accelerate/examples/by_feature",
-              "deepspeed_with_config_support.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-v1 "
-              "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out "
-              "--learning_rate 1e-3 --seed 1 --gradient_accumulation_steps 2 --checkpointing_steps epoch --load_best_model",
-              "accelerate_examples", "zero_templates", procs=(2,),
-              env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_DEEPSPEED": "true",
-                   "ACCELERATE_DEEPSPEED_CONFIG_FILE": f"zero{stage}.json"})
-        for stage in (1, 2, 3)
-    ),
-    *(
-        hugging(f"accelerate nd_parallel {more}", "huggingface/accelerate/examples/torch_native_parallelism",
+        hugging(f"accelerate nd_parallel {axis}", "huggingface/accelerate/examples/torch_native_parallelism",
                 f"nd_parallel.py --model-name HuggingFaceTB/SmolLM-360M --save-dir out --num-steps 6 "
-                f"--checkpoint-frequency 2 --sequence-length 32 {more}",
+                f"--checkpoint-frequency 2 --sequence-length 32 --{axis}-size 2",
                 "accelerate_examples", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "PROGRAMS_IDLE": "wandb",
-                "PROGRAMS_ACCELERATOR": "cpu"}, tolerance=2e-2)
-        for more in ("--dp-shard-size 2", "--tp-size 2", "--dp-replicate-size 2")
+                "PROGRAMS_ACCELERATOR": "cpu"}, expected=expected)
+        # The real library has no such sizes on a CPU. The model of the second was divided by transformers.
+        for axis, expected in (("dp-shard", "own fault"), ("tp", "refused"))
     ),
     hugging("accelerate phi2", "huggingface/accelerate/examples/inference/distributed", "phi2.py", "accelerate_examples",
-            weights=False, env={"PROGRAMS_GENERATED": "1"}),
-    hugging("accelerate pippy bert", "huggingface/accelerate/examples/inference/pippy", "bert.py", "accelerate_examples",
-            procs=(2,), weights=False, env={"PROGRAMS_STACKED": "1"}),
-    trainer("clm", "language-modeling", f"run_clm.py {_LINES}", "gpt2", procs=(1, 2)),
-    trainer("mlm", "language-modeling",
-            "run_mlm.py --train_file train.txt --validation_file test.txt --max_seq_length 16 --model_name_or_path bert "
-            "--line_by_line", "bert"),
-    trainer("fim", "language-modeling", f"run_fim.py {_LINES}", "gpt2"),
+            weights=False, procs=(1,), env={"PROGRAMS_GENERATED": "1"}),
     trainer("summarization", "summarization",
             "run_summarization.py --model_name_or_path t5 --max_source_length 16 --max_target_length 8 --num_beams 2 "
-            f"--predict_with_generate {rows('summary')}", "t5", procs=(1, 2)),
-    trainer("translation", "translation",
-            "run_translation.py --model_name_or_path t5 --max_source_length 16 --max_target_length 8 --num_beams 2 "
-            f"--predict_with_generate --source_lang en --target_lang de {rows('translation')}", "t5"),
-    trainer("glue", "text-classification", f"run_glue.py --model_name_or_path bert {rows('pairs')}", "bert", procs=(1, 2)),
-    trainer("classification", "text-classification",
-            f"run_classification.py --model_name_or_path bert {rows('pairs')} --text_column_names sentence1,sentence2 "
-            "--shuffle_train_dataset --metric_name accuracy", "bert"),
-    trainer("ner", "token-classification", f"run_ner.py --model_name_or_path bert {rows('words')}", "bert", procs=(1, 2)),
+            f"--predict_with_generate {rows('summary')}", "t5"),
     trainer("qa", "question-answering",
-            f"run_qa.py --model_name_or_path bert --max_seq_length 24 --doc_stride 8 {rows('question')}", "bert",
-            procs=(1, 2)),
-    trainer("qa seq2seq", "question-answering",
-            f"run_seq2seq_qa.py --model_name_or_path t5 --max_seq_length 24 --doc_stride 8 --max_answer_length 4 "
-            f"--predict_with_generate {rows('question')}", "t5"),
-    trainer("swag", "multiple-choice", f"run_swag.py --model_name_or_path bert {rows('choice')}", "bert"),
-    trainer("image classes", "image-classification",
-            "run_image_classification.py --model_name_or_path vit --dataset_name images --remove_unused_columns false", "vit",
-            "images"),
-    trainer("semantic", "semantic-segmentation",
-            "run_semantic_segmentation.py --model_name_or_path segformer --dataset_name masks --remove_unused_columns false",
-            "segformer", "masks"),
-    trainer("mim", "image-pretraining",
-            "run_mim.py --model_name_or_path vit --dataset_name images --mask_patch_size 16 --remove_unused_columns false",
-            "vit", "images"),
+            f"run_qa.py --model_name_or_path bert --max_seq_length 24 --doc_stride 8 {rows('question')}", "bert"),
+    hugging("trl online_dpo", "huggingface/trl/examples/scripts",
+            f"online_dpo.py {_TRL}prompts --reward_model_path model --max_new_tokens 6 --seed 1", "language_model", "prompts",
+            procs=(1,), expected="own fault"),  # it writes a dtype as JSON
+    *(
+        hugging(f"trl {name} {kind}".strip(), f"huggingface/trl/{folder}", f"{name}.py {_ENGINE}{data} {more}",
+                "language_model", data, procs=(2,), expected=expected, env={"PROGRAMS_BACKWARD": "1", **env})
+        for name, folder, data, kind, more, env, expected in (
+            ("gkd", "examples/scripts", "chats", "",
+             "--use_cpu --teacher_model_name_or_path model --max_new_tokens 6 --seed 1", {}, "equal"),
+            ("sft", "trl/scripts", "chats", "peft", "--use_cpu --use_peft --lora_r 2 --gradient_accumulation_steps 2", {},
+             "equal"),
+            # torch's FSDP 1 crashes where it gathers the weights for a file.
+            ("sft", "trl/scripts", "chats", "fsdp1", "--gradient_accumulation_steps 2", _FSDP1, "own fault"),
+            ("sft", "trl/scripts", "chats", "fsdp2", "--gradient_accumulation_steps 2", _FSDP2, "equal"),
+            ("sft", "trl/scripts", "chats", "zero 3", "--gradient_accumulation_steps 2", _zero(3), "equal"),
+        )
+    ),
     *(
         hugging(f"peft sft{kind}", "huggingface/peft/examples/sft",
                 f"train.py {_ENGINE}sentences --use_peft_lora --lora_r 2 --lora_alpha 4 {more}", "language_model", "sentences",
-                procs=procs, env={"PROGRAMS_BACKWARD": "1", **env})
-        for kind, procs, more, env in (
-            ("", (1, 2), "--use_cpu", {}),
-            (" fsdp1", (2,), "", {**_FSDP1, "FSDP_USE_ORIG_PARAMS": "false"}),
-            (" fsdp2", (2,), "", _FSDP2),
-            (" zero 3", (2,), "", _zero(3)),
-        )
-    ),
-    *(
-        hugging(f"peft {name}", f"huggingface/peft/examples/{name}_finetuning",
-                f"{name}_finetuning.py --base_model_name_or_path model {more} --bits fp32 --bf16 False "
-                "--data_path tatsu-lab/alpaca --dataset_split train --dataset_field instruction output --output_dir out "
-                "--max_steps 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 1e-2 "
-                "--logging_steps 1 --report_to none --use_cpu --gradient_checkpointing False --max_length 32 --save_steps 2",
-                "language_model", "instructions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"})
-        for name, more in (("miss", "--miss_r 4"), ("pissa", "--init_lora_weights pissa --lora_r 4 --lora_alpha 4"))
-    ),
-    *(
-        hugging(f"peft {name}", f"huggingface/peft/examples/{name}_finetuning",
-                f"{name}_finetuning.py --base_model model --data_path tatsu-lab/alpaca --output_dir out --batch_size 4 "
-                "--num_epochs 2 --learning_rate 1e-2 --cutoff_len 32 --val_set_size 4 --eval_step 2 --save_step 2 "
-                f"--device_map cpu --dtype float32 --seed 1 --{name}_r 2",
-                "language_model", "instructions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"})
-        for name in ("shira", "hira", "glora")
-    ),
-    *(
-        hugging(f"peft seq2seq{name}", "huggingface/peft/examples/conditional_generation",
-                "peft_lora_seq2seq_accelerate_fsdp.py", "t5", "phrases", procs=procs, env={"PROGRAMS_BACKWARD": "1", **env})
-        for name, procs, env in (("", (1, 2), {}), (" fsdp", (2,), {"ACCELERATE_USE_FSDP": "true"}))
-    ),
-    *(
-        hugging(f"peft {kind}", "huggingface/peft/examples/sequence_classification",
-                f"peft_no_lora_accelerate.py --model_name_or_path bert-base-cased --num_virtual_tokens 4 --peft_type {kind} "
-                "--encoder_hidden_size 16 --num_train_epochs 1 --output_dir out --seed 1",
-                "accelerate_examples", procs=(2,), env={"PROGRAMS_BACKWARD": "1"})
-        for kind in ("p_tuning", "prefix_tuning", "prompt_tuning")
-    ),
-    *(
-        hugging(f"trl {name}", "huggingface/trl/examples/scripts", f"{name}.py {_TRL}{data} {more}", "language_model", data,
-                procs=(2,), env={"PROGRAMS_BACKWARD": "1"})
-        for name, data, more in (
-            ("gkd", "chats", "--teacher_model_name_or_path model --max_new_tokens 6 --seed 1"),
-            ("online_dpo", "prompts", "--reward_model_path model --max_new_tokens 6 --missing_eos_penalty 1.0 --seed 1"),
-            ("nash_md", "prompts", "--reward_model_path model --max_new_tokens 6 --missing_eos_penalty 1.0 --seed 1"),
-            ("xpo", "prompts", "--reward_model_path model --max_new_tokens 6 --missing_eos_penalty 1.0 --seed 1"),
-            ("prm", "steps", ""),
-            ("tpo", "triples", ""),
-            ("reward_modeling", "preferences", "--use_peft --lora_task_type SEQ_CLS --lora_r 2"),
-        )
-    ),
-    *(
-        hugging(f"trl {name} {kind}", "huggingface/trl/trl/scripts", f"{name}.py {_ENGINE}{data} {more}", "language_model",
-                data, procs=(2,), env={"PROGRAMS_BACKWARD": "1", **env})
-        for name, data, kind, more, env in (
-            ("sft", "chats", "peft", "--use_cpu --use_peft --lora_r 2 --gradient_accumulation_steps 2", {}),
-            ("dpo", "preferences", "peft", "--use_cpu --use_peft --lora_r 2", {}),
-            ("sft", "chats", "packing", "--use_cpu --packing --max_length 32", {}),
-            ("sft", "chats", "fsdp1", "--gradient_accumulation_steps 2", _FSDP1),
-            ("sft", "chats", "fsdp2", "--gradient_accumulation_steps 2", _FSDP2),
-            ("sft", "chats", "zero 2", "--gradient_accumulation_steps 2", _zero(2)),
-            ("sft", "chats", "zero 3", "--gradient_accumulation_steps 2", _zero(3)),
-            ("sft", "chats", "peft fsdp2", "--use_peft --lora_r 2", _FSDP2),
-            ("sft", "chats", "peft zero 3", "--use_peft --lora_r 2", _zero(3)),
-            ("dpo", "preferences", "fsdp2", "", _FSDP2),
-            ("dpo", "preferences", "zero 3", "", _zero(3)),
-            ("grpo", "questions", "fsdp2", _REWARDS, _FSDP2),
-            ("grpo", "questions", "zero 3", _REWARDS, _zero(3)),
-            ("reward", "preferences", "zero 2", "", _zero(2)),
-        )
+                procs=(2,), env={"PROGRAMS_BACKWARD": "1", **env})
+        for kind, more, env in (("", "--use_cpu", {}), (" fsdp2", "", _FSDP2), (" zero 3", "", _zero(3)))
     ),
     *(
         hugging(f"peft {name} zero 3", f"huggingface/peft/examples/{folder}", f"{script}_accelerate_ds_zero3_offload.py", model,
@@ -563,38 +462,17 @@ PROGRAMS = (
             ("lora seq2seq", "conditional_generation", "peft_lora_seq2seq", "t5"),
         )
     ),
-    hugging("span-marker", "tomaarsen/SpanMarkerNER/training_scripts", "conll03_no_context.py", "bert", "entities",
-            env={"PROGRAMS_BACKWARD": "1"}, tolerance=2e-2),
-    hugging("setfit", "huggingface/setfit/scripts",
-            "setfit/run_fewshot.py --model bert --sample_sizes 4 --num_iterations 2 --batch_size 4", "bert", "few_shots",
-            env={"PROGRAMS_BACKWARD": "1"}),
-    hugging("diffusers dreambooth lora", "huggingface/diffusers/examples/dreambooth",
-            f"train_dreambooth_lora.py {_SD} --instance_data_dir things --instance_prompt w1 --rank 2 --train_text_encoder "
-            f"{_DIFFUSION}", "diffusion", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
-    hugging("diffusers instruct_pix2pix", "huggingface/diffusers/examples/instruct_pix2pix",
-            f"train_instruct_pix2pix.py {_SD} --dataset_name edits --original_image_column image --edited_image_column "
-            f"edited_image --edit_prompt_column text --use_ema {_DIFFUSION}", "diffusion", procs=(2,),
-            env={"PROGRAMS_BACKWARD": "1"}),
-    hugging("diffusers custom_diffusion", "huggingface/diffusers/examples/custom_diffusion",
-            f"train_custom_diffusion.py {_SD} --instance_data_dir things --instance_prompt w1 --modifier_token ~~ "
-            f"--initializer_token w --noaug {_DIFFUSION}", "diffusion", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("accelerate deepspeed_with_config_support", "huggingface/accelerate/examples/by_feature",
+            "deepspeed_with_config_support.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-v1 "
+            "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out "
+            "--learning_rate 1e-3 --seed 1 --gradient_accumulation_steps 2 --checkpointing_steps epoch --load_best_model",
+            "accelerate_examples", "zero_2_template", procs=(2,), env={"PROGRAMS_BACKWARD": "1",
+            "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero2.json"}),
+    hugging("sentence-transformers sts", "huggingface/sentence-transformers/examples/sentence_transformer/training/sts",
+            "training_stsbenchmark.py", "bert", "similar", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
     hugging("diffusers vqgan", "huggingface/diffusers/examples/vqgan",
             "train_vqgan.py --model_config_name_or_path vq.json --discriminator_config_name_or_path critic.json "
             "--train_data_dir captions/train --seed 1 --discr_learning_rate 1e-3 --timm_model_backend resnet10t "
-            f"--timm_model_layers layer1|layer2 --timm_model_offset 3 {_DIFFUSION}", "diffusion", "vqgan",
-            procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
-    *(
-        hugging(f"sentence-transformers {name}", f"huggingface/sentence-transformers/examples/{folder}", f"{script}.py",
-                "bert", "similar", procs=procs, env={"PROGRAMS_BACKWARD": "1"})
-        for name, folder, script, procs in (
-            ("sts", "sentence_transformer/training/sts", "training_stsbenchmark", (1, 2)),
-            ("cross encoder", "cross_encoder/training/sts", "training_stsbenchmark", (2,)),
-            ("matryoshka", "sentence_transformer/training/matryoshka", "matryoshka_sts", (2,)),
-        )
-    ),
-    *(
-        plain(f"{name} recipe", f"{_TUTORIALS}/recipes_source", f"{name}_recipe_1.py", procs=(1,), inputs=("tutorial",),
-              weights=False, env={"PROGRAMS_CUDA": "2", "PROGRAMS_BACKWARD": "1"})  # it starts its processes itself
-        for name in ("distributed_checkpoint", "distributed_async_checkpoint")
-    ),
+            f"--timm_model_layers layer1|layer2 --timm_model_offset 3 {_DIFFUSION}", "diffusion", "vqgan", procs=(1,),
+            env={"PROGRAMS_BACKWARD": "1"}),
 )  # fmt: skip

@@ -82,19 +82,6 @@ def recorded_backward(backward: Any) -> Any:
     return method
 
 
-def summed(function: Any) -> Any:
-    """Returns a function that records the sum of its result where the program itself calls it."""
-
-    @wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if sys._getframe(1).f_globals["__name__"] == "__main__":
-            write(float(result.double().sum()))
-        return result
-
-    return wrapper
-
-
 def over_gloo(init: Any) -> Any:
     """Returns an `init_process_group` that takes gloo in place of NCCL, and names no device."""
 
@@ -160,8 +147,6 @@ def shim_torch(torch: Any) -> None:
         torch.accelerator.set_device_index = lambda *_: None
         torch.cpu.empty_cache = torch.cpu.reset_peak_memory_stats = lambda *_: None
         torch.cpu.memory_allocated = torch.cpu.max_memory_allocated = lambda *_: 0
-    if os.environ.get("PROGRAMS_STACKED"):  # for programs that stack what a model returns, and have no loss
-        torch.stack = summed(torch.stack)
     if os.environ.get("PROGRAMS_CUDA"):  # for programs that divide by the number of devices
         torch.cuda.device_count = lambda: int(os.environ["PROGRAMS_CUDA"])
     for owner in (torch.Tensor, torch.nn.Module):
@@ -302,8 +287,9 @@ def shim_datasets(datasets: Any) -> None:
 
     @wraps(plain)
     def load_dataset(*args: Any, data_files: Any = None, **kwargs: Any) -> Any:
-        if isinstance(data_files, dict):
-            data_files = {split: file.removeprefix("hf://") for split, file in data_files.items()}
+        for split, file in (data_files if isinstance(data_files, dict) else {}).items():
+            if isinstance(file, str):
+                data_files[split] = file.removeprefix("hf://")
         return plain(*args, data_files=data_files, **kwargs)
 
     datasets.load_dataset = load_dataset
@@ -318,11 +304,6 @@ def shim_psutil(psutil: Any) -> None:
         return plain(self)
 
     psutil.Process.memory_info = memory_info
-
-
-def shim_pyarrow(pyarrow: Any) -> None:
-    """Lets `datasets` pickle what names a class of pyarrow 26, whose module is not the one that it says."""
-    import_module("builtins").__dict__.setdefault("MonthDayNano", pyarrow.MonthDayNano)
 
 
 def shim_evaluate(evaluate: Any) -> None:
@@ -396,12 +377,12 @@ def shim_generation(generation: Any) -> None:
 
 
 def shim_timm(timm: Any) -> None:
-    """Makes a small model with drawn weights in place of one that would be downloaded."""
+    """Draws the weights of a model in place of a download."""
     plain = timm.create_model
 
     @wraps(plain)
-    def create_model(name: str, *args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
-        return plain("resnet10t" if name == "resnet50d" else name, *args, **kwargs)
+    def create_model(*args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
 
     timm.create_model = create_model
 
@@ -418,7 +399,6 @@ SHIMS = {
     "transformers.generation.utils": shim_generation,
     "timm": shim_timm,
     "psutil": shim_psutil,
-    "pyarrow": shim_pyarrow,
     "torch": shim_torch,
     "torchtune.training.memory": shim_memory,
     "transformers": shim_transformers,
