@@ -32,6 +32,7 @@ from programs.table import PROGRAMS, Program
 
 HERE = Path(__file__).parent
 TIME = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"  # of a folder that is named by when the program ran
+ENGINES = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"}
 NEVER = 1e-12  # below it a loss counts as this, so that a difference can be relative
 
 
@@ -76,7 +77,8 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
         given = set(folder.rglob("*"))
         before = [str(HERE / "shim"), *args.libraries.split(os.pathsep)]
         if side == "real":
-            before.append(args.deepspeed if program.library == "deepspeed" else "")
+            uses_deepspeed = program.library == "deepspeed" or "ACCELERATE_USE_DEEPSPEED" in program.env
+            before.append(args.deepspeed if uses_deepspeed else "")
             # A program for DeepSpeed may import accelerate, too: transformers' Trainer does.
             before.append(args.accelerate if program.library != "torchrun" else "")
         else:
@@ -98,8 +100,11 @@ def run(program: Program, side: str, procs: int, args: argparse.Namespace) -> En
             "PYTHONPATH": os.pathsep.join(filter(None, before)),
             "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
         }
-        if program.library == "accelerate":
+        if program.library == "accelerate" and not ENGINES & program.env.keys():
             variables["ACCELERATE_USE_CPU"] = "true"
+        elif program.library == "accelerate":
+            # With that variable the real library would leave its engines out. The shim gives it a "GPU" that is the CPU.
+            variables |= {"ACCELERATE_TORCH_DEVICE": "cpu", "PROGRAMS_ENGINE": "1" if side == "real" else ""}
         command = [sys.executable, "-m", *starting(program.library, side, procs), *program.command]
         used = _cpu_of_children()
         process = subprocess.Popen(
@@ -163,7 +168,8 @@ def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
         # `save_state` of ours writes the weights a second time, for older scripts; docs/migrating-from-accelerate.md says so.
         if path.name == "pytorch_model.bin" and (path.parent / "model.safetensors").exists():
             continue
-        if path.name.startswith("dl_state_dict"):  # how a loader counts where it is, is each library's own
+        # How a loader counts where it is, and how DeepSpeed's engine divides what it saves, is each library's own.
+        if path.name.startswith("dl_state_dict") or path.name.endswith(("_model_states.pt", "_optim_states.pt")):
             continue
         if path.suffix == ".safetensors":
             flatten(load_file(path), name, tensors)
@@ -224,6 +230,17 @@ def _means(ended: Ended) -> dict[str, list[float]]:
     return {"mean": [sum(losses) / len(losses) for losses in steps]}
 
 
+def until_its_end(real: Ended, ours: Ended) -> str:
+    """Returns how the losses compare that the real library computed before it failed."""
+    largest = 0.0
+    num_losses = 0
+    for rank, losses in real.losses.items():
+        for expected, value in zip(losses, ours.losses.get(rank, []), strict=False):
+            largest = max(largest, abs(expected - value) / max(abs(expected), NEVER))
+            num_losses += 1
+    return f"{num_losses} losses before it, within {largest:.1e}"
+
+
 def outcome(program: Program, real: Ended, ours: Ended) -> tuple[str, str]:
     """Returns what came out, in the words of the table, and the details."""
     last = (ours.output.strip().splitlines() or [""])[-1]
@@ -231,7 +248,7 @@ def outcome(program: Program, real: Ended, ours: Ended) -> tuple[str, str]:
         kind = f"refused {ours.error}" if ours.error else "failed"
         return ("own fault" if real.code and not ours.error else kind), last
     if real.code:
-        return "own fault", (real.output.strip().splitlines() or [""])[-1]
+        return "own fault", f"{until_its_end(real, ours)}; {(real.output.strip().splitlines() or [''])[-1]}"
     largest = difference(real, ours)
     if largest is None:
         counts = [{rank: len(losses) for rank, losses in ended.losses.items()} for ended in (real, ours)]

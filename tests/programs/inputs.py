@@ -289,6 +289,54 @@ def accelerate_examples(folder: Path) -> None:
     shutil.copytree(folder / "nyu-mll" / "glue", folder / "glue")
 
 
+def zero_2_template(folder: Path) -> None:
+    """Makes `zero2.json`, a config of DeepSpeed's as accelerate's examples have it."""
+    rates = ("warmup_min_lr", "warmup_max_lr", "warmup_num_steps", "total_num_steps")
+    config = {
+        "zero_optimization": {"stage": 2},
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": "auto",
+        "train_batch_size": "auto",
+        "train_micro_batch_size_per_gpu": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
+        "scheduler": {"type": "WarmupDecayLR", "params": dict.fromkeys(rates, "auto")},
+    }
+    (folder / "zero2.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def tweets(folder: Path) -> None:
+    """Makes complaints with a class, where the shim looks for a file of the hub, and the models of peft's ZeRO examples."""
+    data = folder / "datasets" / "ought" / "raft@refs" / "convert" / "parquet" / "twitter_complaints"
+    draw = random.Random(0)
+    for split, count in (("train", 19), ("test", 5)):
+        rows = [{"Tweet text": _text(draw, 9), "ID": number, "Label": 1 + number % 2} for number in range(count)]
+        _write_classes(data / split / "0000.parquet", rows, "Label", ["Unlabeled", *WORDS[:2]])
+    for name, made in (("bigscience/bloomz-7b1", "model"), ("facebook/bart-large", "t5")):
+        if (folder / made).exists():
+            shutil.copytree(folder / made, folder / name)
+
+
+def _write_classes(path: Path, rows: list[dict[str, Any]], column: str, kinds: list[str]) -> None:
+    """Writes rows of which a column has classes with names, which `datasets` keeps in the metadata of the file."""
+    import pyarrow
+    from pyarrow import parquet
+
+    types = {str: "string", int: "int64"}
+    features: dict[str, Any] = {}
+    for name, value in rows[0].items():
+        features[name] = {"dtype": types[type(value)], "_type": "Value"}
+    features[column] = {"names": kinds, "_type": "ClassLabel"}
+    table = pyarrow.Table.from_pylist(rows)
+    metadata = json.dumps({"info": {"features": features}})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    parquet.write_table(table.replace_schema_metadata({"huggingface": metadata}), path)
+
+
+def sentences(folder: Path) -> None:
+    """Makes `sentences`, lines of text."""
+    _split(folder, "sentences", lambda draw: {"text": _text(draw, 12)})
+
+
 def prompts(folder: Path) -> None:
     """Makes `prompts`, text that waits for more."""
     _split(folder, "prompts", lambda draw: {"prompt": _text(draw, 5)})
@@ -307,6 +355,17 @@ def vqgan(folder: Path) -> None:
     critic = {"in_channels": 3, "cond_channels": 0, "hidden_channels": 16, "depth": 4}
     for name, config in (("vq", generator), ("critic", critic)):
         (folder / f"{name}.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+def similar(folder: Path) -> None:
+    """Makes `sentence-transformers/stsb`, pairs of sentences with how alike they are, and another name of `bert`."""
+    shutil.copytree(folder / "bert", folder / "distilbert" / "distilbert-base-uncased")
+    draw = random.Random(0)
+    for split, count in (("train", 75), ("validation", 13), ("test", 13)):
+        rows = [
+            {"sentence1": _text(draw, 5), "sentence2": _text(draw, 5), "score": draw.random()} for _ in range(count)
+        ]
+        _write(folder / "sentence-transformers" / "stsb" / f"{split}.jsonl", rows)
 
 
 def t5(folder: Path) -> None:

@@ -74,6 +74,14 @@ _TRL = (
     "--logging_steps 1 --report_to none --use_cpu --bf16 False --gradient_checkpointing False --eval_strategy no "
     "--save_strategy no --dataset_name "
 )
+_ENGINE = _TRL.replace("--save_strategy no", "--save_steps 2").replace("--use_cpu ", "")
+_FSDP = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT",
+}
+_FSDP1 = {**_FSDP, "FSDP_VERSION": "1", "FSDP_SHARDING_STRATEGY": "FULL_SHARD", "FSDP_USE_ORIG_PARAMS": "true"}
+_FSDP2 = {**_FSDP, "FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"}
 _SUPEROFFLOAD = (
     "finetune_zero3.py --deepspeed_config {}offload.json --model_name model --num_train_epochs 1 --lr 1e-5 --batch_size 4 "
     "--output_dir out --max_length 32 --bench_steps 4 --warmup_steps 1 --attn_implementation eager --activation_checkpointing"
@@ -94,6 +102,15 @@ _TRAINER = (
     "--gradient_accumulation_steps 2 --learning_rate 1e-2 --save_steps 2 --logging_steps 1 --output_dir out --report_to none"
 )
 _LINES = "--train_file train.txt --validation_file test.txt --block_size 16 --model_name_or_path model "
+
+
+def _zero(stage: int) -> dict[str, str]:
+    """Returns the variables by which `accelerate launch` asks for DeepSpeed."""
+    return {
+        "ACCELERATE_USE_DEEPSPEED": "true",
+        "ACCELERATE_DEEPSPEED_ZERO_STAGE": str(stage),
+        "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL": "true",
+    }
 
 
 def task(name: str, where: str, command: str, *inputs: str, **others: object) -> Program:
@@ -370,6 +387,7 @@ PROGRAMS = (
             ("automatic_gradient_accumulation", "", (2,)),
             ("checkpointing", "--checkpointing_steps epoch --output_dir out", (2,)),
             ("checkpointing", "--checkpointing_steps 4 --output_dir out --use_stateful_dataloader", (2,)),
+            ("cross_validation", "", (2,)),
             ("ddp_comm_hook", "--ddp_comm_hook power_sgd --ddp_comm_wrapper fp16", (2,)),
             ("early_stopping", "", (2,)),
             ("gradient_accumulation", "--gradient_accumulation_steps 4", (1, 2)),
@@ -415,11 +433,43 @@ PROGRAMS = (
     hugging("trl online_dpo", "huggingface/trl/examples/scripts",
             f"online_dpo.py {_TRL}prompts --reward_model_path model --max_new_tokens 6 --seed 1", "language_model", "prompts",
             procs=(1,), expected="own fault"),  # it writes a dtype as JSON
-    hugging("trl sft fsdp2", "huggingface/trl/trl/scripts",
-            f"sft.py {_TRL.replace('--save_strategy no', '--save_steps 2')}chats --gradient_accumulation_steps 2",
-            "language_model", "chats", procs=(2,), weights=False,  # the real library takes DDP and its files on a CPU
-            env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2",
-                 "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}),
+    *(
+        hugging(f"trl {name} {kind}".strip(), f"huggingface/trl/{folder}", f"{name}.py {_ENGINE}{data} {more}",
+                "language_model", data, procs=(2,), expected=expected, env={"PROGRAMS_BACKWARD": "1", **env})
+        for name, folder, data, kind, more, env, expected in (
+            ("gkd", "examples/scripts", "chats", "",
+             "--use_cpu --teacher_model_name_or_path model --max_new_tokens 6 --seed 1", {}, "equal"),
+            ("sft", "trl/scripts", "chats", "peft", "--use_cpu --use_peft --lora_r 2 --gradient_accumulation_steps 2", {},
+             "equal"),
+            # torch's FSDP 1 crashes where it gathers the weights for a file.
+            ("sft", "trl/scripts", "chats", "fsdp1", "--gradient_accumulation_steps 2", _FSDP1, "own fault"),
+            ("sft", "trl/scripts", "chats", "fsdp2", "--gradient_accumulation_steps 2", _FSDP2, "equal"),
+            ("sft", "trl/scripts", "chats", "zero 3", "--gradient_accumulation_steps 2", _zero(3), "equal"),
+        )
+    ),
+    *(
+        hugging(f"peft sft{kind}", "huggingface/peft/examples/sft",
+                f"train.py {_ENGINE}sentences --use_peft_lora --lora_r 2 --lora_alpha 4 {more}", "language_model", "sentences",
+                procs=(2,), env={"PROGRAMS_BACKWARD": "1", **env})
+        for kind, more, env in (("", "--use_cpu", {}), (" fsdp2", "", _FSDP2), (" zero 3", "", _zero(3)))
+    ),
+    *(
+        hugging(f"peft {name} zero 3", f"huggingface/peft/examples/{folder}", f"{script}_accelerate_ds_zero3_offload.py", model,
+                "tweets", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "PROGRAMS_GENERATED": "1", "PROGRAMS_ACCELERATOR": "cpu",
+                **_zero(3)})
+        for name, folder, script, model in (
+            ("clm", "causal_language_modeling", "peft_lora_clm", "language_model"),
+            ("lora seq2seq", "conditional_generation", "peft_lora_seq2seq", "t5"),
+        )
+    ),
+    hugging("accelerate deepspeed_with_config_support", "huggingface/accelerate/examples/by_feature",
+            "deepspeed_with_config_support.py --dataset_name Salesforce/wikitext --dataset_config_name wikitext-2-v1 "
+            "--model_name_or_path HuggingFaceTB/SmolLM-360M --block_size 16 --num_train_epochs 1 --output_dir out "
+            "--learning_rate 1e-3 --seed 1 --gradient_accumulation_steps 2 --checkpointing_steps epoch --load_best_model",
+            "accelerate_examples", "zero_2_template", procs=(2,), env={"PROGRAMS_BACKWARD": "1",
+            "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_CONFIG_FILE": "zero2.json"}),
+    hugging("sentence-transformers sts", "huggingface/sentence-transformers/examples/sentence_transformer/training/sts",
+            "training_stsbenchmark.py", "bert", "similar", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
     hugging("diffusers vqgan", "huggingface/diffusers/examples/vqgan",
             "train_vqgan.py --model_config_name_or_path vq.json --discriminator_config_name_or_path critic.json "
             "--train_data_dir captions/train --seed 1 --discr_learning_rate 1e-3 --timm_model_backend resnet10t "

@@ -7,15 +7,16 @@
     metrics     a metric that would be downloaded is one of ours, which records what it is given
     record      the value of every loss that needs a gradient goes to `$PROGRAMS_RECORD/RANK.txt`, in the order of the calls
 
-The same file serves both sides of a comparison. Of the libraries that are compared it changes three things: the real DeepSpeed
+The same file serves both sides of a comparison. Of the libraries that are compared it changes four things: the real DeepSpeed
 does not compile its kernel for shared memory, which changes no number; it steps with torch's Adam in place of one that it
-would compile for minutes; and it takes float16 on a CPU, as ours does.
+would compile for minutes; it takes float16 on a CPU, as ours does; and the real accelerate takes FSDP and DeepSpeed on a CPU.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 import zlib
 from functools import wraps
 from importlib import import_module
@@ -144,6 +145,8 @@ def shim_torch(torch: Any) -> None:
         torch.accelerator.device_count = lambda: 8
         torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cpu")
         torch.accelerator.set_device_index = lambda *_: None
+        torch.cpu.empty_cache = torch.cpu.reset_peak_memory_stats = lambda *_: None
+        torch.cpu.memory_allocated = torch.cpu.max_memory_allocated = lambda *_: 0
     if os.environ.get("PROGRAMS_CUDA"):  # for programs that divide by the number of devices
         torch.cuda.device_count = lambda: int(os.environ["PROGRAMS_CUDA"])
     for owner in (torch.Tensor, torch.nn.Module):
@@ -222,6 +225,12 @@ def shim_accelerator(cpu: Any) -> None:
     cpu.CPU_Accelerator.is_fp16_supported = lambda self: True
 
 
+def shim_state(state: Any) -> None:
+    """Makes the real accelerate take its engines on a CPU, whose processes talk by gloo."""
+    if os.environ.get("PROGRAMS_ENGINE"):
+        state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.MULTI_GPU)
+
+
 def shim_config(config: Any) -> None:
     """Makes Adam torch's."""
     plain = config.get_optimizer_params
@@ -270,6 +279,31 @@ class Metric:
 def listed(values: Any) -> list[Any]:
     """Returns a list of rows of a tensor, an array or a list."""
     return values.tolist() if hasattr(values, "tolist") else list(values)
+
+
+def shim_datasets(datasets: Any) -> None:
+    """Takes files that a program names on the hub from the folder of this name."""
+    plain = datasets.load_dataset
+
+    @wraps(plain)
+    def load_dataset(*args: Any, data_files: Any = None, **kwargs: Any) -> Any:
+        for split, file in (data_files if isinstance(data_files, dict) else {}).items():
+            if isinstance(file, str):
+                data_files[split] = file.removeprefix("hf://")
+        return plain(*args, data_files=data_files, **kwargs)
+
+    datasets.load_dataset = load_dataset
+
+
+def shim_psutil(psutil: Any) -> None:
+    """Slows down who asks for the memory of a process without a pause, in a thread beside the training."""
+    plain = psutil.Process.memory_info
+
+    def memory_info(self: Any) -> Any:
+        time.sleep(0.02)
+        return plain(self)
+
+    psutil.Process.memory_info = memory_info
 
 
 def shim_evaluate(evaluate: Any) -> None:
@@ -355,6 +389,8 @@ def shim_timm(timm: Any) -> None:
 
 SHIMS = {
     "albumentations.core.composition": shim_albumentations,
+    "accelerate.state": shim_state,
+    "datasets": shim_datasets,
     "evaluate": shim_evaluate,
     "huggingface_hub": shim_hub,
     "nanochat.common": shim_nanochat,
@@ -362,6 +398,7 @@ SHIMS = {
     "deepspeed.runtime.config": shim_config,
     "transformers.generation.utils": shim_generation,
     "timm": shim_timm,
+    "psutil": shim_psutil,
     "torch": shim_torch,
     "torchtune.training.memory": shim_memory,
     "transformers": shim_transformers,

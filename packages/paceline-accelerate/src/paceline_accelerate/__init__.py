@@ -236,6 +236,7 @@ def after_install(*, newly: bool, found_before: bool) -> None:
         neighbours.install(found_before=found_before)
     # Also where a warm process has served it already, before it knew what the launcher was told.
     launcher_variables.export_settings()
+    launcher_variables.serve_deepspeed()
 
 
 def notices() -> list[str]:

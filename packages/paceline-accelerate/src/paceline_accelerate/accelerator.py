@@ -125,6 +125,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         self.device_placement = device_placement
         self.step_scheduler_with_optimizer = step_scheduler_with_optimizer
         self._window = asked.window
+        self._axes = asked.axes
         self._sync_each_batch = asked.window.sync_each_batch
         self._start(asked.native())
         tracks = self.run.runtime.keeps_files and self.run.runtime.tracks
@@ -133,17 +134,19 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         self.step = 0
         self.native_amp = self.run.precision.name != "no"
         self._folder = Folder(self)
+        if asked.axes is not None:
+            asked.axes.cover(self.plan.layout)  # before its mesh is built
         self.state = AcceleratorState.of(
             self,
             fsdp_plugin,
             torch_tp_plugin,
             asked.dynamo,
             asked.plugins,
-            parallelism_config,
+            asked.axes,
             shows_wanted_device=self.preparation.device_problem is not None,
         )
-        if parallelism_config is not None:
-            parallelism_config._validate_accelerator(self)
+        if asked.axes is not None:
+            asked.axes._validate_accelerator(self)
         self.deepspeed = None
         if asked.plugins:
             # Importing its engine takes a second, so only a run that uses it pays for that.
@@ -173,11 +176,11 @@ class Accelerator(ParticipantByState, AcceleratorBase):
     fp8_enabled = property(lambda self: self.mixed_precision == "fp8")
     has_fp8_handler = property(lambda self: self.ao_recipe_handler is not None)
     te_recipe_handler = msamp_recipe_handler = fp8_recipe_handler = None
-    parallelism_config = property(lambda self: self._arguments["parallelism_config"])
+    parallelism_config = property(lambda self: self._axes)
     project_dir = property(lambda self: self.project_configuration.project_dir)
     is_fsdp2 = property(lambda self: self.state.is_fsdp2)
     mixed_precision = property(lambda self: self.settings.mixed_precision)
-    should_save_model = property(lambda self: self.is_main_process or self.parallelism_config is not None)
+    should_save_model = property(lambda self: self.is_local_main_process or self._axes is not None)
     distributed_type = property(lambda self: self.state.distributed_type)
     multi_device = property(lambda self: self.num_processes > 1 and self.device.type != "cpu")
     split_batches = property(lambda self: self.dataloader_config.split_batches)
@@ -323,6 +326,7 @@ class Accelerator(ParticipantByState, AcceleratorBase):
         if self.deepspeed is not None:
             self.deepspeed.clear()
             self.preparation.elsewhere.clear()
+            self.preparation.stepped_elsewhere.clear()
         freed = super().free_memory(*objects)
         self.states.register(*self._custom_objects)  # registered objects are not prepared ones, and stay
         return freed

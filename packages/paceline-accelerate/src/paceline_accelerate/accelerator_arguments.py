@@ -182,6 +182,16 @@ class AcceleratorArguments:
         self.dynamo = self.dynamo_plugin
         if self.dynamo is None:  # a plugin that is switched off is false
             self.dynamo = TorchDynamoPlugin(backend=self.dynamo_backend)
+        self.axes = self._axes()
+
+    def _axes(self) -> ParallelismConfig | None:
+        """Returns the sizes of axes that the script gives, or else its older plugin, or else the launcher."""
+        if self.parallelism_config is not None:
+            return self.parallelism_config
+        if self.torch_tp_plugin is not None:
+            return ParallelismConfig(tp_size=self.torch_tp_plugin.tp_size)
+        asks = environment.snapshot().get("ACCELERATE_USE_PARALLELISM_CONFIG", "")
+        return ParallelismConfig() if asks.lower() == "true" else None
 
     def _window_steps(self) -> int:
         """Returns the number of steps in a window: that of the variable, if it is set, as in accelerate."""

@@ -1,8 +1,9 @@
 """`DeepSpeedPreparation`: what the accelerator's `prepare` does in a run that uses DeepSpeed.
 
 objects -> keys that are "auto" get their values (batch sizes of the loaders, sizes of the model, DummyOptim's rates)
-        -> deepspeed.initialize(model, optimizer, scheduler, config) of `paceline_deepspeed`
-        -> engine, DeepSpeedOptimizerWrapper and DeepSpeedSchedulerWrapper replace the model, its optimizer and its scheduler
+        -> deepspeed.initialize(model, optimizer, scheduler of its own, config) of `paceline_deepspeed`
+        -> engine, DeepSpeedOptimizerWrapper and DeepSpeedSchedulerWrapper replace the model, its optimizer and its scheduler;
+           a scheduler that is none of DeepSpeed's is prepared as without DeepSpeed
 
 The accelerator prepares loaders as it does without DeepSpeed. Each engine has an accelerator of its own inside, so several
 plugins (a student at stage 2, a teacher at stage 3) are several plans.
@@ -16,7 +17,6 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from paceline.base.errors import ConfigError
@@ -34,6 +34,7 @@ from paceline_accelerate.deepspeed_wrappers import (
 from paceline_deepspeed.arguments import sizes_for_auto
 from paceline_deepspeed.engine import DeepSpeedEngine
 from paceline_deepspeed.initialize import build
+from paceline_deepspeed.schedules import VALID_LR_SCHEDULES
 
 if TYPE_CHECKING:
     from paceline_accelerate.accelerator_base import AcceleratorBase
@@ -89,6 +90,7 @@ class DeepSpeedPreparation:
         if optimizer is not None:
             wrapper = DeepSpeedOptimizerWrapper(engine.optimizer)
             self.optimizers.append(wrapper)
+            self._accelerator.preparation.stepped_elsewhere.append(wrapper)
             replaced[id(optimizer)] = wrapper
         if scheduler is not None:
             replaced[id(scheduler)] = self._wrap_scheduler(scheduler, engine_scheduler)
@@ -206,7 +208,7 @@ class DeepSpeedPreparation:
             arguments["optimizer"] = optimizer
         if isinstance(scheduler, DummyScheduler):
             arguments["lr_scheduler"] = scheduler.lr_scheduler_callable
-        elif isinstance(scheduler, LRScheduler):
+        elif type(scheduler).__name__ in VALID_LR_SCHEDULES:
             arguments["lr_scheduler"] = scheduler
         engine, _, _, engine_scheduler = build(**arguments)
         # The micro-batch is that of the prepared loader. A model may get more rows: in trl's DPO two for each sample.
@@ -231,7 +233,7 @@ class DeepSpeedPreparation:
 
     def _wrap_scheduler(self, scheduler: Any, engine_scheduler: Any) -> Any:
         """Returns what the script gets in place of its scheduler."""
-        # The engine does not step a scheduler of the script's own class.
+        # The engine steps its own schedules alone. Others step in the script, once for each process.
         if engine_scheduler is None:
             return self._accelerator.preparation.scheduler(scheduler)
         wrapper = DeepSpeedSchedulerWrapper(engine_scheduler, self.optimizers[-1:])

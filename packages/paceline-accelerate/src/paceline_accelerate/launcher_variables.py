@@ -7,8 +7,10 @@ say. The launcher sets the variables of FSDP, of the sizes of axes and of the co
 
 from __future__ import annotations
 
+from importlib.machinery import PathFinder
+
 from paceline.base import env as environment
-from paceline.config import resolve_run
+from paceline.config import libraries, resolve_run
 
 # What accelerate's launcher sets for every script, also if no flag says anything.
 _DEFAULTS = {
@@ -44,3 +46,18 @@ def export_settings() -> None:
             is_switch = isinstance(decision.value, bool) and decision.field != "cpu"
             variables[_VARIABLES[decision.field]] = text.lower() if is_switch else text
     environment.export(variables)
+
+
+def deepspeed_is_asked() -> bool:
+    """Returns whether the launcher was told to use DeepSpeed."""
+    return environment.parse_bool(environment.snapshot().get("ACCELERATE_USE_DEEPSPEED", ""))
+
+
+def serve_deepspeed() -> None:
+    """Serves DeepSpeed's names too where the launcher asks for it and it is not installed: Trainer looks for it."""
+    if (
+        deepspeed_is_asked()
+        and "deepspeed" in libraries.LIBRARIES.names()
+        and PathFinder.find_spec("deepspeed") is None
+    ):
+        libraries.install(["deepspeed"])

@@ -19,6 +19,8 @@ from paceline_accelerate.said_fields import SaidFields
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from paceline.world.layout import Layout
+
 
 # The order of the axes in a mesh, the outermost first.
 _ORDER = ("dp_replicate", "dp_shard", "cp", "sp", "tp")
@@ -255,6 +257,12 @@ class ParallelismConfig(SaidFields):
         if f"{parallelism}_size" not in self.__dataclass_fields__:
             raise ValueError(f"Parallelism must be one of {list(_ORDER)}, but got {parallelism}")
         setattr(self, f"{parallelism}_size", size)
+
+    def cover(self, layout: Layout) -> None:
+        """Takes the plan's sizes along the axes of data where the sizes leave out ranks; accelerate refuses such sizes."""
+        if 1 < self.total_size < layout.size() and not self.sp_enabled:
+            self._set_size("dp_replicate", layout.size("replicate"))
+            self._set_size("dp_shard", layout.size("shard"))
 
     def _validate_accelerator(self, accelerator: _Placed) -> None:
         """Takes the replicas of a plan where the script says no size. That sizes and processes agree, the plan has checked."""

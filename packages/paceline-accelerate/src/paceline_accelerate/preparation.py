@@ -49,6 +49,7 @@ class AcceleratePreparation(Preparation):
     Attributes:
         tail: what loaders prepared from now on do with a short last batch; a script may change it by `even_batches`.
         elsewhere: models that another accelerator prepared, such as that of a DeepSpeed engine.
+        stepped_elsewhere: optimizers that such engines step.
         device_problem: the error for a device that a variable names and this process cannot use; None if there is none.
     """
 
@@ -68,6 +69,7 @@ class AcceleratePreparation(Preparation):
         self._loading = loading
         self._rng_types = rng_types
         self.elsewhere: list[nn.Module] = []
+        self.stepped_elsewhere: list[AcceleratedOptimizer] = []
         # Models for evaluation alone, each with the number of models that were prepared for training before it.
         self._evaluated: list[tuple[int, nn.Module]] = []
         self._forgotten: list[weakref.ref[PreparedModel]] = []
@@ -341,7 +343,7 @@ class AcceleratePreparation(Preparation):
         schedule = self.run.plan.semantics.schedule
         prepared = AcceleratedScheduler(
             scheduler,
-            self.run.prepared.optimizers_scheduled_by(scheduler),
+            self.run.prepared.optimizers_scheduled_by(scheduler) or list(self.stepped_elsewhere),
             step_with_optimizer=schedule != "call",
             split_batches=schedule == "step" or self.run.settings.split_batches,
             gradient_state=self._gradient_state,

@@ -28,6 +28,7 @@ from paceline_accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline_accelerate.errors import CompatValueError
 from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline_accelerate.kinds import DistributedType, text_of, type_of_processes
+from paceline_accelerate.launcher_variables import deepspeed_is_asked
 from paceline_accelerate.split import split_part
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class PartialState(Participant):
             collectives = join(_detected_world(), settings, runtime.current())
             self._shared_state.update(_described(collectives, cpu))
             self.device = torch.device(wanted_device() or collectives.device)
-            if _deepspeed_is_asked():
+            if deepspeed_is_asked():
                 self._shared_state["distributed_type"] = DistributedType.DEEPSPEED
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -428,10 +429,6 @@ class AcceleratorState(PartialState):
         return f"{super().__repr__()}\nMixed precision type: {self.mixed_precision}\n"
 
 
-def _deepspeed_is_asked() -> bool:
-    return environment.parse_bool(environment.snapshot().get("ACCELERATE_USE_DEEPSPEED", ""))
-
-
 def deepspeed_plugins_of(
     plugin: DeepSpeedPlugin | Mapping[str, DeepSpeedPlugin] | None, plugins: Mapping[str, DeepSpeedPlugin] | None
 ) -> dict[str, DeepSpeedPlugin]:
@@ -451,6 +448,6 @@ def deepspeed_plugins_of(
     earlier = AcceleratorState._shared_state.get("deepspeed_plugins")
     if earlier:
         return dict(earlier)
-    if _deepspeed_is_asked():
+    if deepspeed_is_asked():
         return {"default": DeepSpeedPlugin()}
     return {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import enum
 import json
+import os
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from paceline.base import env
 from paceline.launch.notebook import notebook_launcher
 from paceline.testing import run_ranks
+from paceline.world.layout import Layout
 from paceline_accelerate import errors, nested
 from paceline_accelerate.accelerator import Accelerator
 from paceline_accelerate.arguments import DataLoaderConfiguration, ProfileKwargs
@@ -28,6 +31,7 @@ from paceline_accelerate.kinds import BaseEnum, CustomDtype, DynamoBackend, Logg
 from paceline_accelerate.launch_environment import _filter_args
 from paceline_accelerate.module_sizes import dtype_byte_size
 from paceline_accelerate.parallelism_config import ParallelismConfig
+from paceline_accelerate.plugins import TorchTensorParallelPlugin
 from paceline_accelerate.tracking import GeneralTracker, MLflowTracker
 from paceline_accelerate.wrapping import extract_model_from_parallel
 
@@ -504,3 +508,26 @@ def test_private_methods_that_libraries_replace_are_called() -> None:
             return _calls_of_private_names(monkeypatch)
 
     assert run_ranks(work, 2) == [["_validate_accelerator", "_prepare_fsdp2"]] * 2
+
+
+def test_axes_that_the_launcher_asks_for_are_shown_and_local_main_processes_save() -> None:
+    def work() -> tuple[object, ...]:
+        on_hosts_of_one = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "GROUP_RANK": os.environ["RANK"]}
+        with env.patched(on_hosts_of_one):
+            plain = Accelerator(cpu=True)
+            saves = (plain.should_save_model, plain.parallelism_config)
+        with env.patched({"ACCELERATE_USE_PARALLELISM_CONFIG": "true", "PARALLELISM_CONFIG_DP_SHARD_SIZE": "2"}):
+            launched = Accelerator(cpu=True)
+        axes = launched.state.parallelism_config
+        assert axes is launched.parallelism_config
+        by_plugin = Accelerator(cpu=True, torch_tp_plugin=TorchTensorParallelPlugin(tp_size=2))
+        mesh = by_plugin.torch_device_mesh
+        return saves, launched.should_save_model, axes.dp_shard_size, by_plugin.parallelism_config.tp_size, mesh.size()
+
+    assert run_ranks(work, 2) == [((True, None), True, 2, 2, 2)] * 2
+
+
+def test_sizes_that_leave_out_ranks_take_those_of_the_plan() -> None:
+    axes = ParallelismConfig(tp_size=2)
+    axes.cover(Layout(replicate=2, shard=2, tp=2))
+    assert (axes.dp_replicate_size, axes.dp_shard_size, axes.total_size) == (2, 2, 8)

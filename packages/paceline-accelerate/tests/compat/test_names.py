@@ -293,6 +293,13 @@ def test_the_command_runs_a_script_or_a_module(tmp_path: Path) -> None:
         assert run(*words, folder=tmp_path).stdout == f"__main__ ['-m', 'x'] {table.VERSION} beside\n"
 
 
+@pytest.mark.needs("deepspeed")
+def test_deepspeed_seems_installed_where_the_launcher_asks_for_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    (tmp_path / "script.py").write_text("from importlib.metadata import version\nprint(version('deepspeed'))\n")
+    assert run("--compat", "accelerate", "script.py", folder=tmp_path).returncode == 0
+
+
 def test_the_command_without_a_script_says_how_it_is_used(tmp_path: Path) -> None:
     ended = run(folder=tmp_path)
     assert ended.returncode == 2 and ended.stderr.startswith("usage: python -m paceline.compat")
