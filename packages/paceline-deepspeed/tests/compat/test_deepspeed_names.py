@@ -22,7 +22,7 @@ def test_every_name_of_the_real_library_can_be_imported() -> None:
     for module, names in table.modules().items():
         served = importlib.import_module(module)
         for name in names:
-            assert getattr(served, name) is not None, f"{module}.{name}"
+            assert hasattr(served, name), f"{module}.{name}"
         assert set(dir(served)) == names
 
 
@@ -40,6 +40,22 @@ def test_a_name_may_mean_another_thing_in_another_module(monkeypatch) -> None:
 
     assert deepspeed.comm.configure.__name__ == "Server"
     assert deepspeed.checkpointing.configure is install
+
+
+def test_constants_have_their_values() -> None:
+    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+    from deepspeed.runtime.constants import (
+        GRADIENT_CLIPPING,
+        GRADIENT_CLIPPING_DEFAULT,
+        ROUTE_TRAIN,
+        TRAIN_BATCH_SIZE_DEFAULT,
+    )
+
+    config = {"gradient_clipping": 0.5}
+    assert config[GRADIENT_CLIPPING] == 0.5 and GRADIENT_CLIPPING_DEFAULT == 1.0 and TRAIN_BATCH_SIZE_DEFAULT is None
+    assert (ROUTE_TRAIN, OPTIMIZER_STATE_DICT) == ("train", "optimizer_state_dict")
+    with pytest.raises(ImportError):
+        from deepspeed.runtime.constants import NO_SUCH_CONSTANT  # noqa: F401
 
 
 def test_a_name_that_is_not_carried_names_the_native_way() -> None:
