@@ -34,7 +34,10 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     "paceline.optim.optimizer": "DeepSpeedOptimizer=PreparedOptimizer",
     "paceline.data.loader": "DeepSpeedDataLoader=PreparedLoader",
     "paceline.data.seed": "set_random_seed=set_seed",
-    "paceline.base.errors": "DeepSpeedConfigError=ConfigError",
+    # What stands in an `except` has to be a class of exceptions.
+    "paceline.base.errors": "AffineTransferError=PacelineError DeepSpeedConfigError=ConfigError "
+    "DeprecatedException=PacelineError InvalidMapError=PacelineError InvalidReplicaPolicyError=PacelineError "
+    "PipelineError=PacelineError UnsupportedLayoutError=PacelineError ZeRORuntimeException=PacelineError",
     f"{_HERE}.pipe": "LayerSpec PipelineModule TiedLayerSpec",
     f"{_HERE}.pipe_engine": "PipelineEngine",
     f"{_HERE}.profiling": "log_summary",

@@ -42,6 +42,17 @@ def test_a_name_may_mean_another_thing_in_another_module(monkeypatch) -> None:
     assert deepspeed.checkpointing.configure is install
 
 
+def test_what_scripts_catch_is_an_exception() -> None:
+    names = [f"{module}:{name}" for module, names in table.modules().items() for name in names]
+    caught = [name for name in names if name.endswith(("Exception", "Error"))]
+    for module, _, name in (each.partition(":") for each in caught):
+        assert issubclass(getattr(importlib.import_module(module), name), Exception), name
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    with pytest.raises(ZeRORuntimeException):
+        raise CompatError("compat-name", "something is not carried.")
+
+
 def test_constants_have_their_values() -> None:
     from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
     from deepspeed.runtime.constants import (
