@@ -100,3 +100,14 @@ def test_a_model_is_saved_as_scripts_of_random_ltd_save_it() -> None:
     assert remove_random_ltd_state_dict(saved_elsewhere) == {"layers.0.weight": 1, "head.weight": 2}
     with pytest.raises(CompatError, match="is not carried by Paceline"):
         convert_to_random_ltd(model, torch.nn.Linear)
+
+
+def test_leaf_modules_are_marked() -> None:
+    from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules, unset_z3_leaf_modules, z3_leaf_module
+
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    assert set_z3_leaf_modules(model, [torch.nn.Linear]) == get_z3_leaf_modules(model) == [model[0]]
+    assert unset_z3_leaf_modules(model, ["Linear"]) == [model[0]] and not z3_leaf_module(model[0])
+    with pytest.raises(ValueError, match="Conv1d"):
+        set_z3_leaf_modules(model, [torch.nn.Conv1d])
+    assert set_z3_leaf_modules(model, [torch.nn.Conv1d], raise_if_not_found=False) == []
