@@ -203,12 +203,12 @@ def _mark_leaves(model: nn.Module, classes: Sequence[Any], flag: bool, raise_if_
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:
-    model._z3_leaf = flag  # type: ignore[assignment]
+    model.z3_leaf = flag  # type: ignore[assignment]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
     """Whether `set_z3_leaf_modules` has marked a module."""
-    return bool(getattr(model, "_z3_leaf", False))
+    return bool(getattr(model, "z3_leaf", False))
 
 
 def z3_leaf_parameter(model_parameter: nn.Parameter) -> bool:
