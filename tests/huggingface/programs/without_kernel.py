@@ -3,9 +3,10 @@
 import runpy
 import sys
 
-import deepspeed.comm.torch as torch_backend
+import deepspeed.comm.torch  # noqa: F401
 
-torch_backend.build_shm_op = lambda: None
+# Not `import ... as`: that follows attributes, and the attribute `torch` of `deepspeed.comm` is torch itself.
+sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
 sys.argv = sys.argv[1:]
 sys.path.insert(0, sys.argv[0].rpartition("/")[0])
 runpy.run_path(sys.argv[0], run_name="__main__")

@@ -16,6 +16,9 @@ from paceline.base.devices import ACCELERATORS
 _PACKAGES = {
     "fp8": "torchao",
     "bnb": "bitsandbytes",
+    "4bit_bnb": "bitsandbytes",
+    "8bit_bnb": "bitsandbytes",
+    "bitsandbytes_multi_backend": "bitsandbytes",
     "torchdata_stateful_dataloader": "torchdata",
     "lomo": "lomo_optim",
 }
@@ -27,7 +30,7 @@ _DISTRIBUTIONS = {
 }
 # What is never so here: devices that this library does not drive, float8 by other libraries than torchao, engines.
 _NEVER = ("transformer_engine", "transformer_engine_mxfp8", "msamp", "torch_xla", "megatron_lm",
-          "sagemaker", "4bit_bnb", "8bit_bnb", "bitsandbytes_multi_backend", "habana_gaudi1")  # fmt: skip
+          "sagemaker", "habana_gaudi1")  # fmt: skip
 _DEVICES = (*ACCELERATORS, "neuron")
 
 
@@ -82,8 +85,14 @@ def _answer(what: str) -> bool:
 def _asker(what: str) -> Callable[..., bool]:
     """Returns the function that asks for something: one for each, as tests of scripts compare and replace it."""
 
-    def available(*args: object, **kwargs: object) -> bool:
-        return _answer(what)
+    def available(*args: object, min_version: object = None, **kwargs: object) -> bool:
+        # About a device, the argument asks for more than the answer of torch, which counts here.
+        [least] = args[:1] or [min_version]
+        if what in _DEVICES or not isinstance(least, str):
+            return _answer(what)
+        from paceline_accelerate.surroundings import compare_versions  # imports torch's checkpoints
+
+        return _answer(what) and compare_versions(_PACKAGES.get(what, what), ">=", least)
 
     asks_for_device = what in _DEVICES and what not in ("cuda", "mps")
     if asks_for_device or what == "torch_xla":

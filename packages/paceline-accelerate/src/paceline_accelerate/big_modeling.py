@@ -45,6 +45,7 @@ from paceline_accelerate.offload import (
     extract_submodules_state_dict,
     offload_state_dict,
 )
+from paceline_accelerate.surroundings import parse_flag_from_env
 from paceline_large.inference.placing import built_on
 
 log = logging.getLogger("accelerate.big_modeling")
@@ -54,8 +55,13 @@ _PLACEMENTS = ("auto", "balanced", "balanced_low_0", "sequential")
 def init_on_device(
     device: torch.device | str | int, include_buffers: bool | None = None
 ) -> AbstractContextManager[Any, Any]:
-    """Puts parameters that modules register in the block on a device, and with `include_buffers` also their buffers."""
+    """Puts parameters that modules register in the block on a device, and with `include_buffers` also their buffers.
+
+    Where it is None, the variable `ACCELERATE_INIT_INCLUDE_BUFFERS` decides.
+    """
     device = torch.device(device)
+    if include_buffers is None:
+        include_buffers = parse_flag_from_env("ACCELERATE_INIT_INCLUDE_BUFFERS")
     # A device is torch's own context, which makes all new tensors on it.
     return device if include_buffers else built_on(device)
 

@@ -115,9 +115,17 @@ class FullyShardedDataParallelPlugin(SaidFields):
                     "sharding_strategy is not supported with FSDP2: set reshard_after_forward to a bool (True or False)."
                 )
             self.reshard_after_forward = True
+        if not isinstance(self.reshard_after_forward, (bool, str)):
+            raise ValueError(
+                f"reshard_after_forward={self.reshard_after_forward!r} is not supported with FSDP2: set a bool."
+            )
         self.reshard_after_forward = _is_true(self.reshard_after_forward)
 
     def _drop_version_1(self, said: dict[str, Any]) -> None:
+        _prefetch(self.backward_prefetch)  # a word that names none is refused under both versions
+        is_script_s = "forward_prefetch" not in self.from_environment
+        if is_script_s and self.forward_prefetch is not None:
+            raise ValueError("forward_prefetch is not supported with FSDP2: leave it out, or pass fsdp_version=1.")
         for name in _OF_VERSION_1:
             if name in said and name not in self.from_environment:
                 warn_once("compat", f"FullyShardedDataParallelPlugin({name}=...) is for version 1 of FSDP alone.")
@@ -309,8 +317,12 @@ def _member(kind: Any, value: object) -> Any:
     """
     if isinstance(value, Enum):
         return value
-    text = str(value)
-    return kind(int(text)) if text.isdigit() else kind[text.upper()]
+    text = str(value).upper()
+    if text.isdigit():
+        return kind(int(text))
+    if f"_{text}" in kind.__members__:  # torch's own name of HYBRID_SHARD_ZERO2
+        text = f"_{text}"
+    return kind[text]
 
 
 def _prefetch(value: object) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from paceline.data.active import ActiveLoaders
 from paceline.optim.accumulate import Accumulation
 
 if TYPE_CHECKING:
@@ -112,6 +113,13 @@ class GradientState:
 
     # -- the loader --------------------------------------------------------------------------------------------
 
+    @property
+    def active_loaders(self) -> ActiveLoaders:
+        """The prepared loaders that are being iterated: those of the accelerator, or of scripts that have none."""
+        accelerator = self.accelerator
+        loaders: ActiveLoaders = self._own("_active_loaders") if accelerator is None else accelerator.run.active_loaders
+        return loaders
+
     def _add_dataloader(self, dataloader: Any) -> None:
         """Adds a loader of a script that is being iterated; prepared loaders add themselves to the run."""
         self._own("_dataloaders").append(dataloader)
@@ -124,17 +132,12 @@ class GradientState:
     def active_dataloader(self) -> Any:
         """The prepared loader that is being iterated, or None."""
         added = self._own("_dataloaders")
-        if added:
-            return added[-1]
-        accelerator = self.accelerator
-        return None if accelerator is None else accelerator.run.active_loaders.top
+        return added[-1] if added else self.active_loaders.top
 
     @property
     def dataloader_references(self) -> list[Any]:
         """None, for outside of all loops, and the loaders that are being iterated, the current one last."""
-        accelerator = self.accelerator
-        prepared = [] if accelerator is None else accelerator.run.active_loaders.loaders
-        return [None, *prepared, *self._own("_dataloaders")]
+        return [None, *self.active_loaders.loaders, *self._own("_dataloaders")]
 
     @dataloader_references.setter
     def dataloader_references(self, loaders: list[Any]) -> None:
@@ -165,4 +168,4 @@ class GradientState:
 
 
 def _empty() -> dict[str, Any]:
-    return {"_sync_gradients": True, "_plugin_kwargs": {}, "_dataloaders": []}
+    return {"_sync_gradients": True, "_plugin_kwargs": {}, "_dataloaders": [], "_active_loaders": ActiveLoaders()}

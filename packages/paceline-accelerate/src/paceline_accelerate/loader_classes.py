@@ -23,7 +23,6 @@ from paceline.data.dispatch import DispatchFeed
 from paceline.data.feed import NOTHING, Feed
 from paceline.data.loader import PreparedLoader
 from paceline.plan.data import BatchInfo, DataPlan, Position
-from paceline.run.run import live_runs
 from paceline.world.collectives import Collectives
 from paceline_accelerate.dispatch_reader import DispatchReader
 from paceline_accelerate.gradient_state import GradientState
@@ -138,7 +137,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
             use_stateful_dataloader: see the class.
             feed: reads the DataLoader; None makes a `SamplerFeed`.
             device: where batches are moved to; None leaves them where they are.
-            active: the loaders that are being iterated, to which this one adds itself; None takes those of the last run.
+            active: the loaders that are being iterated, to which this one adds itself; None takes those of `GradientState()`.
             drop_last: whether a last global batch that is not full is skipped.
             rng_types, synchronized_generator: for the feed; see `DataLoaderShard`.
             non_blocking: whether copies to the device are asynchronous.
@@ -159,10 +158,7 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
             feed = SamplerFeed(base, _plan_of(base), rng_types, synchronized_generator, use_stateful_dataloader)
         if active is None:
             # A loader that a script makes itself belongs to the accelerator that was made last.
-            runs = live_runs()
-            active = ActiveLoaders()
-            if runs:
-                active = runs[-1].active_loaders
+            active = GradientState().active_loaders
         asked = {"batch_size": feed.plan.micro_batch}
         PreparedLoader.__init__(
             self, base, feed, device or torch.device("cpu"), active, non_blocking, arguments={}, asked=asked

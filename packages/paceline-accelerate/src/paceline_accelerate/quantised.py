@@ -40,7 +40,7 @@ class BnbQuantizationConfig:
         bnb_4bit_quant_type: "fp4" or "nf4".
         bnb_4bit_use_double_quant: whether the maxima of blocks are quantised as well.
         bnb_4bit_compute_dtype: in which 4-bit layers compute; "fp32", "fp16", "bf16" or a dtype.
-        torch_dtype: of the parameters that are not quantised; None leaves theirs.
+        torch_dtype: of the parameters that are not quantised; None for that in which the quantised layers compute.
         skip_modules: names of modules that are not quantised; None for the output layer and tied ones.
         keep_in_fp32_modules: names of modules that are not quantised, and whose parameters become float32.
     """
@@ -56,7 +56,7 @@ class BnbQuantizationConfig:
     keep_in_fp32_modules: list[str] | None = None
 
     def __post_init__(self) -> None:
-        for name in ("load_in_8bit", "load_in_4bit"):
+        for name in ("load_in_8bit", "load_in_4bit", "bnb_4bit_use_double_quant"):
             if not isinstance(getattr(self, name), bool):
                 raise _wrong(name, getattr(self, name), "True or False")
         if self.load_in_8bit == self.load_in_4bit:
@@ -69,9 +69,12 @@ class BnbQuantizationConfig:
             if value is not None and not isinstance(value, list):
                 raise _wrong(name, value, "a list of names")
         self.bnb_4bit_compute_dtype = _dtype("bnb_4bit_compute_dtype", self.bnb_4bit_compute_dtype)
-        if self.torch_dtype is not None:
-            self.torch_dtype = _dtype("torch_dtype", self.torch_dtype)
+        if self.torch_dtype is None:
+            self.torch_dtype = self.bnb_4bit_compute_dtype if self.load_in_4bit else torch.float16
+        self.torch_dtype = _dtype("torch_dtype", self.torch_dtype)
         self.target_dtype = CustomDtype.INT4 if self.load_in_4bit else torch.int8
+        if not isinstance(self.llm_int8_threshold, (int, float)):
+            raise _wrong("llm_int8_threshold", self.llm_int8_threshold, "a number")
         self.llm_int8_threshold = float(self.llm_int8_threshold)
         if self.load_in_4bit and self.llm_int8_threshold != 6.0:
             warnings.warn(

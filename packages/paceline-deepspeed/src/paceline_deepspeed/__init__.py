@@ -1,6 +1,7 @@
 """The names of DeepSpeed, and what of ours stands for each.
 
     names.txt       public names of DeepSpeed, by module: what exists, and so may be imported
+    constants.txt   its constants, with their values
     _CARRIED        those that do something here, by the module of ours that has them
     the rest        raise `CompatError` when they are used; `native_way` says what to do instead
 
@@ -13,6 +14,7 @@ import re
 from functools import cache
 from pathlib import Path
 
+from paceline_deepspeed.constants import literals
 from paceline_doors.names import listed
 
 VERSION = "0.19.8"
@@ -32,7 +34,10 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     "paceline.optim.optimizer": "DeepSpeedOptimizer=PreparedOptimizer",
     "paceline.data.loader": "DeepSpeedDataLoader=PreparedLoader",
     "paceline.data.seed": "set_random_seed=set_seed",
-    "paceline.base.errors": "DeepSpeedConfigError=ConfigError",
+    # What stands in an `except` has to be a class of exceptions.
+    "paceline.base.errors": "AffineTransferError=PacelineError DeepSpeedConfigError=ConfigError "
+    "DeprecatedException=PacelineError InvalidMapError=PacelineError InvalidReplicaPolicyError=PacelineError "
+    "PipelineError=PacelineError UnsupportedLayoutError=PacelineError ZeRORuntimeException=PacelineError",
     f"{_HERE}.pipe": "LayerSpec PipelineModule TiedLayerSpec",
     f"{_HERE}.pipe_engine": "PipelineEngine",
     f"{_HERE}.profiling": "log_summary",
@@ -168,7 +173,7 @@ def imports() -> dict[str, dict[str, str]]:
 @cache
 def carried() -> dict[str, str]:
     """Maps each name of theirs, with its module where it means this there alone, to "module:name" of ours."""
-    served: dict[str, str] = {}
+    served = {name: f"{_HERE}.constants:{name}" for name in literals()}
     for ours, entry in _CARRIED.items():
         # Names without a module mean the same in all modules.
         names_by_modules = {"": entry} if isinstance(entry, str) else entry

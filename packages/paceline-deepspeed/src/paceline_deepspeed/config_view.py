@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
+from types import NoneType, SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 from paceline.accelerator import Accelerator
 from paceline_deepspeed import native_way
@@ -60,6 +61,15 @@ _OFF = (
     "checkpoint_writer_enabled curriculum_learning_enabled data_efficiency_enabled data_sampling_enabled is_deepcompile_active "
     "is_deepcompile_enabled random_ltd_enabled uses_parallelization_pass_only"
 )
+
+# Attributes about what is not carried, by the type of their empty value.
+_EMPTY: dict[type, str] = {
+    bool: "dont_change_device has_moe_layers optimized_linear_base_weight_sharding optimized_linear_lora_enabled use_ds_comm "
+    "zenflow",
+    dict: "expert_data_parallel_group expert_parallel_group",
+    list: "gate_modules moe_layers num_experts",
+    NoneType: "all_to_all_group local_all_to_all_group losses mesh_device torch_autocast_z0_gradscaler",
+}
 
 # Methods on ZeRO's own buffers and on features that are not carried: using one is refused.
 _REFUSED = (
@@ -297,6 +307,24 @@ class ConfigView:
         """How many ranks share the layers of a model."""
         return self.accelerator.plan.layout.tp
 
+    @property
+    def data_parallel_group(self) -> Any:
+        """The group of the ranks that read different samples."""
+        group = self.accelerator.run.mesh.data_group
+        return dist.group.WORLD if group is None else group
+
+    seq_data_parallel_group = data_parallel_group
+
+    @property
+    def sequence_parallel_size(self) -> int:
+        """How many ranks share each sequence."""
+        return self.accelerator.plan.layout.cp
+
+    @property
+    def dist_backend(self) -> str | None:
+        """Name of torch's backend; None where a process is alone."""
+        return dist.get_backend() if dist.is_initialized() else None
+
     def get_model_parallel_rank(self) -> int:
         """Its place among the ranks that share the layers of a model."""
         return self.accelerator.plan.layout.coordinate(self.accelerator.process_index)["tp"]
@@ -326,6 +354,14 @@ def _getter(key: str) -> Callable[[Any], Any]:
     return get
 
 
+def _empty(kind: type) -> property:
+    """Makes an attribute that is empty, a new value each time."""
+    return property(lambda self: kind())
+
+
+for _kind, _names in _EMPTY.items():
+    for _name in _names.split():
+        setattr(ConfigView, _name, _empty(_kind))
 for _name, _key in _KEYS.items():
     setattr(ConfigView, _name, _getter(_key))
 for _start, _key_start, _ends in _ALIKE:

@@ -62,11 +62,13 @@ class DeepSpeedEngine(nn.Module):
         training_dataloader: the prepared loader.
         tput_timer: samples a second, and the epochs that the script counts.
         compares_rows: whether the rows of each micro-batch are compared with the config's.
+        inside_no_sync_ctxt: whether the script is inside of `no_sync`.
         offloaded: what `offload_states` has moved.
         has_given_up: whether a later engine trains the model.
         monitor: takes events of the script's own: `engine.monitor.write_events([(name, value, step)])`.
     """
 
+    pipeline_parallelism = False
     _metric_fix = "give it one: `engine.step(lr_kwargs={'metrics': loss.item()})`"
 
     def __init__(
@@ -112,7 +114,7 @@ class DeepSpeedEngine(nn.Module):
         self.compares_rows = True
         self.has_given_up = False
         self._applied = False  # whether the last step changed the weights
-        self._held_back = False  # inside of `no_sync`
+        self.inside_no_sync_ctxt = False
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
         self._script_backward = script_backward.ScriptBackward(self._begin_script_backward, self._finish_pass)
         self._has_passes = False  # whether the window at hand has had a backward pass
@@ -176,16 +178,16 @@ class DeepSpeedEngine(nn.Module):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Adds up the gradients of the backward passes inside without communication, at every stage; `step` comes later."""
-        before = self._held_back
-        self._held_back = True
+        before = self.inside_no_sync_ctxt
+        self.inside_no_sync_ctxt = True
         try:
             yield
         finally:
-            self._held_back = before
+            self.inside_no_sync_ctxt = before
 
     def _hold(self) -> AbstractContextManager[Any]:
         """Keeps ranks from communicating inside a window."""
-        last = self.is_gradient_accumulation_boundary() and not self._held_back
+        last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
         self.accelerator.gradients.sync = last
         return nullcontext() if last else self.accelerator.no_sync()
 
@@ -339,7 +341,7 @@ class DeepSpeedEngine(nn.Module):
             TrainError: `deepspeed-step`, `deepspeed-metric`, `deepspeed-optimizer-missing`, `deepspeed-backward`.
         """
         self._needs_optimizer("step")
-        if self._held_back:
+        if self.inside_no_sync_ctxt:
             raise TrainError(
                 "deepspeed-step",
                 "`engine.step()` was called inside `engine.no_sync()`.",
@@ -416,7 +418,7 @@ class DeepSpeedEngine(nn.Module):
 
     def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
         """Averages, at a boundary, gradients that the last backward pass held back; `bucket_size` is the plan's. Ranks: all."""
-        if self.is_gradient_accumulation_boundary() and self._unreduced and not self._held_back:
+        if self.is_gradient_accumulation_boundary() and self._unreduced and not self.inside_no_sync_ctxt:
             self.accelerator.gradients.sync = True
             self.accelerator.steps.finish_reduction()
             self._unreduced = False

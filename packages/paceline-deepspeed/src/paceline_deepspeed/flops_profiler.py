@@ -16,7 +16,7 @@ from torch import nn
 
 from paceline_lens.observe.clock import clock_of
 from paceline_lens.observe.flops import Counter, Tree, count_parameters, counted
-from paceline_lens.observe.flops_text import by_depth, number, share
+from paceline_lens.observe.flops_text import by_depth, share
 from paceline_lens.observe.operations import ModulePart, Profile
 
 if TYPE_CHECKING:
@@ -122,30 +122,34 @@ def _rate(flops: float, seconds: float) -> str:
     return flops_to_string(flops / seconds)
 
 
+# Letter -> what it stands for, the largest first.
+_SCALES = {"T": 1e12, "G": 1e9, "M": 1e6, "K": 1e3, "": 1.0, "m": 1e-3, "u": 1e-6}
+
+
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """Writes a count for people, such as `1.63 M`."""
-    return number(num, precision).rstrip()
+    """Writes a number with a letter for its scale, such as `1.63 M`; `units` is the letter, None for the one that fits."""
+    if units is None:
+        fitting = [letter for letter, scale in _SCALES.items() if abs(num) >= scale]
+        units = [*fitting, "u"][0] if num else ""
+    return f"{round(num / _SCALES.get(units, 1.0), precision):g} {units}"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    return number_to_string(params_num, units, precision)
+    return number_to_string(params_num, units, precision).replace("G", "B").rstrip()
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    return f"{number(macs, precision)}MACs"
+    return f"{number_to_string(macs, units, precision)}MACs"
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Operations per second, such as `1.20 GFLOPS`."""
-    return f"{number(flops, precision)}FLOPS"
+    """Operations per second, such as `1.2 GFLOPS`."""
+    return f"{number_to_string(flops, units, precision)}FLOPS"
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Seconds for people."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if duration >= scale:
-            return f"{duration / scale:.{precision}f} {unit}"
-    return f"{duration * 1e6:.{precision}f} us"
+    """Seconds, such as `12.5 ms`."""
+    return f"{number_to_string(duration, units, precision)}s"
 
 
 # Heading -> what is compared of a part, and how it is written.

@@ -53,6 +53,7 @@ class PipelineEngine(DeepSpeedEngine):
         grid: which stage and replica this rank is.
     """
 
+    pipeline_parallelism = True
     module: PipelineModule
     _metric_fix = "leave `scheduler` out, and step one of the script's own: `ReduceLROnPlateau(engine.optimizer)`"
 

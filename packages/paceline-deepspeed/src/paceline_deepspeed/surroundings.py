@@ -171,34 +171,53 @@ class OnDevice:
 def set_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Returns the modules of these classes, and changes nothing: Paceline gathers a unit whole, whatever branch it takes."""
+    """Marks the modules of these classes and returns them.
+
+    The marks alone change: Paceline gathers a unit whole, whatever branch it takes.
+
+    Raises:
+        ValueError: no module is of these classes, and `raise_if_not_found`.
+    """
+    return _mark_leaves(model, leaf_module_classes, True, raise_if_not_found)
+
+
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[Any], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """Takes the marks of `set_z3_leaf_modules` away; see there."""
+    return _mark_leaves(model, leaf_module_classes, False, raise_if_not_found)
+
+
+def _mark_leaves(model: nn.Module, classes: Sequence[Any], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
     leaves: list[nn.Module] = []
     for module in model.modules():
         kind = type(module)
         # Scripts name a class by itself, or by its name with or without its module.
         names = (kind, kind.__name__, f"{kind.__module__}.{kind.__name__}")
-        if any(wanted in names for wanted in leaf_module_classes):
+        if any(wanted in names for wanted in classes):
+            set_z3_leaf_module(module, flag)
             leaves.append(module)
+    if raise_if_not_found and not leaves:
+        raise ValueError(f"{type(model).__name__} has no module of these classes: {list(classes)}")
     return leaves
 
 
-unset_z3_leaf_modules = set_z3_leaf_modules
-
-
 def set_z3_leaf_module(model: nn.Module, flag: bool = True) -> None:
-    """Does nothing: see `set_z3_leaf_modules`."""
+    model.z3_leaf = flag  # type: ignore[assignment]
 
 
 def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether `set_z3_leaf_modules` has marked a module."""
+    return bool(getattr(model, "z3_leaf", False))
+
+
+def z3_leaf_parameter(model_parameter: nn.Parameter) -> bool:
+    """False: no parameter is gathered with a leaf alone."""
     return False
 
 
-z3_leaf_parameter = z3_leaf_module
-
-
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """Returns no modules: none is ever made a leaf."""
-    return []
+    return [module for module in model.modules() if z3_leaf_module(module)]
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:

@@ -65,7 +65,15 @@ class ProcessTopology:
         return self.dims[self.axes.index(axis)]
 
     def get_coord(self, rank: int) -> Any:
-        return next(coordinate for coordinate, at_rank in self.mapping.items() if at_rank == rank)
+        """Returns the coordinate of a rank.
+
+        Raises:
+            ValueError: there is no such rank.
+        """
+        for coordinate, at_rank in self.mapping.items():
+            if at_rank == rank:
+                return coordinate
+        raise ValueError(f"there is no rank {rank} in a topology of {len(self.mapping)} ranks")
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
         """Lists the groups of ranks that differ along one axis alone."""

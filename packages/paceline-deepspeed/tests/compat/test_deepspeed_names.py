@@ -22,7 +22,7 @@ def test_every_name_of_the_real_library_can_be_imported() -> None:
     for module, names in table.modules().items():
         served = importlib.import_module(module)
         for name in names:
-            assert getattr(served, name) is not None, f"{module}.{name}"
+            assert hasattr(served, name), f"{module}.{name}"
         assert set(dir(served)) == names
 
 
@@ -40,6 +40,33 @@ def test_a_name_may_mean_another_thing_in_another_module(monkeypatch) -> None:
 
     assert deepspeed.comm.configure.__name__ == "Server"
     assert deepspeed.checkpointing.configure is install
+
+
+def test_what_scripts_catch_is_an_exception() -> None:
+    names = [f"{module}:{name}" for module, names in table.modules().items() for name in names]
+    caught = [name for name in names if name.endswith(("Exception", "Error"))]
+    for module, _, name in (each.partition(":") for each in caught):
+        assert issubclass(getattr(importlib.import_module(module), name), Exception), name
+    from deepspeed.runtime.zero.utils import ZeRORuntimeException
+
+    with pytest.raises(ZeRORuntimeException):
+        raise CompatError("compat-name", "something is not carried.")
+
+
+def test_constants_have_their_values() -> None:
+    from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+    from deepspeed.runtime.constants import (
+        GRADIENT_CLIPPING,
+        GRADIENT_CLIPPING_DEFAULT,
+        ROUTE_TRAIN,
+        TRAIN_BATCH_SIZE_DEFAULT,
+    )
+
+    config = {"gradient_clipping": 0.5}
+    assert config[GRADIENT_CLIPPING] == 0.5 and GRADIENT_CLIPPING_DEFAULT == 1.0 and TRAIN_BATCH_SIZE_DEFAULT is None
+    assert (ROUTE_TRAIN, OPTIMIZER_STATE_DICT) == ("train", "optimizer_state_dict")
+    with pytest.raises(ImportError):
+        from deepspeed.runtime.constants import NO_SUCH_CONSTANT  # noqa: F401
 
 
 def test_a_name_that_is_not_carried_names_the_native_way() -> None:
@@ -73,3 +100,14 @@ def test_a_model_is_saved_as_scripts_of_random_ltd_save_it() -> None:
     assert remove_random_ltd_state_dict(saved_elsewhere) == {"layers.0.weight": 1, "head.weight": 2}
     with pytest.raises(CompatError, match="is not carried by Paceline"):
         convert_to_random_ltd(model, torch.nn.Linear)
+
+
+def test_leaf_modules_are_marked() -> None:
+    from deepspeed.utils import get_z3_leaf_modules, set_z3_leaf_modules, unset_z3_leaf_modules, z3_leaf_module
+
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
+    assert set_z3_leaf_modules(model, [torch.nn.Linear]) == get_z3_leaf_modules(model) == [model[0]]
+    assert unset_z3_leaf_modules(model, ["Linear"]) == [model[0]] and not z3_leaf_module(model[0])
+    with pytest.raises(ValueError, match="Conv1d"):
+        set_z3_leaf_modules(model, [torch.nn.Conv1d])
+    assert set_z3_leaf_modules(model, [torch.nn.Conv1d], raise_if_not_found=False) == []

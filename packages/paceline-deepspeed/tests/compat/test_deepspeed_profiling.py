@@ -150,7 +150,7 @@ def test_a_pipeline_waits_too():
         line.split(":", 1) for line in flops_profiler.profile_text(profile, samples=4).splitlines() if ":" in line
     )
     rows = {name: value.strip() for name, value in told.items()}
-    assert (rows["pipe latency"], rows["iter latency"], rows["samples/second"]) == ("16.00 ms", "20.00 ms", "200.00")
+    assert (rows["pipe latency"], rows["iter latency"], rows["samples/second"]) == ("16 ms", "20 ms", "200.00")
 
 
 def overflowing():
@@ -169,3 +169,21 @@ def overflowing():
 
 def test_a_step_that_is_left_out_is_a_step_of_the_clock():
     assert run_ranks(overflowing, world=1) == [(2, 5)]  # the sixth ends with the seventh's beginning
+
+
+def test_numbers_are_written_as_deepspeed_writes_them() -> None:
+    from paceline_deepspeed import flops_profiler as profiler
+
+    # Recorded from DeepSpeed 0.19.8.
+    assert [profiler.number_to_string(num) for num in (0, 12, 12345, 1e6, 0.1, 1.5e-4)] == [
+        "0 ", "12 ", "12.35 K", "1 M", "100 m", "150 u",
+    ]  # fmt: skip
+    assert [profiler.params_to_string(num) for num in (999, 2.5e9)] == ["999", "2.5 B"]
+    assert profiler.number_to_string(5e6, "K") == "5000 K" and profiler.params_to_string(5e6, units="M") == "5 M"
+    assert profiler.flops_to_string(1.23456e12, precision=3) == "1.235 TFLOPS"
+    assert [profiler.duration_to_string(seconds) for seconds in (0, 1e-6, 0.5, 100)] == [
+        "0 s",
+        "1 us",
+        "500 ms",
+        "100 s",
+    ]

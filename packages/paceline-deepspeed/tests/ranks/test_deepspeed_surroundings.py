@@ -412,7 +412,7 @@ def test_small_names(capsys):
     assert layer.weight.is_meta and layer.weight.dtype == torch.bfloat16 and torch.get_default_dtype() == torch.float32
     model = nn.Sequential(nn.Linear(1, 1), nn.Tanh())
     assert surroundings.set_z3_leaf_modules(model, [nn.Tanh]) == [model[1]]
-    assert surroundings.get_z3_leaf_modules(model) == [] and not surroundings.z3_leaf_module(model)
+    assert surroundings.get_z3_leaf_modules(model) == [model[1]] and not surroundings.z3_leaf_module(model)
     surroundings.recursive_setattr(model, "0.weight", nn.Parameter(torch.ones(1, 1)))
     assert surroundings.recursive_getattr(model, "0.weight").item() == 1
 

@@ -277,6 +277,19 @@ def test_a_key_of_the_scripts_own_beside_deepspeeds_is_told_and_not_refused():
     assert "cuda_visible_devices" in config.notices[0] and "my_run" in config.notices[0]
 
 
+@pytest.mark.parametrize("block", ["activation_checkpointing", "checkpoint", "flops_profiler", "pipeline"])
+def test_so_is_one_in_a_block_of_which_deepspeed_reads_single_keys(block):
+    config = read({"train_batch_size": 4, block: {"zebra": 1}})
+    assert [row.field for row in config.unused] == ["zebra"]
+    with pytest.raises(ConfigError, match="zebra"):
+        read({"train_batch_size": 4, "fp16": {"zebra": 1}})
+
+
+@pytest.mark.parametrize("config", [{"compile": {"deepcompile": False}}, {"weight_quantization": {}}])
+def test_a_block_in_which_nothing_is_on_is_off(config):
+    read({"train_batch_size": 4, **config})
+
+
 def test_features_that_are_off_ask_for_nothing():
     read(
         {
@@ -303,7 +316,7 @@ def test_all_problems_at_once():
             "train_batchsize": 1,
             "fp16": {"enabled": True, "b": 2},
             "bf16": {"enabled": 1},
-            "amp": {},
+            "amp": True,
             "train_batch_size": -1,
         }
     )

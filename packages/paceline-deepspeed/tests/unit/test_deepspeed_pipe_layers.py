@@ -209,3 +209,8 @@ def test_a_grid_on_one_process() -> None:
     assert grid.is_first_stage()
     assert grid.is_last_stage()
     assert grid.stage_to_global(0) == grid.get_global_rank() == 0
+
+
+def test_a_rank_that_there_is_not_has_no_coordinate() -> None:
+    with pytest.raises(ValueError, match="no rank 4"):
+        ProcessTopology(axes=["data"], dims=[4]).get_coord(4)

@@ -675,6 +675,17 @@ def configs():
         names = [config.dp_dim_names, config.non_dp_dim_names, config.dp_shard_cp_dim_names, config.dp_cp_dim_names]
         return [enabled, sizes, names, config.fsdp_dim_names, config.active_mesh_dims]
 
+    def fsdp(**fields):
+        plugin = utils.FullyShardedDataParallelPlugin(**fields)
+        return [str(plugin.sharding_strategy), str(plugin.reshard_after_forward)]
+
+    def hybrid():
+        with utils.patch_environment(fsdp_sharding_strategy="HYBRID_SHARD_ZERO2"):
+            return fsdp(fsdp_version=1)
+
+    def bits(**fields):
+        return str(utils.BnbQuantizationConfig(**fields).torch_dtype)
+
     def basic(**options):
         path = folder / f"{len(os.listdir(folder))}.json"
         written = write_basic_config(save_location=str(path), **options)
@@ -715,6 +726,14 @@ def configs():
         "basic, wrong": lambda: basic(mixed_precision="half"),
         "fsdp words": lambda: [str(utils.FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type=word).state_dict_type)
                                for word in ("FULL_STATE_DICT", "sharded_state_dict")],
+        "fsdp hybrid": hybrid,
+        "fsdp 2, prefetch": lambda: fsdp(fsdp_version=2, forward_prefetch=True),
+        "fsdp 2, wrong prefetch": lambda: fsdp(fsdp_version=2, backward_prefetch="SIDEWAYS"),
+        "fsdp 2, a number": lambda: fsdp(fsdp_version=2, reshard_after_forward=3),
+        "bits": lambda: [bits(load_in_8bit=True), bits(load_in_4bit=True), bits(load_in_8bit=True, torch_dtype="fp32"),
+                         bits(load_in_4bit=True, bnb_4bit_compute_dtype="bf16")],
+        "bits, twice": lambda: bits(load_in_4bit=True, bnb_4bit_use_double_quant="yes"),
+        "bits, threshold": lambda: bits(load_in_8bit=True, llm_int8_threshold="high"),
         "fsdp wrong word": lambda: utils.FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="HALF"),
         "enumerations": lambda: [str(utils.DistributedType.FSDP), utils.DistributedType.NO == "NO",
                                  utils.PrecisionType.list(), "fp16" in utils.PrecisionType, utils.RNGType("torch").value],
@@ -769,6 +788,22 @@ def utilities():
             inside = [os.environ.get("SURFACE_A"), os.environ.get("SURFACE_B")]
         return [inside, os.environ.get("SURFACE_A")]
 
+    def loader_alone():
+        from accelerate.data_loader import prepare_data_loader
+
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        state = GradientState()
+        seen = [[state.in_dataloader, state.end_of_dataloader, state.remainder] for _ in prepare_data_loader(rows())]
+        fresh()
+        return [seen, state.in_dataloader]
+
+    def empty():
+        from accelerate import init_empty_weights
+
+        with utils.patch_environment(accelerate_init_include_buffers="1"), init_empty_weights():
+            return nn.BatchNorm1d(2).running_mean.is_meta
+
     Pair = collections.namedtuple("Pair", "a b")
     layers = nn.ModuleDict({"a": linear(), "b": nn.ModuleList([linear()])})
     return ask({
@@ -780,6 +815,9 @@ def utilities():
         "local sgd": local_sgd,
         "local sgd off": lambda: local_sgd(enabled=False),
         "environment": patched,
+        "loader without an accelerator": loader_alone,
+        "buffers without values": empty,
+        "versions of packages": lambda: [imports.is_numpy_available(), imports.is_numpy_available("99.0")],
         "truth": lambda: [utils.str_to_bool("yes"), utils.str_to_bool("Off"), utils.str_to_bool("1")],
         "no truth": lambda: utils.str_to_bool("maybe"),
         "versions": lambda: [utils.compare_versions("torch", ">", "1.0"), utils.is_torch_version("<", "1.0")],

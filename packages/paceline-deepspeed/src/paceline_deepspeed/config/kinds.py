@@ -125,7 +125,10 @@ def _stage(value: object) -> Any:
 
 
 def _switch(value: object) -> Any:
-    return _block(value) if isinstance(value, Mapping) else YES_NO.read(value)
+    if not isinstance(value, Mapping):
+        return YES_NO.read(value)
+    # A block in which nothing is on, such as `{"deepcompile": false}`, is off.
+    return _block(value) if any(value.values()) else False
 
 
 TEXT = Kind("a text", str)

@@ -15,6 +15,8 @@ from paceline_deepspeed.config.row import Key
 from paceline_deepspeed.config.text import JsonBlock, JsonEntry, plain
 
 _OLD_BLOCKS = {"bfloat16": "bf16"}
+# Blocks whose other keys DeepSpeed does not look at; the whole config is "".
+_OPEN_BLOCKS = ("", "activation_checkpointing.", "checkpoint.", "flops_profiler.", "pipeline.")
 _MOST_FOREIGN = 50  # a file with more keys of another kind is no config of DeepSpeed's
 _SHORT_BLOCKS = {"zero_optimization": "stage"}  # `zero_optimization: true` is stage 1
 
@@ -27,8 +29,8 @@ class ConfigValues:
         values: every known key by dotted name, defaults included.
         places: where each that was given stands.
         problems: all that is wrong with names and values.
-        foreign: keys outside of all blocks that resemble none of DeepSpeed's. DeepSpeed reads none of them; a script may keep
-            some of its own beside DeepSpeed's.
+        foreign: keys that resemble none of DeepSpeed's, where it does not look at them; a script may keep some of its own
+            beside DeepSpeed's.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -68,7 +70,7 @@ def _walk(block: JsonBlock, above: str, hints: Mapping[str, Any], config: Config
         elif name in by_name():
             _read_key(by_name()[name], entry, hints, config)
         elif name not in blocks():
-            if not above and _is_foreign(entry.name):
+            if above in _OPEN_BLOCKS and _is_foreign(entry.name, above):
                 config.foreign.append(entry)
             else:
                 config.problems.append(_unknown(entry, above))
@@ -202,11 +204,11 @@ def _no_default(name: str, where: str) -> Problem:
     )  # fmt: skip
 
 
-def _is_foreign(name: str) -> bool:
-    """Returns whether a key outside of all blocks is none of DeepSpeed's: it resembles none there, and no block has it."""
-    outside = {row_name.partition(".")[0] for row_name in by_name()}
-    inside = {row_name.rpartition(".")[2] for row_name in by_name()}
-    return name not in inside and not nearest(name, outside)
+def _is_foreign(name: str, above: str) -> bool:
+    """Returns whether a key is none of DeepSpeed's: it resembles none of its block, and no other block has it."""
+    here = {row_name.removeprefix(above).partition(".")[0] for row_name in by_name() if row_name.startswith(above)}
+    anywhere = {row_name.rpartition(".")[2] for row_name in by_name()}
+    return name not in anywhere and not nearest(name, here)
 
 
 def _unknown(entry: JsonEntry, above: str) -> Problem:
