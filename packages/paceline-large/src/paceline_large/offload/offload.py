@@ -114,12 +114,10 @@ class Offload(Strategy):
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Counts what stays on the device: no optimizer states, and of activations those of two blocks."""
+        """Counts what stays on the device: no optimizer states, and of activations those of two blocks. `shard` counts the rest."""
         after = before
         if moves_states(plan):
             after = replace(after, optimizer=0)
-        if parameters_on_disk(plan):
-            after = replace(after, parameters=0)
         if plan.offloads_activations:
             # `recompute`, which comes before, has counted what is kept and the block that is computed again.
             kept, again = fractions(plan, facts)

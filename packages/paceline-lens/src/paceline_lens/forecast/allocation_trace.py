@@ -41,10 +41,12 @@ class AllocationTrace:
 
     Attributes:
         phase: the kind that new storages are entered under.
+        elsewhere: whether new storages are in another memory, which is not counted.
     """
 
     def __init__(self) -> None:
         self.phase = "activations"
+        self.elsewhere = False
         self._entries: list[tuple[int, int]] = []  # (number of the storage, bytes that came or went)
         self._kinds: list[str] = []  # by number
         self._sizes: list[int] = []
@@ -65,6 +67,8 @@ class AllocationTrace:
             self._sizes.append(0)
             self._streams.append("")
             self._watches[key] = weakref.ref(storage, lambda _: self._leave(key, number))
+            if self.elsewhere:
+                self._elsewhere.add(number)
         self._set_size(number, storage.nbytes())
         return number
 
@@ -73,6 +77,10 @@ class AllocationTrace:
         number = self.enter(tensor)
         self._set_size(number, 0)
         self._elsewhere.add(number)
+
+    def counts(self, tensor: torch.Tensor) -> bool:
+        """Returns whether the storage of a tensor is in the memory that is counted."""
+        return self._numbers.get(id(tensor.untyped_storage())) not in self._elsewhere
 
     def on_stream(self, tensor: torch.Tensor, stream: str) -> None:
         """Says that a tensor is in the memory of another stream than that of the model."""

@@ -40,7 +40,7 @@ from paceline.world import runtime
 from paceline.world.runtime import Runtime
 from paceline.world.tree import tensors
 from paceline.world.world import World
-from paceline_lens.forecast.allocation_trace import AllocationTrace, Peak
+from paceline_lens.forecast.allocation_trace import AllocationTrace, Peak, parts
 from paceline_lens.forecast.loopback import LoopbackCollectives
 from paceline_lens.forecast.operation_trace import OperationTrace, Traffic
 from paceline_lens.torch_internals import fake, imaginary
@@ -334,11 +334,15 @@ class RehearsalRuntime(Runtime):
             gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             self._allocations.label(gradients, "gradients")
         self._allocations.phase = "other"
+        # Where its parameters are on the host, so are its states and its temporary memory.
+        stepped = [part for group in optimizer.param_groups for parameter in group["params"] for part in parts(parameter)]
+        self._allocations.elsewhere = not any(map(self._allocations.counts, stepped))
         self._trace.in_optimizer = True
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Ends the script after the step that counts."""
         self._allocations.phase = "activations"
+        self._allocations.elsewhere = False
         self._trace.in_optimizer = False
         for state in optimizer.state.values():
             self._allocations.label(tensors(state), "optimizer")

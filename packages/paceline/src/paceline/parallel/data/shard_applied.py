@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Callable, Container
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
@@ -120,6 +120,8 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
             unit.set_modules_to_backward_prefetch(previous[::-1])
     applied = DividedUnits(model, context, alone, keeps=reshard is False)
     applied.parameters_on_host = plan.offloads_parameters
+    if plan.offloads_parameters and context.runtime.has_own_memory:
+        _show_on_host(model, context.events.kept_on_host)
     # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
     collectives = context.collectives if plan.layout.pp == 1 else None
     with_statements = transport_of(group, context.device).is_pairwise or context.collectives.debug
@@ -128,6 +130,14 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     model.register_load_state_dict_pre_hook(lambda *_: _reshard_divided(model, applied))
     take_whole_values(model)
     return applied
+
+
+def _show_on_host(model: nn.Module, kept_on_host: Callable[[Tensor], object]) -> None:
+    """Shows a rehearsal, where the CPU stands for the device, which shards and gradients FSDP2 would keep on the host."""
+    for parameter in model.parameters():
+        if is_sharded(parameter):
+            kept_on_host(local(parameter))
+            parameter.register_post_accumulate_grad_hook(lambda reduced: kept_on_host(local(reduced.grad)))
 
 
 def _reshard_divided(model: nn.Module, applied: Units) -> None:
