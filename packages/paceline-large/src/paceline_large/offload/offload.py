@@ -90,9 +90,7 @@ class Offload(Strategy):
         """Says what is moved, and that unsharded parameters stay on the device, also if the plan asks to offload all."""
         decisions: list[Decision] = []
         if "all" in plan.offload.partition("=")[0] and not plan.fully_sharded:
-            reason = (
-                "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
-            )
+            reason = "parameters and gradients are whole on the device; only FSDP2 (zero=3) takes them off it"
             decisions.append(Decision("offload.moves", "optimizer states", "derived", reason=reason))
         if plan.disk_folder:
             states, parameters = disk_bytes(plan, facts)

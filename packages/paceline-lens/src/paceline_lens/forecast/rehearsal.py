@@ -335,7 +335,9 @@ class RehearsalRuntime(Runtime):
             self._allocations.label(gradients, "gradients")
         self._allocations.phase = "other"
         # Where its parameters are on the host, so are its states and its temporary memory.
-        stepped = [part for group in optimizer.param_groups for parameter in group["params"] for part in parts(parameter)]
+        stepped = [
+            part for group in optimizer.param_groups for parameter in group["params"] for part in parts(parameter)
+        ]
         self._allocations.elsewhere = not any(map(self._allocations.counts, stepped))
         self._trace.in_optimizer = True
 

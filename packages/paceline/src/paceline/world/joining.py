@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
+import torch.distributed as dist
 
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
@@ -15,13 +16,19 @@ if TYPE_CHECKING:
     from paceline.world.world import World
 
 
-def join(detected: World, settings: RunSettings, runtime: Runtime) -> Collectives:
+def join(detected: World, settings: RunSettings, runtime: Runtime, *, needs_group: bool = False) -> Collectives:
     """Joins the process group, and returns this process's collectives; they know its world and its device. Ranks: all.
+
+    Args:
+        needs_group: whether a single process needs a group of one, also where no launcher has started it.
 
     Raises:
         WorldError: if a rank does not come.
     """
-    world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s, detect=runtime.device)
+    store = dist.HashStore() if needs_group and detected.size == 1 else None
+    world = rendezvous.join(
+        detected, cpu=settings.cpu, timeout_s=settings.timeout_s, store=store, detect=runtime.device
+    )
     device = torch.device(world.device)
     # A rehearsal has its own.
     collectives: Collectives | None = runtime.collectives(world, device)
