@@ -112,7 +112,8 @@ class Offload(Strategy):
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Counts what stays on the device: no optimizer states, and of activations those of two blocks. `shard` counts the rest."""
+        """Counts what stays on the device: no optimizer states, and of activations those of two blocks."""
+        # `shard` counts what FSDP2 keeps on the host.
         after = before
         if moves_states(plan):
             after = replace(after, optimizer=0)

@@ -147,8 +147,8 @@ class Shard(Strategy):
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Divides all but quantised weights by n, or takes them off the device; at the peak the two largest units are unsharded,
-        and the gradients of one."""
+        """Divides all but quantised weights by n, or counts none on the device; at the peak two units are unsharded, and the
+        gradients of one."""
         n = plan.layout.size(*DIVIDING_AXES)
         options = self.options(plan)
         own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)  # bytes of an element of a shard
