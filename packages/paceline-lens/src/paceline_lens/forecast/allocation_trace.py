@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.world.sharded import plain_tensors
 from paceline_lens.forecast.reserved import reserved
 
 # Of two kinds that a storage was labelled with, the one that stands first counts.
@@ -106,7 +107,7 @@ class AllocationTrace:
     def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Says what kind of memory some tensors are; see `KINDS`."""
         for tensor in tensors:
-            for part in parts(tensor):
+            for part in plain_tensors(tensor):
                 self._raise_kind(self.enter(part), kind)
 
     def _raise_kind(self, number: int, kind: str) -> None:
@@ -140,16 +141,3 @@ class AllocationTrace:
                     at_peak = dict(now)
         before = [(number, size) for number, size in living.items() if size]
         return Peak(highest, at_peak, largest, reserved([*before, *self._entries[start:]], self._streams))
-
-
-def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the plain tensors inside a tensor: itself, or those that a wrapper (a DTensor) holds."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    inner: list[torch.Tensor] = []
-    for name in names:
-        part = getattr(tensor, name)
-        if isinstance(part, torch.Tensor):  # a DTensor names its mesh, too
-            inner += parts(part)
-    return inner

@@ -38,9 +38,10 @@ from paceline.run.run import Run
 from paceline.torch_internals.forks import renew_threads
 from paceline.world import runtime
 from paceline.world.runtime import Runtime
+from paceline.world.sharded import plain_tensors
 from paceline.world.tree import tensors
 from paceline.world.world import World
-from paceline_lens.forecast.allocation_trace import AllocationTrace, Peak, parts
+from paceline_lens.forecast.allocation_trace import AllocationTrace, Peak
 from paceline_lens.forecast.loopback import LoopbackCollectives
 from paceline_lens.forecast.operation_trace import OperationTrace, Traffic
 from paceline_lens.torch_internals import fake, imaginary
@@ -336,7 +337,10 @@ class RehearsalRuntime(Runtime):
         self._allocations.phase = "other"
         # Where its parameters are on the host, so are its states and its temporary memory.
         stepped = [
-            part for group in optimizer.param_groups for parameter in group["params"] for part in parts(parameter)
+            part
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            for part in plain_tensors(parameter)
         ]
         self._allocations.elsewhere = not any(map(self._allocations.counts, stepped))
         self._trace.in_optimizer = True

@@ -120,3 +120,16 @@ def division_of(optimizer: Optimizer, parameter: Tensor) -> Division | None:
         if division.covers(parameter):
             return division
     return None
+
+
+def plain_tensors(tensor: Tensor) -> list[Tensor]:
+    """Returns the plain tensors inside a tensor: itself, or those that a wrapper (a DTensor, one of torchao's) holds."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    inner: list[Tensor] = []
+    for name in names:
+        part = getattr(tensor, name)
+        if hasattr(part, "untyped_storage"):  # a DTensor names its mesh, too
+            inner += plain_tensors(part)
+    return inner
