@@ -1,4 +1,4 @@
-"""Adapters on weights that bitsandbytes or torchao keep in 4 or 8 bits: the numbers of plain PyTorch on one process, under every plan."""
+"""Adapters on weights in 4 or 8 bits (bitsandbytes, torchao): the numbers of plain PyTorch on one process, under every plan."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_numbers_and_the_state_of_one_process(runs) -> None:
         torch.testing.assert_close(means, torch.tensor(losses, dtype=torch.float64), rtol=1e-5, atol=1e-6)
         assert saved.keys() == state.keys()
         for name, value in state.items():
-            for got, expected in zip(plain_tensors(saved[name]), plain_tensors(value), strict=True):
+            for got, expected in zip(plain_tensors(saved[name]).values(), plain_tensors(value).values(), strict=True):
                 if expected.dtype.is_floating_point:
                     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
                 else:

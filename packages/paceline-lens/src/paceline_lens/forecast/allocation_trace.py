@@ -107,7 +107,7 @@ class AllocationTrace:
     def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Says what kind of memory some tensors are; see `KINDS`."""
         for tensor in tensors:
-            for part in plain_tensors(tensor):
+            for part in plain_tensors(tensor).values():
                 self._raise_kind(self.enter(part), kind)
 
     def _raise_kind(self, number: int, kind: str) -> None:

@@ -340,7 +340,7 @@ class RehearsalRuntime(Runtime):
             part
             for group in optimizer.param_groups
             for parameter in group["params"]
-            for part in plain_tensors(parameter)
+            for part in plain_tensors(parameter).values()
         ]
         self._allocations.elsewhere = not any(map(self._allocations.counts, stepped))
         self._trace.in_optimizer = True

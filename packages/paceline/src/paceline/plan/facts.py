@@ -243,7 +243,7 @@ def _quantised(name: str, parameter: torch.nn.Parameter, model: torch.nn.Module)
         threshold = float(getattr(getattr(layer, "state", None), "threshold", 0.0))
         return Quantised(name, "8-bit", nbytes, threshold, parameter.requires_grad)
     if "TorchAOBaseTensor" in classes:
-        nbytes = sum(map(_bytes, plain_tensors(parameter)))
+        nbytes = sum(map(_bytes, plain_tensors(parameter).values()))
         return Quantised(name, type(parameter).__name__, nbytes, trained=parameter.requires_grad)
     return None
 

@@ -52,7 +52,7 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
 def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Copies the tensors of one rank of the group into those of all ranks. Ranks: all of the group."""
     # A tensor that is made of others (torchao's, of few bits) need not know how to be flattened.
-    plain = [part for tensor in tensors for part in plain_tensors(tensor)]
+    plain = [part for tensor in tensors for part in plain_tensors(tensor).values()]
     with torch.no_grad():
         for chunk in batches(plain, CHUNK):
             with flattened(chunk) as flat:
