@@ -42,12 +42,11 @@ class AllocationTrace:
 
     Attributes:
         phase: the kind that new storages are entered under.
-        elsewhere: whether new storages are in another memory, which is not counted.
     """
 
     def __init__(self) -> None:
         self.phase = "activations"
-        self.elsewhere = False
+        self._is_elsewhere = False
         self._entries: list[tuple[int, int]] = []  # (number of the storage, bytes that came or went)
         self._kinds: list[str] = []  # by number
         self._sizes: list[int] = []
@@ -68,7 +67,7 @@ class AllocationTrace:
             self._sizes.append(0)
             self._streams.append("")
             self._watches[key] = weakref.ref(storage, lambda _: self._leave(key, number))
-            if self.elsewhere:
+            if self._is_elsewhere:
                 self._elsewhere.add(number)
         self._set_size(number, storage.nbytes())
         return number
@@ -79,9 +78,16 @@ class AllocationTrace:
         self._set_size(number, 0)
         self._elsewhere.add(number)
 
-    def counts(self, tensor: torch.Tensor) -> bool:
-        """Returns whether the storage of a tensor is in the memory that is counted."""
-        return self._numbers.get(id(tensor.untyped_storage())) not in self._elsewhere
+    def begin_step(self, stepped: Iterable[torch.Tensor]) -> None:
+        """New storages are the optimizer's, until `end_step`. Where all that it steps is in another memory, so are they."""
+        self.phase = "other"
+        plain = [part for tensor in stepped for part in plain_tensors(tensor).values()]
+        self._is_elsewhere = all(self._numbers.get(id(part.untyped_storage())) in self._elsewhere for part in plain)
+
+    def end_step(self) -> None:
+        """New storages are of a forward or backward pass again."""
+        self.phase = "activations"
+        self._is_elsewhere = False
 
     def on_stream(self, tensor: torch.Tensor, stream: str) -> None:
         """Says that a tensor is in the memory of another stream than that of the model."""

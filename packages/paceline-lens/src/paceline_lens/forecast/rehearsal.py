@@ -38,7 +38,6 @@ from paceline.run.run import Run
 from paceline.torch_internals.forks import renew_threads
 from paceline.world import runtime
 from paceline.world.runtime import Runtime
-from paceline.world.sharded import plain_tensors
 from paceline.world.tree import tensors
 from paceline.world.world import World
 from paceline_lens.forecast.allocation_trace import AllocationTrace, Peak
@@ -334,21 +333,13 @@ class RehearsalRuntime(Runtime):
         for module in self._modules:
             gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             self._allocations.label(gradients, "gradients")
-        self._allocations.phase = "other"
-        # Where its parameters are on the host, so are its states and its temporary memory.
-        stepped = [
-            part
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            for part in plain_tensors(parameter).values()
-        ]
-        self._allocations.elsewhere = not any(map(self._allocations.counts, stepped))
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._allocations.begin_step(stepped)
         self._trace.in_optimizer = True
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Ends the script after the step that counts."""
-        self._allocations.phase = "activations"
-        self._allocations.elsewhere = False
+        self._allocations.end_step()
         self._trace.in_optimizer = False
         for state in optimizer.state.values():
             self._allocations.label(tensors(state), "optimizer")

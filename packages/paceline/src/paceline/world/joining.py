@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 
 from paceline.world import rendezvous
 from paceline.world.collectives import Collectives
@@ -25,9 +24,8 @@ def join(detected: World, settings: RunSettings, runtime: Runtime, *, needs_grou
     Raises:
         WorldError: if a rank does not come.
     """
-    store = dist.HashStore() if needs_group and detected.size == 1 else None
     world = rendezvous.join(
-        detected, cpu=settings.cpu, timeout_s=settings.timeout_s, store=store, detect=runtime.device
+        detected, cpu=settings.cpu, timeout_s=settings.timeout_s, needs_group=needs_group, detect=runtime.device
     )
     device = torch.device(world.device)
     # A rehearsal has its own.
