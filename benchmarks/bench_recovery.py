@@ -2,8 +2,10 @@
 
     python benchmarks/bench_recovery.py [--procs 2] [--rounds 1]
 
-Both sides alternate and save every 4 steps; the last rank is killed by SIGKILL after 10 steps, once. Each process appends its
-steps to one file. torchrun's job is DDP with `torch.save` by rank 0, and begins where the newest checkpoint says.
+Both sides run at the same time, so that they see the same load, and save every 4 steps; the last rank is killed by SIGKILL
+after 10 steps, once. Each process appends its steps to one file. torchrun's job is DDP with `torch.save` by rank 0, and
+begins where the newest checkpoint says. Seconds by the clock depend on the load of the machine, CPU seconds less. A main
+thread is asleep while it neither runs nor waits for a core: as it waits for a file or for another rank.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +27,22 @@ SAVE_EVERY, KILL_AT, STEPS, ROWS = 4, 10, 16, 64
 
 def note(folder: Path, event: str, **values: Any) -> None:
     """Appends one line."""
-    line = {"event": event, "t": time.time(), "cpu": time.process_time(), "pid": os.getpid(), **values}
+    line = {
+        "event": event,
+        "t": time.time(),
+        "cpu": time.process_time(),
+        "asleep": asleep(),
+        "pid": os.getpid(),
+        **values,
+    }
     with (folder / "lines").open("a") as lines:
         lines.write(json.dumps(line) + "\n")
+
+
+def asleep() -> float:
+    """Returns a clock of the seconds in which the main thread neither ran nor waited for a core."""
+    ran, queued, _ = Path(f"/proc/self/task/{os.getpid()}/schedstat").read_text().split()
+    return time.monotonic() - (int(ran) + int(queued)) / 1e9
 
 
 def strike(folder: Path, step: int, rank: int, ranks: int) -> None:
@@ -44,13 +60,16 @@ def by_paceline(folder: Path) -> None:
 
     from paceline import Accelerator
 
+    note(folder, "imported")
     accelerator = Accelerator(cpu=True, split_batches=True, project_dir=folder)
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     loader = DataLoader(torch.randn(ROWS * STEPS, 4), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    note(folder, "prepared")
     step = accelerator.resume().step
+    note(folder, "restored")
     for batch in loader:
         accelerator.backward(model(batch).square().mean())
         strike(folder, step, accelerator.process_index, accelerator.num_processes)
@@ -68,17 +87,20 @@ def by_torch(folder: Path) -> None:
     import torch.distributed as dist
     from torch.utils.data import DataLoader, DistributedSampler
 
+    note(folder, "imported")
     dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
     rows = torch.randn(ROWS * STEPS, 4)
     optimizer = torch.optim.AdamW(model.parameters())
+    whole = torch.nn.parallel.DistributedDataParallel(model)
+    note(folder, "prepared")
     step, newest = 0, folder / "newest.pt"
     if newest.exists():
         step, weights, states = torch.load(newest)
         model.load_state_dict(weights)
         optimizer.load_state_dict(states)
-    whole = torch.nn.parallel.DistributedDataParallel(model)
+    note(folder, "restored")
     loader = DataLoader(rows, ROWS // dist.get_world_size(), sampler=DistributedSampler(rows, shuffle=False))
     for number, batch in enumerate(loader):
         if number < step:
@@ -105,33 +127,54 @@ def commands(procs: int) -> dict[str, list[str]]:
     }
 
 
-def measured(name: str, command: list[str]) -> dict[str, float]:
-    """Runs one job to its end."""
+LIMIT_S = 240.0  # torchrun's new ranks once waited for each other for ever, in the constructor of gloo's group
+PHASES = ("begins", "imported", "prepared", "restored", "step")
+
+
+def measured(jobs: dict[str, list[str]]) -> dict[str, dict[str, float]]:
+    """Runs the jobs side by side to their ends, and returns the figures of each."""
     with tempfile.TemporaryDirectory() as text:
-        folder = Path(text)
-        words = [*command, __file__, "--job", name, "--folder", text]
-        done = subprocess.run(words, capture_output=True, text=True, check=False)
-        lines = [json.loads(line) for line in (folder / "lines").read_text().splitlines()]
-    if done.returncode:
-        raise RuntimeError(f"{name}: {done.stderr[-2000:]}")
+        running = {}
+        for name, command in jobs.items():
+            folder = Path(text) / name
+            folder.mkdir()
+            words = [*command, __file__, "--job", name, "--folder", str(folder)]
+            running[name] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        rows = {}
+        for name, job in running.items():
+            try:
+                output, _ = job.communicate(timeout=LIMIT_S)
+            finally:
+                job.terminate()
+            if job.returncode:
+                raise RuntimeError(f"{name}: {output[-2000:]}")
+            lines = (Path(text) / name / "lines").read_text().splitlines()
+            rows[name] = figures([json.loads(line) for line in lines])
+    return rows
+
+
+def figures(lines: list[dict[str, Any]]) -> dict[str, float]:
+    """Returns the figures of one job: those of a phase are the mean of its new processes."""
     struck = next(line["t"] for line in lines if line["event"] == "strikes")
-    again = [line for line in lines if line["event"] == "begins" and line["t"] > struck]
-    new_ones = {line["pid"] for line in again}
+    begun = [line for line in lines if line["event"] == "begins" and line["t"] > struck]
+    new_ones = {line["pid"] for line in begun}
     steps = [line for line in lines if line["event"] == "step"]
     after = [line for line in steps if line["pid"] in new_ones]
     # A rank that was not struck may end the step in which the other one was.
     done = max(line["step"] for line in steps if line["pid"] not in new_ones)
     resumed = min(line["step"] for line in after) - 1
-    first = min(line["t"] for line in after)
-    new = min(line["t"] for line in after if line["step"] > done)
-    cpu = [line["cpu"] for line in after if line["step"] == resumed + 1]
-    return {
-        "killed to the script of a new process, s": min(line["t"] for line in again) - struck,
-        "killed to the first step, s": first - struck,
-        "killed to the first new step, s": new - struck,
-        "CPU of a new process to its first step, s": sum(cpu) / len(cpu),
-        "samples computed twice": (done - resumed) * ROWS,
+    found = {
+        "killed to the script of a new process, s": min(line["t"] for line in begun) - struck,
+        "killed to the first step, s": min(line["t"] for line in after) - struck,
+        "killed to the first new step, s": min(line["t"] for line in after if line["step"] > done) - struck,
     }
+    first = {(line["pid"], line["event"]): line for line in reversed(lines)}
+    for start, end in pairwise(PHASES):
+        for unit, what in (("t", "by the clock"), ("cpu", "of CPU"), ("asleep", "asleep")):
+            spans = [first[pid, end][unit] - first[pid, start][unit] for pid in new_ones]
+            found[f"{start} to {end}, s {what}"] = sum(spans) / len(spans)
+    found["samples computed twice"] = (done - resumed) * ROWS
+    return found
 
 
 def main() -> None:
@@ -148,12 +191,12 @@ def main() -> None:
         return
     found: dict[str, dict[str, list[float]]] = {}
     for _ in range(options.rounds):
-        for name, command in commands(options.procs).items():
-            for what, value in measured(name, command).items():
+        for name, row in measured(commands(options.procs)).items():
+            for what, value in row.items():
                 found.setdefault(what, {}).setdefault(name, []).append(value)
     print("| what | paceline | torchrun |\n|---|---|---|")
     for what, by_name in found.items():
-        cells = (" ".join(f"{value:.1f}" for value in by_name[name]) for name in commands(options.procs))
+        cells = (" ".join(f"{value:.2f}" for value in by_name[name]) for name in commands(options.procs))
         print(f"| {what} | {' | '.join(cells)} |")
 
 

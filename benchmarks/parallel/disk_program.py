@@ -86,13 +86,16 @@ def main() -> None:
     disk = {"device": "nvme", "nvme_path": options.folder, "pin_memory": False}
     zero: dict = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": options.width**2}
     if options.what != "memory":
-        zero["offload_optimizer"] = {**disk, "buffer_count": 5, "pipeline_read": True, "pipeline_write": True}
+        zero["offload_optimizer"] = {**disk, "buffer_count": 12, "pipeline_read": True, "pipeline_write": True}
     if options.what == "all":
         zero["offload_param"] = {**disk, "buffer_count": 5, "buffer_size": 2 * options.width**2, "max_in_cpu": 0}
+    adam: dict = {"lr": 1e-3, "weight_decay": 0.01}
+    if options.what == "memory":
+        adam["torch_adam"] = True  # DeepSpeed's own would be compiled first
     config = {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_clipping": 0.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+        "optimizer": {"type": "AdamW", "params": adam},
         "zero_optimization": zero,
         "bf16": {"enabled": options.bf16},
     }

@@ -58,6 +58,7 @@ def run(resume):
             deepspeed.comm.barrier()
             if options["stage"] and rank == 0:
                 words = ["--input_folder", f"{place}/half", "--output_folder", f"{place}/half_universal"]
+                words.append("--inject_missing_state")  # what DeepSpeed otherwise expects the script to save
                 ds_to_universal.main(_arguments(words))
             deepspeed.comm.barrier()
     weights = summary(_whole(engine))

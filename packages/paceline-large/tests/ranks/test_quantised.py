@@ -1,4 +1,4 @@
-"""Adapters on weights that bitsandbytes keeps in 4 or 8 bits: the numbers of plain PyTorch on one process, under every plan."""
+"""Adapters on weights in 4 or 8 bits (bitsandbytes, torchao): the numbers of plain PyTorch on one process, under every plan."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch.nn import functional
 from paceline import Accelerator
 from paceline.base.errors import PacelineError
 from paceline.testing import run_ranks
+from paceline.world.sharded import plain_tensors
 
 bnb = LateModule("bitsandbytes")
+torchao = LateModule("torchao.quantization")
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 WIDTH, ROWS, STEPS = 64, 8, 4
@@ -28,8 +30,12 @@ class Adapted(nn.Module):
         super().__init__()
         if kind == "4-bit":
             self.base = bnb.nn.Linear4bit(WIDTH, WIDTH, quant_type="nf4", compute_dtype=torch.float32)
-        else:
+        elif kind == "8-bit":
             self.base = bnb.nn.Linear8bitLt(WIDTH, WIDTH, has_fp16_weights=False)
+        else:
+            self.base = nn.Linear(WIDTH, WIDTH)
+            # Its tensors, of codes and scales, cannot be flattened.
+            torchao.quantize_(self.base, torchao.Int8WeightOnlyConfig())
         self.base.requires_grad_(False)
         self.down = nn.Linear(WIDTH, 4, bias=False)
         self.up = nn.Linear(4, WIDTH, bias=False)
@@ -128,7 +134,7 @@ def trained(kind: str, folder: str):
     return outcomes
 
 
-@pytest.fixture(scope="module", params=["4-bit", "8-bit"])
+@pytest.fixture(scope="module", params=["4-bit", "8-bit", "torchao"])
 def runs(request, tmp_path_factory):
     """The kind of layers, the folder of the checkpoints, and what each plan gave."""
     folder = tmp_path_factory.mktemp("saved")
@@ -142,10 +148,11 @@ def test_the_numbers_and_the_state_of_one_process(runs) -> None:
         torch.testing.assert_close(means, torch.tensor(losses, dtype=torch.float64), rtol=1e-5, atol=1e-6)
         assert saved.keys() == state.keys()
         for name, value in state.items():
-            if value.dtype.is_floating_point:
-                torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-5)
-            else:
-                assert torch.equal(saved[name], value), name
+            for got, expected in zip(plain_tensors(saved[name]).values(), plain_tensors(value).values(), strict=True):
+                if expected.dtype.is_floating_point:
+                    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+                else:
+                    assert torch.equal(got, expected), name
         assert named == 1
 
 

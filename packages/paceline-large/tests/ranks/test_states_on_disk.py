@@ -111,13 +111,19 @@ def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) ->
             run = Run(disk)
             run.accelerator.load_state(str(tmp_path / name))
             outcome[name] = run.train(2, 3).weights()
+            if disk.get("zero") == 3:
+                assert all(map(mapped, run.model.parameters()))
+            run.accelerator.end_training()
         return outcome
 
     for name, (expected, weights) in run_ranks(work, 2, timeout_s=200)[0].items():
         assert all(map(torch.equal, expected, weights)), name
     from_disk, in_memory = resumed(on_disk(tmp_path / "disk")), resumed({})
-    for name, weights in from_disk.items():
-        assert all(map(torch.equal, weights, in_memory[name])), name
+    # One process has parameters on disk as several do.
+    with_parameters = resumed({"zero": 3, **on_disk(tmp_path / "disk", "parameters")})
+    for name, weights in in_memory.items():
+        assert all(map(torch.equal, weights, from_disk[name])), name
+        assert all(map(torch.equal, weights, with_parameters[name])), name
     assert not list((tmp_path / "disk").iterdir())
 
 

@@ -82,6 +82,18 @@ def test_bytes_are_those_of_the_textbook(folder):
     assert found["flops"] == pytest.approx(6 * 4 * PARAMETERS, rel=0.1)  # four rows of a batch
 
 
+@pytest.mark.needs("large")
+@pytest.mark.parametrize(("procs", "offload", "divided"), [(4, "all", 0), (1, "all", 0), (4, "optimizer=disk:/a", 1)])
+def test_what_waits_on_the_host_is_not_on_the_device(folder, procs, offload, divided):
+    words = ["--procs", str(procs), "--zero", "3", "--device", "a100", "--offload", offload, "--json", "train.py"]
+    largest = json.loads(plan(folder, *words))["largest"]
+    assert largest["parameters"] == pytest.approx(divided * PARAMETERS, rel=0.01)
+    assert largest["optimizer"] < 1000  # the numbers of steps, which the script's optimizer makes on its device
+    assert largest["other"] < PARAMETERS / 2  # a foreach step would take as much memory as the shards
+    # One unit's are on the device as they are reduced.
+    assert largest["gradients"] <= PARAMETERS * (1.01 if divided else 2 / procs)
+
+
 def test_states_in_8_bits_are_counted_as_they_are(folder):
     pytest.importorskip("torchao", reason="torchao is not installed")
     script = SCRIPT.replace("torch.optim.AdamW(model.parameters(), 1e-3)", "adamw8bit(model.parameters())")

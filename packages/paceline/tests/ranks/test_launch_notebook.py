@@ -261,8 +261,11 @@ def test_a_function_that_failed_leaves_with_its_code_and_is_not_taken_apart(tmp_
             def __del__(self):
                 print("taken apart")
         left = TakenApart()
+        left_open = open("left.txt", "w")
+        left_open.write("kept")
         atexit.register(print, "exit handler")
         worker.leave_after_failure(3)
         """,
     )
     assert (done.returncode, done.stdout) == (3, "exit handler\n"), done.stderr
+    assert (tmp_path / "left.txt").read_text() == "kept"

@@ -90,9 +90,7 @@ class Offload(Strategy):
         """Says what is moved, and that unsharded parameters stay on the device, also if the plan asks to offload all."""
         decisions: list[Decision] = []
         if "all" in plan.offload.partition("=")[0] and not plan.fully_sharded:
-            reason = (
-                "parameters and gradients are whole on the device; only FSDP2 (zero=3, shard > 1) takes them off it"
-            )
+            reason = "parameters and gradients are whole on the device; only FSDP2 (zero=3) takes them off it"
             decisions.append(Decision("offload.moves", "optimizer states", "derived", reason=reason))
         if plan.disk_folder:
             states, parameters = disk_bytes(plan, facts)
@@ -115,11 +113,10 @@ class Offload(Strategy):
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Counts what stays on the device: no optimizer states, and of activations those of two blocks."""
+        # `shard` counts what FSDP2 keeps on the host.
         after = before
         if moves_states(plan):
             after = replace(after, optimizer=0)
-        if parameters_on_disk(plan):
-            after = replace(after, parameters=0)
         if plan.offloads_activations:
             # `recompute`, which comes before, has counted what is kept and the block that is computed again.
             kept, again = fractions(plan, facts)

@@ -1,5 +1,6 @@
 """ZeRO stages 1 and 2, and offload, without processes: choices, costs, and what stands in for parameters."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -27,6 +28,7 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import model_facts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import resolve
+from paceline.planner.estimate import Need, estimate
 from paceline.world.events import Events
 from paceline.world.layout import Layout
 from paceline.world.runtime import Runtime
@@ -102,16 +104,24 @@ def test_offload_says_that_nothing_was_moved_on_the_host() -> None:
 def test_the_bytes_on_disk_and_those_that_stay() -> None:
     facts = model_facts(nn.Linear(256, 1023))  # of 256 x 1024 parameters
     for offload, zero, on_disk, left in (
-        ("optimizer=disk:/d", 3, "1.0 MiB", 8),
+        ("optimizer=disk:/d", 3, "1.0 MiB", 2**19),
         ("activations+all=disk:/d", 3, "1.5 MiB", 0),
-        ("all=disk:/d", 2, "1.0 MiB", 8),  # parameters are whole there
+        ("all=disk:/d", 2, "1.0 MiB", 2**20),  # parameters are whole there
+        ("all", 3, None, 0),
+        ("all+activations", 3, None, 0),
+        ("optimizer", 3, None, 0),  # FSDP2 moves all or nothing
+        ("optimizer", 2, None, 2**20),
     ):
         case = Plan(offload=offload, layout=Layout(shard=2), zero=zero)
         decisions = {decision.field: decision.value for decision in OFFLOAD.decide(case, facts)}
-        assert decisions["offload.disk"] == on_disk
-        assert decisions.get("offload.moves") == ("optimizer states" if zero == 2 else None)
-        after = OFFLOAD.cost(case, facts, Bytes(parameters=8, optimizer=8))
-        assert (after.optimizer, after.parameters) == (0, left)
+        assert decisions.get("offload.disk") == on_disk
+        assert decisions.get("offload.moves") == ("optimizer states" if zero == 2 and "all" in offload else None)
+        case = replace(case, strategies=("shard" if zero == 3 else "zero", "offload"))
+        on_device = estimate(case, Need((facts,)))
+        # With a few for the bias.
+        assert on_device.parameters == pytest.approx(left, rel=0.01), offload
+        assert on_device.gradients == pytest.approx(2**19 if left else 0, rel=0.01), offload
+        assert on_device.optimizer == 0
 
 
 def nets() -> list[tuple[nn.Module, torch.optim.Optimizer]]:

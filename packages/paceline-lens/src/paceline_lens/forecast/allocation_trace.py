@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
+from paceline.world.sharded import plain_tensors
 from paceline_lens.forecast.reserved import reserved
 
 # Of two kinds that a storage was labelled with, the one that stands first counts.
@@ -45,6 +46,7 @@ class AllocationTrace:
 
     def __init__(self) -> None:
         self.phase = "activations"
+        self._is_elsewhere = False
         self._entries: list[tuple[int, int]] = []  # (number of the storage, bytes that came or went)
         self._kinds: list[str] = []  # by number
         self._sizes: list[int] = []
@@ -65,6 +67,8 @@ class AllocationTrace:
             self._sizes.append(0)
             self._streams.append("")
             self._watches[key] = weakref.ref(storage, lambda _: self._leave(key, number))
+            if self._is_elsewhere:
+                self._elsewhere.add(number)
         self._set_size(number, storage.nbytes())
         return number
 
@@ -73,6 +77,17 @@ class AllocationTrace:
         number = self.enter(tensor)
         self._set_size(number, 0)
         self._elsewhere.add(number)
+
+    def begin_step(self, stepped: Iterable[torch.Tensor]) -> None:
+        """New storages are the optimizer's, until `end_step`. Where all that it steps is in another memory, so are they."""
+        self.phase = "other"
+        plain = [part for tensor in stepped for part in plain_tensors(tensor).values()]
+        self._is_elsewhere = all(self._numbers.get(id(part.untyped_storage())) in self._elsewhere for part in plain)
+
+    def end_step(self) -> None:
+        """New storages are of a forward or backward pass again."""
+        self.phase = "activations"
+        self._is_elsewhere = False
 
     def on_stream(self, tensor: torch.Tensor, stream: str) -> None:
         """Says that a tensor is in the memory of another stream than that of the model."""
@@ -98,7 +113,7 @@ class AllocationTrace:
     def label(self, tensors: Iterable[torch.Tensor], kind: str) -> None:
         """Says what kind of memory some tensors are; see `KINDS`."""
         for tensor in tensors:
-            for part in parts(tensor):
+            for part in plain_tensors(tensor).values():
                 self._raise_kind(self.enter(part), kind)
 
     def _raise_kind(self, number: int, kind: str) -> None:
@@ -132,16 +147,3 @@ class AllocationTrace:
                     at_peak = dict(now)
         before = [(number, size) for number, size in living.items() if size]
         return Peak(highest, at_peak, largest, reserved([*before, *self._entries[start:]], self._streams))
-
-
-def parts(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """Returns the plain tensors inside a tensor: itself, or those that a wrapper (a DTensor) holds."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    inner: list[torch.Tensor] = []
-    for name in names:
-        part = getattr(tensor, name)
-        if isinstance(part, torch.Tensor):  # a DTensor names its mesh, too
-            inner += parts(part)
-    return inner

@@ -333,12 +333,13 @@ class RehearsalRuntime(Runtime):
         for module in self._modules:
             gradients = [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
             self._allocations.label(gradients, "gradients")
-        self._allocations.phase = "other"
+        stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._allocations.begin_step(stepped)
         self._trace.in_optimizer = True
 
     def after_optimizer_step(self, optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
         """Ends the script after the step that counts."""
-        self._allocations.phase = "activations"
+        self._allocations.end_step()
         self._trace.in_optimizer = False
         for state in optimizer.state.values():
             self._allocations.label(tensors(state), "optimizer")

@@ -2,7 +2,8 @@
 
 import torch
 
-from paceline_lens.forecast.allocation_trace import AllocationTrace, parts
+from paceline.world.sharded import plain_tensors
+from paceline_lens.forecast.allocation_trace import AllocationTrace
 
 
 def entered(allocations: AllocationTrace, elements: int) -> torch.Tensor:
@@ -66,7 +67,7 @@ def test_views_share_and_resizing_counts():
 
 def test_a_plain_tensor_is_its_only_part():
     tensor = torch.zeros(1)
-    (part,) = parts(tensor)
+    (part,) = plain_tensors(tensor).values()
     assert part is tensor
 
 

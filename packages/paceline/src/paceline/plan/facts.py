@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from paceline.base.ours import is_our_module
 from paceline.base.registry import Registry
 from paceline.plan.blocks import is_sequence, repeated_blocks
+from paceline.world.sharded import plain_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -242,7 +243,8 @@ def _quantised(name: str, parameter: torch.nn.Parameter, model: torch.nn.Module)
         threshold = float(getattr(getattr(layer, "state", None), "threshold", 0.0))
         return Quantised(name, "8-bit", nbytes, threshold, parameter.requires_grad)
     if "TorchAOBaseTensor" in classes:
-        return Quantised(name, type(parameter).__name__, _inner_bytes(parameter), trained=parameter.requires_grad)
+        nbytes = sum(map(_bytes, plain_tensors(parameter).values()))
+        return Quantised(name, type(parameter).__name__, nbytes, trained=parameter.requires_grad)
     return None
 
 
@@ -254,14 +256,6 @@ def four_bit_statistics(quant_state: Any) -> list[torch.Tensor]:
     if quant_state.nested:
         statistics += [quant_state.offset, quant_state.state2.absmax, quant_state.state2.code]
     return statistics
-
-
-def _inner_bytes(tensor: Any) -> int:
-    """Returns the bytes of the plain tensors of which a tensor subclass is made."""
-    if not hasattr(tensor, "__tensor_flatten__"):
-        return _bytes(tensor)
-    names, _ = tensor.__tensor_flatten__()
-    return sum(_inner_bytes(getattr(tensor, name)) for name in names)
 
 
 def _is_lazy(parameter: torch.nn.Parameter) -> bool:

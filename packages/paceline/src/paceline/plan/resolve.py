@@ -181,6 +181,9 @@ def _stage(settings: RunSettings, layout: Layout) -> tuple[int, str]:
     # Ranks along `ep` hold the same weights outside of the experts, which a stage divides over them, too.
     if layout.shard == 1 and layout.ep > 1:
         return int(asked), ""
+    # FSDP2 on a mesh of one takes parameters off the device.
+    if layout.size() == 1 and asked == 3 and "all" in settings.offload.partition("=")[0]:
+        return 3, f"offload={settings.offload}: parameters are on the device while a module computes with them"
     # A stage that is asked for explicitly, with an explicit shard of 1 on several ranks, is left for `run_problems` to refuse.
     if layout.shard == 1 and (layout.size() == 1 or settings.axes.get("shard", "auto") == "auto"):
         return 0, f"zero={asked} divides nothing, since shard is 1"

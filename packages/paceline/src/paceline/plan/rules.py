@@ -59,7 +59,7 @@ def run_problems(plan: Plan, world_size: int) -> list[Problem]:
 
     # A stage divides something over ranks along `shard` (and `ep`), and ranks along `shard` divide something.
     divides_nothing = plan.zero == 0 and plan.layout.shard > 1
-    has_nobody = plan.zero > 0 and plan.layout.size("shard", "ep") == 1
+    has_nobody = plan.zero > 0 and plan.layout.size("shard", "ep") == 1 < plan.layout.size()
     if divides_nothing or has_nobody:
         if plan.zero == 0:
             what = f"{plan.layout.shard} ranks share one copy of the model, but divide nothing."

@@ -69,7 +69,7 @@ def start_run(arguments: RunArguments) -> Run:
         warn_once("config", notice)
 
     # Communication: from here on all ranks must go the same way.
-    collectives = join(detected, settings, surroundings)
+    collectives = join(detected, settings, surroundings, needs_group=plan.fully_sharded)
     world = collectives.world
     device = collectives.device
     if semantics.fp16_on_cpu == "ignored" and device.type == "cpu" and PRECISIONS.get(plan.precision).scales:

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from paceline.world.world import World
 
 
-def join(detected: World, settings: RunSettings, runtime: Runtime) -> Collectives:
+def join(detected: World, settings: RunSettings, runtime: Runtime, *, needs_group: bool = False) -> Collectives:
     """Joins the process group, and returns this process's collectives; they know its world and its device. Ranks: all.
+
+    Args:
+        needs_group: whether a single process needs a group of one, also where no launcher has started it.
 
     Raises:
         WorldError: if a rank does not come.
     """
-    world = rendezvous.join(detected, cpu=settings.cpu, timeout_s=settings.timeout_s, detect=runtime.device)
+    world = rendezvous.join(
+        detected, cpu=settings.cpu, timeout_s=settings.timeout_s, needs_group=needs_group, detect=runtime.device
+    )
     device = torch.device(world.device)
     # A rehearsal has its own.
     collectives: Collectives | None = runtime.collectives(world, device)

@@ -54,6 +54,7 @@ def join(
     backend: str | None = None,
     timeout_s: float | None = None,
     store: Store | None = None,
+    needs_group: bool = False,
     detect: Callable[..., torch.device] = devices.detect,
 ) -> World:
     """Finds the device of this process and forms the process group of all processes.
@@ -68,6 +69,7 @@ def join(
         backend: torch.distributed's backend; by default the device's own, with gloo for CPU tensors beside it.
         timeout_s: seconds until joining fails, and later any collective of the group; PACELINE_TIMEOUT_S, or 600.
         store: a torch.distributed store that all ranks hold already, instead of one at the world's address.
+        needs_group: whether a single process that no launcher started gets a group, too.
         detect: finds the device, as `device.detect` does.
 
     Returns:
@@ -96,7 +98,7 @@ def join(
     device = detect(world, cpu=cpu)
     devices.select(device)
     world = replace(world, device=str(device))
-    if world.size == 1 and world.source == "single" and store is None:
+    if world.size == 1 and world.source == "single" and store is None and not needs_group:
         return world
     # Loaded here: most processes that no launcher started are alone, and meet nobody.
     from paceline.world.leaving import note_connected

@@ -120,3 +120,25 @@ def division_of(optimizer: Optimizer, parameter: Tensor) -> Division | None:
         if division.covers(parameter):
             return division
     return None
+
+
+def is_made_of_tensors(value: object) -> TypeGuard[Tensor]:
+    """Returns whether a value is a tensor whose values are in other tensors, such as 8-bit codes and their scales.
+
+    DTensors are none of these: each rank holds a part of one tensor.
+    """
+    return hasattr(value, "__tensor_flatten__") and hasattr(value, "untyped_storage") and not is_sharded(value)
+
+
+def plain_tensors(tensor: Tensor, name: str = "") -> dict[str, Tensor]:
+    """Returns the plain tensors inside a tensor, by their names behind `name`: itself, or those that a wrapper (a DTensor, one
+    of torchao's) holds."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return {name: tensor}
+    names, _ = tensor.__tensor_flatten__()
+    inner: dict[str, Tensor] = {}
+    for attribute in names:
+        part = getattr(tensor, attribute)
+        if hasattr(part, "untyped_storage"):  # a DTensor names its mesh, too
+            inner |= plain_tensors(part, f"{name}.{attribute}")
+    return inner

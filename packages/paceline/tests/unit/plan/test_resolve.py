@@ -136,6 +136,8 @@ def test_a_stage_for_many_processes_works_on_one():
     for settings in ({"zero": 3}, {"zero": 2, "shard": 1}, {"zero": 1, "replicate": 1}):
         plan = draft(RunSettings.of(settings), [], 1)
         assert plan.zero == 0 and any("divides nothing" in each.reason for each in plan.decisions)
+    plan = draft(RunSettings.of({"zero": 3, "offload": "all"}), [], 1)
+    assert plan.zero == 3 and plan.offloads_parameters
     plan = draft(RunSettings.of({"zero": 3, "tp": 2}), [], 2)
     assert plan.zero == 0 and plan.layout.shard == 1  # nothing is left for `shard`, which nobody asked for
 

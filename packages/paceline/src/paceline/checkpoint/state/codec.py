@@ -16,14 +16,14 @@ from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from math import prod
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy
 import torch
 from torch import Tensor
 
 from paceline.base.errors import CheckpointError, Problem
-from paceline.world.sharded import is_sharded
+from paceline.world.sharded import is_made_of_tensors
 
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -115,14 +115,6 @@ _VALUES: dict[type, tuple[str, Callable[[Any], object]]] = {
     torch.dtype: ("$dtype", lambda value: str(value).removeprefix("torch.")),
     torch.device: ("$device", str),
 }
-
-
-def is_made_of_tensors(value: object) -> TypeGuard[Tensor]:
-    """Returns whether a value is a tensor whose values are in other tensors, such as 8-bit codes and their scales.
-
-    DTensors are none of these: each rank holds a part of one tensor, which `format` puts together.
-    """
-    return isinstance(value, Tensor) and hasattr(value, "__tensor_flatten__") and not is_sharded(value)
 
 
 def _subclass_named(name: str) -> type | None:

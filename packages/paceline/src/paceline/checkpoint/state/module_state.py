@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from paceline.torch_internals.modules import compiled_original, loading_functions
+from paceline.world.sharded import is_made_of_tensors, plain_tensors
 
 _WRAPPER_NAMES = re.compile(r"(?:^|(?<=\.))(?:_orig_mod|_checkpoint_wrapped_module)\.")
 
@@ -39,8 +40,10 @@ class ModuleState:
     """What a module's `state_dict` holds, sorted.
 
     Attributes:
-        tensors: by clean name, each tied tensor under its first name alone.
+        tensors: by clean name, each tied tensor under its first name alone. One that is made of others, such as a weight of few
+            bits, is these, by its name and theirs: "0.weight.qdata" and "0.weight.scale".
         aliases: the other names of tied tensors -> their first name.
+        made: the tensors that are made of others, by clean name.
         values: entries that are no tensors, such as a module's extra state.
         buffers: names of those tensors that are no parameters.
         raw: clean name -> the name that the module itself uses.
@@ -49,6 +52,7 @@ class ModuleState:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     aliases: dict[str, str] = field(default_factory=dict)
+    made: dict[str, Tensor] = field(default_factory=dict)
     values: dict[str, Any] = field(default_factory=dict)
     buffers: set[str] = field(default_factory=set)
     raw: dict[str, str] = field(default_factory=dict)
@@ -65,6 +69,9 @@ class ModuleState:
             state.raw[name] = raw
             if not isinstance(value, Tensor):
                 state.values[name] = value
+            elif is_made_of_tensors(value):
+                state.made[name] = value
+                state.tensors |= plain_tensors(value, name)
             elif id(value) in first_names:
                 state.aliases[name] = first_names[id(value)]
             else:
@@ -83,7 +90,7 @@ class ModuleState:
         """
         if self.shares_memory and not self.values and not _loads_by_itself(unwrap(module)):
             return
-        entries = {**self.values, **values, **self.tensors}
+        entries = {**self.values, **values, **self.tensors, **self.made}
         entries |= {name: self.tensors[first] for name, first in self.aliases.items()}
         raw_entries = {raw: entries[name] for name, raw in self.raw.items()}
         unwrap(module).load_state_dict(raw_entries)

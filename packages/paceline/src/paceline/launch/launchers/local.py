@@ -7,7 +7,7 @@
 With "fork" the processes are copies of a parent that has imported torch, so it is imported once and not once for each rank.
 (The only process of a script imports torch itself.) The parent starts no thread and uses no device, because a fork copies
 neither. A forked process runs the script and then *returns* from `wait`, up the stack of the caller, so that Python ends there
-as it always does.
+as it always does. One whose script failed ends at once (`worker.leave_after_failure`).
 """
 
 from __future__ import annotations
@@ -307,13 +307,16 @@ class LocalHandle:
         return self.job.procs > 1 or is_repeated
 
     def _work(self, report: str) -> int:
-        """In a forked process: runs the target. The process of a function does not return from here."""
+        """In a forked process: runs the target. One of a function, and one that failed, does not return from here."""
         if self.job.target.function is None:
             # Several processes find these imports in the launcher, from which they were forked.
             before = None
             if not self._starts_several:
                 before = partial(import_for_scripts, self.job.compat.split(","), freeze=True)
-            return worker.run(self.job.target, report, self.job.compat, shared=self._shared, before=before)
+            code = worker.run(self.job.target, report, self.job.compat, shared=self._shared, before=before)
+            if code:
+                worker.leave_after_failure(code)
+            return code
         code = 1
         try:
             code = worker.call(self.job.target.function, report)

@@ -19,9 +19,10 @@ def main(words: list[str]) -> int:
     kill_with_parent(int(launcher))
     if "lines" in streams.split(","):
         write_whole_lines(Path(report))
-    if kind != "function":
-        return worker.run(Target(kind, name, tuple(args)), report, compat, shared="shared" in streams.split(","))
-    code = worker.call(partial(call_packed, name, compat), report)
+    if kind == "function":
+        code = worker.call(partial(call_packed, name, compat), report)
+    else:
+        code = worker.run(Target(kind, name, tuple(args)), report, compat, shared="shared" in streams.split(","))
     if code:
         worker.leave_after_failure(code)
     return code

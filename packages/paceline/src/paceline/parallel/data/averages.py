@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from paceline.parallel.data.division import batches, flattened
-from paceline.world.sharded import local
+from paceline.world.sharded import local, plain_tensors
 
 T = TypeVar("T", bound=torch.Tensor)
 # Returns the ranks that hold the same part of a parameter as this one, and average its gradients: see `Mesh.same_part_group`.
@@ -51,8 +51,10 @@ def average_gradients(parameters: list[nn.Parameter], group: dist.ProcessGroup) 
 
 def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup, source: int = 0) -> None:
     """Copies the tensors of one rank of the group into those of all ranks. Ranks: all of the group."""
+    # A tensor that is made of others (torchao's, of few bits) need not know how to be flattened.
+    plain = [part for tensor in tensors for part in plain_tensors(tensor).values()]
     with torch.no_grad():
-        for chunk in batches(tensors, CHUNK):
+        for chunk in batches(plain, CHUNK):
             with flattened(chunk) as flat:
                 dist.broadcast(flat, group=group, group_src=source)
 

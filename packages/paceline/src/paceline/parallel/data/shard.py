@@ -147,7 +147,8 @@ class Shard(Strategy):
         return decisions
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
-        """Divides all but quantised weights by n; at the peak the two largest units are unsharded, and the gradients of one."""
+        """Divides all but quantised weights by n, or counts none on the device; at the peak two units are unsharded, and the
+        gradients of one."""
         n = plan.layout.size(*DIVIDING_AXES)
         options = self.options(plan)
         own = max((_SIZES.get(dtype, 4) for dtype in facts.dtypes), default=4)  # bytes of an element of a shard
@@ -180,13 +181,15 @@ class Shard(Strategy):
         # An all-gather and a reduce-scatter each send (n - 1) / n of the data.
         once = divided_bytes * gathered // own
         sent = (n - 1) * (passes * once + before.gradients) // n
+        after = replace(before, buffers=before.buffers + buffers, sent=before.sent + sent)
+        if plan.offloads_parameters:
+            # All that is divided waits in the host's memory, or on its disk.
+            return replace(after, parameters=whole_bytes, gradients=0, optimizer=0)
         return replace(
-            before,
+            after,
             parameters=whole_bytes + divided(divided_bytes),
             gradients=divided(before.gradients),
             optimizer=divided(before.optimizer),
-            buffers=before.buffers + buffers,
-            sent=before.sent + sent,
         )
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
@@ -63,6 +63,8 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     sharding.prefetch()
     applied = DividedUnits(model, context, sharding.alone, keeps=sharding.reshard is False)
     applied.parameters_on_host = plan.offloads_parameters
+    if plan.offloads_parameters and context.runtime.has_own_memory:
+        _show_on_host(model, context.events.kept_on_host)
     # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
     collectives = context.collectives if plan.layout.pp == 1 else None
     is_pairwise = transport_of(context.mesh.gradient_group, context.device).is_pairwise
@@ -175,6 +177,14 @@ class _Sharding:
 
     def _present(self, names: Iterable[str]) -> list[Any]:
         return [self._modules[name] for name in names if name in self._modules]
+
+
+def _show_on_host(model: nn.Module, kept_on_host: Callable[[Tensor], object]) -> None:
+    """Shows a rehearsal, where the CPU stands for the device, which shards and gradients FSDP2 would keep on the host."""
+    for parameter in model.parameters():
+        if is_sharded(parameter):
+            kept_on_host(local(parameter))
+            parameter.register_post_accumulate_grad_hook(lambda reduced: kept_on_host(local(reduced.grad)))
 
 
 def _reshard_divided(model: nn.Module, applied: Units) -> None:
