@@ -212,6 +212,15 @@ def test_an_optimizer_that_has_states_on_one_rank():
     assert "of 12 parameters on rank 0, and of 0 on rank 1" in text
 
 
+def test_a_parameter_of_no_module_where_ranks_divide_layers():
+    def work():
+        Accelerator(cpu=True, plan={"tp": 2}).prepare(nn.Parameter(torch.zeros(())))
+
+    codes, text = raised(work)
+    assert codes == ["prepare-kind"]
+    assert "tp=2" in text
+
+
 # -- where a model lies -----------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import Dataset, Sampler
 
 from paceline.base.errors import PrepareError
+from paceline.world.layout import Layout, model_axes
 
 _TAKEN = "it prepares torch.nn.Module, torch.optim.Optimizer, torch.utils.data.DataLoader and learning-rate schedulers"
 # Objects that can be iterated, and are no loaders of batches. A generator, `iter(loader)` and an open file are iterators.
@@ -54,6 +55,18 @@ def not_preparable(value: object) -> PrepareError:
     elif isinstance(value, torch.amp.GradScaler):
         fix = 'leave it out of the call: `Accelerator(mixed_precision="fp16")` scales the loss'
     return PrepareError("prepare-kind", what, why=why, fix=fix)
+
+
+def loose_under_axes(layout: Layout) -> PrepareError:
+    """Returns the error `prepare-kind` for a parameter of no module, where ranks do not only divide samples."""
+    axes = " and ".join(f"{axis}={layout.size(axis)}" for axis in model_axes() if layout.size(axis) > 1)
+    return PrepareError(
+        "prepare-kind",
+        f"`prepare` was given a parameter that is in no module, under a plan with {axes}.",
+        why="where ranks divide a model or its sequences, each may have a part of such a parameter's gradient, and only a module "
+        "tells which",
+        fix="make it a parameter of the model: `self.log_alpha = nn.Parameter(log_alpha)`, and read it in its `forward`",
+    )
 
 
 def wrapped_already(model: DataParallel[nn.Module] | DistributedDataParallel) -> PrepareError:

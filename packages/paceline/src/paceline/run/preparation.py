@@ -39,7 +39,7 @@ from paceline.plan.options import names_of
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft_beside, resolve
 from paceline.planner.exhausted import watch
-from paceline.run.preparable import may_be_loader, not_preparable, wrapped_already
+from paceline.run.preparable import loose_under_axes, may_be_loader, not_preparable, wrapped_already
 from paceline.run.prepared import EntryOfModel, PreparedModel
 from paceline.run.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
@@ -183,9 +183,11 @@ class Preparation:
             return "loader"
         if self._semantics.unknown_objects == "returned":
             return "done"
-        # Those of no module can be averaged where ranks divide samples, and not layers or sequences.
-        divides_samples = self.run.plan.layout.size() == self.run.plan.layout.width
-        if isinstance(value, Tensor) and divides_samples and value.is_leaf and value.requires_grad:
+        if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
+            # It can be averaged where ranks divide samples, and not layers or sequences.
+            layout = self.run.plan.layout
+            if layout.size() != layout.width:
+                raise loose_under_axes(layout)
             return "parameter"
         raise not_preparable(value)
 
