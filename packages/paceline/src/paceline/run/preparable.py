@@ -63,8 +63,7 @@ def loose_under_axes(layout: Layout) -> PrepareError:
     return PrepareError(
         "prepare-kind",
         f"`prepare` was given a parameter that is in no module, under a plan with {axes}.",
-        why="where ranks divide a model or its sequences, each may have a part of such a parameter's gradient, and only a module "
-        "tells which",
+        why="where ranks divide a model or its sequences, each may have a part of its gradient, and only a module tells which",
         fix="make it a parameter of the model: `self.log_alpha = nn.Parameter(log_alpha)`, and read it in its `forward`",
     )
 
