@@ -7,7 +7,8 @@ afterwards. So a strategy may replace every parameter, for example by a shard.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, compress
+from operator import not_
 from typing import Any
 
 import torch
@@ -134,12 +135,38 @@ def _without_other_stages(
         if names_here:
             here[key] = (number, names_here[0])
     elsewhere = before.keys() - here.keys()
+    kept: list[list[bool]] = []
     for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if id(parameter) in elsewhere:
-                optimizer.state.pop(parameter, None)
-        group["params"] = [parameter for parameter in group["params"] if id(parameter) not in elsewhere]
+        is_here = [id(parameter) not in elsewhere for parameter in group["params"]]
+        for parameter in compress(group["params"], map(not_, is_here)):
+            optimizer.state.pop(parameter, None)
+        group["params"] = list(compress(group["params"], is_here))
+        kept.append(is_here)
+    _take_own_states(optimizer, kept)
     return here
+
+
+def _take_own_states(optimizer: Optimizer, kept: Sequence[Sequence[bool]]) -> None:
+    """Lets `load_state_dict` take the states of all parameters, such as those of one process, of which this rank has some.
+
+    Args:
+        optimizer: changed in place.
+        kept: for each group, which of its parameters this rank has.
+    """
+
+    def own(_: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+        groups = saved["param_groups"]
+        if [len(group["params"]) for group in groups] != list(map(len, kept)):
+            return saved
+        own_groups = []
+        states = dict(saved["state"])
+        for group, is_here in zip(groups, kept, strict=True):
+            own_groups.append({**group, "params": list(compress(group["params"], is_here))})
+            for number in compress(group["params"], map(not_, is_here)):
+                states.pop(number, None)
+        return {**saved, "state": states, "param_groups": own_groups}
+
+    optimizer.register_load_state_dict_pre_hook(own)
 
 
 def _check(optimizer: Optimizer, names: Mapping[Tensor, str], foreign: int) -> None:
