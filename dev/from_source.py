@@ -36,19 +36,19 @@ def entry_points(project: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def write_metadata() -> list[Path]:
-    """Writes the metadata of all parts; returns the folders that Python must search for modules, metadata and helpers."""
+def write_metadata(metadata: Path) -> list[Path]:
+    """Writes the metadata of all parts into a folder; returns the folders that Python must search."""
     sources = []
     for file in sorted((ROOT / "packages").glob("*/pyproject.toml")):
         project = tomllib.loads(file.read_text(encoding="utf-8"))["project"]
-        folder = METADATA / f"{project['name'].replace('-', '_')}-{version()}.dist-info"
+        folder = metadata / f"{project['name'].replace('-', '_')}-{version()}.dist-info"
         folder.mkdir(parents=True, exist_ok=True)
         head = [f"Metadata-Version: 2.4\nName: {project['name']}\nVersion: {version()}\n"]
         needed = [f"Requires-Dist: {requirement}\n" for requirement in project["dependencies"]]
         (folder / "METADATA").write_text("".join(head + needed), encoding="utf-8")
         (folder / "entry_points.txt").write_text(entry_points(project), encoding="utf-8")
         sources.append(file.parent / "src")
-    return [METADATA, *sources, ROOT / "tests", ROOT]
+    return [metadata, *sources, ROOT / "tests", ROOT]
 
 
 def missing(arguments: list[str]) -> list[str]:
@@ -68,7 +68,7 @@ def main(arguments: list[str]) -> None:
         raise SystemExit(
             f"{sys.executable} lacks {', '.join(lacks)}. `make setup` makes .venv/bin/python, which has them."
         )
-    folders = [str(folder) for folder in write_metadata()]
+    folders = [str(folder) for folder in write_metadata(METADATA)]
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*folders, before] if before else folders)
     os.execv(sys.executable, [sys.executable, *arguments])

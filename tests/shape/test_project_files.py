@@ -65,9 +65,9 @@ def test_the_matrix_is_what_the_package_says_of_itself(root: Path) -> None:
     assert minors == list(range(TORCH_OLDEST[1], TORCH_NEWEST[1] + 1))
 
 
-def test_a_tree_that_is_not_installed_has_the_entry_points_of_one_that_is(root: Path) -> None:
+def test_a_tree_that_is_not_installed_has_the_entry_points_of_one_that_is(root: Path, tmp_path: Path) -> None:
     from_source = runpy.run_path(str(root / "dev" / "from_source.py"))
-    folders = list(map(str, from_source["write_metadata"]()))
+    folders = list(map(str, from_source["write_metadata"](tmp_path)))
     for file in (root / "packages").glob("*/pyproject.toml"):
         name = tomllib.loads(file.read_text(encoding="utf-8"))["project"]["name"]
         (written,) = distributions(name=name, path=folders)

@@ -18,7 +18,7 @@ ONE = {
     "clip": 142,
     "two optimizers": 147,
     "all": 241,
-    "accelerate": 154,
+    "accelerate": 155,
     "deepspeed": 167,
 }
 TWO = {

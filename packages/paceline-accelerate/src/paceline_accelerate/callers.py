@@ -58,6 +58,7 @@ REPLACEABLE = {
     "surroundings:is_peft_model": "fsdp_modules sharded",
     "surroundings:is_port_in_use": "launch_environment",
     "surroundings:load": "checkpoint_functions",
+    "surroundings:parse_flag_from_env": "big_modeling",
     "wrapping:clean_state_dict_for_safetensors": "checkpoint_functions",
     "wrapping:extract_model_from_parallel": "accelerator",
     "wrapping:get_model_tp_size": "preparation",

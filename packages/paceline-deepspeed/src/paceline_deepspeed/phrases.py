@@ -63,6 +63,11 @@ PHRASES: Phrases = (
     (r"`load_state\(folder, strict=False\)`", "`engine.load_checkpoint(folder, load_optimizer_states=False)`"),
     (r"`load_state`", "`engine.load_checkpoint`"),
     (r"`save_state\(\)`", "`engine.save_checkpoint(folder)`"),
+    (r"`accelerator\.save_state\(folder\)`", "`engine.save_checkpoint(folder)`"),
+    (
+        r"gather first, as in `indices, losses = accelerator\.gather_for_metrics\(\(indices, losses\)\)`",
+        "gather it first, by `torch.distributed.all_gather_object`",
+    ),
     # Settings.
     (r"plan=\{'zero': 0, 'shard': 1\} without offload", '`"zero_optimization": {"stage": 0}` in the config'),
     (r"plan=\{'shard': n, 'zero': 2\}", '`"zero_optimization": {"stage": 2}` in the config'),
