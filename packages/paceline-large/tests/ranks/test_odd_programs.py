@@ -187,8 +187,10 @@ def test_two_loaders_in_one_loop():
         pairs = zip(long, short, strict=True)
         for batch in next(pairs):
             accelerator.gather_for_metrics(batch)
+        first, second = next(pairs)
+        assert len(accelerator.gather_for_metrics(first)) == 4  # a batch itself tells from which loader it is
         with pytest.raises(PacelineError, match="data-interleaved"):
-            accelerator.gather_for_metrics(next(pairs)[0])
+            accelerator.gather_for_metrics(second + 1)
 
     run_ranks(work, world=2)
 
