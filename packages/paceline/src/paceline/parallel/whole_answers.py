@@ -69,7 +69,8 @@ def tell_of_parts() -> None:
         "parallel",
         "something of which each rank has a part was pickled, as by `torch.save(model.state_dict(), path)`. The file has the "
         "part of this rank only, and no plain model can load it. On all ranks call "
-        "`state = accelerator.get_state_dict(model)`, which is whole, and then save it on one; `accelerator.save_state(folder)` on all ranks saves optimizers, too",
+        "`state = accelerator.get_state_dict(model)`, which is whole, and then save it on one; "
+        "`accelerator.save_state(folder)` on all ranks saves optimizers, too",
     )
 
 
