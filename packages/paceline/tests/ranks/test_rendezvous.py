@@ -120,12 +120,12 @@ def test_without_rank_0_the_address_is_named() -> None:
 
 
 def listens_at() -> set[str]:
-    """The addresses at which this process listens, as /proc writes them."""
+    """The addresses and ports at which this process listens, as /proc writes them."""
     folder = Path("/proc/self")
     sockets = {os.readlink(each) for each in (folder / "fd").iterdir() if each.is_symlink()}
     rows = [line.split() for name in ("tcp", "tcp6") for line in (folder / "net" / name).read_text().splitlines()[1:]]
     listening = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in sockets]
-    return {row[1].partition(":")[0] for row in listening}
+    return {row[1] for row in listening}
 
 
 def test_ranks_of_one_host_listen_on_loopback_alone() -> None:
@@ -133,7 +133,8 @@ def test_ranks_of_one_host_listen_on_loopback_alone() -> None:
         before = listens_at()
         rendezvous.join(launched(), cpu=True)
         assert total() == 3.0
-        return listens_at() - before, environment.snapshot()["GLOO_SOCKET_IFNAME"]
+        addresses = {address.partition(":")[0] for address in listens_at() - before}
+        return addresses, environment.snapshot()["GLOO_SOCKET_IFNAME"]
 
     for addresses, card in run_ranks(work, 2, group=False):
         assert (addresses, card) == ({"0100007F"}, "lo")  # 127.0.0.1; 0 and 32 times 0 are all interfaces

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from paceline.launch.worker.traceback_text import traceback_text
+from paceline.parallel.whole_answers import answer_for_whole_tensors
 
 
 def raised(error: BaseException) -> BaseException:
@@ -34,8 +35,11 @@ def write_a_row(layer: nn.Module) -> None:
     layer.weight.data[0] = 0.0
 
 
+@pytest.mark.parametrize("answers", [False, True], ids=["torch's", "ours"])
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
-def test_an_operation_that_a_divided_parameter_does_not_have_is_explained() -> None:
+def test_an_operation_that_a_divided_parameter_does_not_have_is_explained(answers: bool) -> None:
+    if answers:
+        answer_for_whole_tensors()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         layer = nn.Linear(3, 2)

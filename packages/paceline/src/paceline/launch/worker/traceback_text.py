@@ -24,6 +24,8 @@ _OPERATION = Problem(
     "The operation needs a whole parameter, and this one is divided over ranks.",
     fix="read and write whole values inside `with accelerator.full_parameters(model, writeback=True):`",
 )
+# They answer operators on divided tensors, in the script's own lines, too.
+_ANSWERS = ("paceline.parallel.whole_answers", "paceline.parallel.mixtures", "paceline.torch_internals.dtensor")
 # In passes and steps the parameters are not those that the script has chosen to read or write.
 _PASSES = (*PACKAGES, "torch.nn.modules.", "torch.autograd", "torch.optim")
 _INSIDE = frozenset({*PACKAGES, "torch", *sys.stdlib_module_names})  # packages whose frames are not the user's code
@@ -60,6 +62,7 @@ def _explanation(error: BaseException) -> Problem | None:
     if isinstance(error, PacelineError):
         return None
     modules = [str(frame.f_globals.get("__name__")) for frame, _ in traceback.walk_tb(error.__traceback__)]
+    modules = [module for module in modules if module not in _ANSWERS]
     is_of_dtensor = bool(modules) and modules[-1].startswith("torch.distributed.tensor")
     # An operator that is not torch's own.
     if "got mixed torch.Tensor and DTensor" in str(error):
