@@ -79,9 +79,14 @@ def run_chunk(
 
 
 def _has(program: Program, name: str) -> bool:
-    """Whether a program has a statement of this name; "Hook" stands for hooks, "Kept" and "Loose" as well."""
+    """Whether a program has a statement of this name; "Hook", "Kept", "Loose" and "Begun" are facts of it."""
     kinds = [kind for kind in get_args(Statement) if kind.__name__ == name]
-    parts = {"Hook": bool(program.hooks), "Kept": bool(program.loop.again), "Loose": program.loose}
+    parts = {
+        "Hook": bool(program.hooks),
+        "Kept": bool(program.loop.again),
+        "Loose": program.loose,
+        "Begun": program.begun > 0,
+    }
     return parts.get(name, False) or any(uses(program, kind) for kind in kinds)
 
 

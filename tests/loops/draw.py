@@ -131,7 +131,8 @@ class _Drawing:
         program = self._with_writes(self._with_save(program))
         # Last, so that the programs of earlier seeds stay the same.
         program = self._with_batches_ahead(self._with_masks(self._with_offload(self._with_muon(program))))
-        return self._with_loose_parameter(self._with_batches_again(self._with_kept_batches(program)))
+        program = self._with_loose_parameter(self._with_batches_again(self._with_kept_batches(program)))
+        return replace(program, begun=self.random.choice([1, 2]) if self.chance(0.15) else 0)
 
     def _with_batches_ahead(self, program: Program) -> Program:
         """A loop that takes batches before it uses them. It is not saved: at the end of an epoch a save leaves them out."""

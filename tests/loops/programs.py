@@ -313,6 +313,7 @@ class Program:
         split_batches: whether a loader's batch size counts the rows of all ranks.
         offload: what waits in the host's memory, in the words of the plan; copies are made although the device is the host.
         loose: whether losses are multiplied by a parameter that is in no model; the first optimizer has it, too.
+        begun: the steps that all models and optimizers have taken before they are prepared, as after a plain checkpoint.
         save_at: the step after which the run is saved, and goes on in new processes; None if it is not.
     """
 
@@ -329,6 +330,7 @@ class Program:
     precision: Literal["no", "bf16", "fp16"] = "no"
     offload: Literal["", "activations", "optimizer", "optimizer+activations"] = ""
     loose: bool = False
+    begun: int = 0
     save_at: int | None = None
 
 

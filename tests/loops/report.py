@@ -12,6 +12,7 @@ from loops.compare import Outcome
 # Whether a user would expect what is refused to work, and why it is refused.
 JUDGEMENTS = {
     "items-mixed": "no: two counted losses of one window have no common denominator before the window ends",
+    "prepare-kind": "no: a parameter of no module, where ranks divide layers or sequences",
     "models-shared": "partly: two prepared models that share parameters can be one module, as the error says",
     "data-assigned": "no: torch loses the value of a divided parameter; the error names a way that works",
     "shard-written": "partly: in mixed precision the weights of a pass have less precision; the error names a way that works",

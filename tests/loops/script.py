@@ -211,6 +211,8 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
     if program.loose:
         lines.append("scale = nn.Parameter(torch.tensor(0.9))")
         lines.append('optimizer0.add_param_group({"params": [scale]})')
+    if program.begun:
+        lines += _begun(program)
     for number, scheduler in enumerate(program.schedulers):
         made = SCHEDULERS[scheduler.kind].format(f"optimizer{scheduler.optimizer}")
         lines.append(f"scheduler{number} = {made}")
@@ -223,6 +225,16 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
         options = ", shuffle=True" * loader.shuffle + ", drop_last=True" * loader.drop_last
         lines.append(f"loader{number} = DataLoader({data}, batch_size={size}{options})")
     return "\n".join(lines) + "\n"
+
+
+def _begun(program: Program) -> list[str]:
+    """The steps before models and optimizers are prepared."""
+    lines = [f"x, y, _ = rows_of(5, {program.seed}).tensors", f"for _ in range({program.begun}):"]
+    models = range(len(program.models))
+    steps = [f"per_row(model{number}(x), y).mean().backward()" for number in models]
+    steps += [f"optimizer{number}.step()" for number in range(len(program.optimizers))]
+    steps += [f"model{number}.zero_grad()" for number in models]
+    return lines + [INDENT + step for step in steps]
 
 
 def script(

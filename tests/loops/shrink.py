@@ -191,6 +191,8 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
         yield replace(program, precision="no")
     if program.loose:
         yield replace(program, loose=False)
+    if program.begun:
+        yield replace(program, begun=0)
     if program.offload:
         yield replace(program, offload="")
     for place, loader in enumerate(program.loaders):

@@ -37,6 +37,7 @@ def features(program: Program) -> set[str]:
     names |= {f"offload {program.offload}" * bool(program.offload)}
     names |= {
         "loose" * program.loose,
+        "begun" * (program.begun > 0),
         "save" * (program.save_at is not None),
         "batch of a rank" * (not program.split_batches),
     }
@@ -76,7 +77,7 @@ EXPECTED = {
         "2 optimizers",
         "3 optimizers",
     ),
-    *("loose", "tied", "shared", "side unused", "side branch", "frozen body", "frozen head"),
+    *("loose", "begun", "tied", "shared", "side unused", "side branch", "frozen body", "frozen head"),
     *("loop for", "loop zip", "loop next", "loader map", "loader iterable", "loader sized", "loader endless"),
     *(
         "ahead 1",
