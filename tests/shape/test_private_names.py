@@ -65,3 +65,14 @@ def test_no_name_of_another_library_is_listed_in_vain(modules) -> None:
     names = {name for module in modules.values() for _, name in used(module.nodes)}
     listed = {name for row in OTHERS.values() for name in row.split()}
     assert listed <= names, sorted(listed - names)
+
+
+def test_an_accelerator_is_one_that_is_there(modules) -> None:
+    """A build of torch for CUDA names a device that a machine without a driver does not have."""
+    found = []
+    for module in modules.values():
+        for node in module.nodes:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.accelerator.current_accelerator":
+                if "check_available" not in {keyword.arg for keyword in node.keywords}:
+                    found.append(f"{module.where}:{node.lineno}")
+    assert found == []

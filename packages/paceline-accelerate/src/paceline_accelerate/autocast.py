@@ -29,6 +29,6 @@ def get_mixed_precision_context_manager(
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
     """torch's gradient scaler for the accelerator of this host; without one it is switched off, as torch says."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cuda" if accelerator is None else accelerator.type
     return torch.amp.GradScaler(device_type, **kwargs)

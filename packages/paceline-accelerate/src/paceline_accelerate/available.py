@@ -61,7 +61,7 @@ def _answer(what: str) -> bool:
     if what in _NEVER:
         return False
     if what in _DEVICES:
-        accelerator = torch.accelerator.current_accelerator()
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
         return accelerator is not None and accelerator.type == what
     if what == "bf16":
         return not torch.cuda.is_available() or torch.cuda.is_bf16_supported()

@@ -412,7 +412,7 @@ class CpuOffload(ModelHook):
 def _default_device() -> torch.device:
     if not torch.accelerator.is_available():
         return torch.device("cpu")
-    device = torch.accelerator.current_accelerator()
+    device = torch.accelerator.current_accelerator(check_available=True)
     assert device is not None, "one is available"
     return torch.device(device.type, 0)
 

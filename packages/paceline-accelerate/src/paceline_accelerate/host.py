@@ -48,7 +48,7 @@ def get_driver_version() -> str:
 
 def get_current_device_type() -> tuple[str, str]:
     """Returns the type of this host's accelerator and accelerate's word for several of them; CUDA's if there is none."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     device_type = "cuda" if accelerator is None else accelerator.type
     distributed_type = "MULTI_GPU" if device_type == "cuda" else f"MULTI_{device_type.upper()}"
     return device_type, distributed_type

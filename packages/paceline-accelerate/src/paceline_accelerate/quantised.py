@@ -224,7 +224,7 @@ def _one_device(device_map: Mapping[str, int | str | torch.device] | str | None)
     Raises:
         CompatValueError: `compat-argument`, for a map with several devices, or with the disk.
     """
-    own = torch.accelerator.current_accelerator() or torch.device("cpu")
+    own = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     if own.type != "cpu":
         own = torch.device(own.type, torch.accelerator.current_device_index())
     if device_map is None or isinstance(device_map, str):

@@ -175,7 +175,7 @@ class PartialState(Participant):
     @property
     def default_device(self) -> torch.device:
         """The device that this process uses if neither a script nor a variable names another."""
-        return torch.accelerator.current_accelerator() or torch.device("cpu")
+        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
     # -- who does what -----------------------------------------------------------------------------------------------
 

@@ -34,7 +34,7 @@ DEFAULT_LAUNCH_COMMAND = ["accelerate", "launch", "--num_processes=1", "--monito
 
 def get_backend() -> tuple[str, int, Callable[[], int]]:
     """Returns the type of this host's devices, their number, and a function that returns the bytes allocated on one."""
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
     if accelerator is None:
         return "cpu", 1, lambda: 0
     return accelerator.type, torch.accelerator.device_count(), torch.accelerator.memory_allocated

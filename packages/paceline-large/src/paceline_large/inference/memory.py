@@ -22,7 +22,7 @@ def free_memory() -> dict[str, int]:
     """Returns the bytes that are free now on each accelerator, and last those on the host ("cpu")."""
     memory = {}
     if torch.accelerator.is_available():
-        kind = torch.accelerator.current_accelerator()
+        kind = torch.accelerator.current_accelerator(check_available=True)
         for index in range(torch.accelerator.device_count()):
             memory[f"{kind}:{index}"] = torch.accelerator.get_memory_info(index)[0]
     memory["cpu"] = _free_on_host(Path("/sys/fs/cgroup"))
@@ -91,7 +91,7 @@ def parse_device(name: str | int | torch.device) -> tuple[str, list[Problem]]:
             # A placement may be planned on a machine without accelerators. Then a number means a CUDA device.
             kind = "cuda"
             if torch.accelerator.is_available():
-                kind = str(torch.accelerator.current_accelerator())
+                kind = str(torch.accelerator.current_accelerator(check_available=True))
             device = torch.device(f"{kind}:{name}")
         else:
             device = torch.device(name)

@@ -107,7 +107,7 @@ def _devices() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     machine: dict[str, Any] = {"cpu cores": cores, "torch threads": torch.get_num_threads()}
     if torch.accelerator.is_available():
-        device = torch.accelerator.current_accelerator()
+        device = torch.accelerator.current_accelerator(check_available=True)
         kind = device.type if device else "unknown"
         machine["accelerator"] = f"{torch.accelerator.device_count()} x {kind}"
         module = torch.get_device_module(device)

@@ -31,7 +31,7 @@ def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
     """
     device = torch.device("cpu")
     if torch.accelerator.is_available() and not cpu:
-        device = torch.accelerator.current_accelerator() or device
+        device = torch.accelerator.current_accelerator(check_available=True) or device
     memory = Runtime().memory(device, local_size)
     if device.type == "cpu":
         return replace(TABLE["cpu-64GB"], name="cpu", memory=memory)
