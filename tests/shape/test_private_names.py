@@ -71,8 +71,7 @@ def test_an_accelerator_is_one_that_is_there(modules) -> None:
     """A build of torch for CUDA names a device that a machine without a driver does not have."""
     found = []
     for module in modules.values():
-        for node in module.nodes:
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "torch.accelerator.current_accelerator":
-                if "check_available" not in {keyword.arg for keyword in node.keywords}:
-                    found.append(f"{module.where}:{node.lineno}")
+        calls = [node for node in module.nodes if isinstance(node, ast.Call)]
+        asking = [call for call in calls if ast.unparse(call.func) == "torch.accelerator.current_accelerator"]
+        found += [f"{module.where}:{call.lineno}" for call in asking if not call.keywords]
     assert found == []
