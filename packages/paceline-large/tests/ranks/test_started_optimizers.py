@@ -1,4 +1,7 @@
-"""Optimizers go on with the states of a checkpoint of plain PyTorch, loaded before `prepare` or afterwards."""
+"""Optimizers go on with the states of a checkpoint of plain PyTorch, loaded before `prepare` or afterwards.
+
+They may also be prepared again, after `clear`.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +44,10 @@ def plain_step(model, optimizer, step):
     optimizer.zero_grad()
 
 
-def prepared(kind, plan, is_loaded_after):
+def prepared(kind, plan, how):
     accelerator = Accelerator("no", cpu=True, split_batches=True, plan=plan)
     model, optimizer = started(kind)
-    if is_loaded_after:
+    if how == "after":
         weights, states = model.state_dict(), optimizer.state_dict()
         model = GPT().double()
         model, optimizer = accelerator.prepare(model, KINDS[kind](model))
@@ -52,15 +55,18 @@ def prepared(kind, plan, is_loaded_after):
         optimizer.load_state_dict(states)
         assert set(optimizer.state) <= {parameter for group in optimizer.param_groups for parameter in group["params"]}
         return accelerator, model, optimizer
-    if torch.distributed.is_initialized() and torch.distributed.get_rank():
+    if how == "again":
+        accelerator.prepare(model, optimizer)
+        accelerator.clear()
+    elif torch.distributed.is_initialized() and torch.distributed.get_rank():
         for state in optimizer.state.values():
             for value in state.values():
                 value.add_(1)  # all ranks get the states of rank 0
     return accelerator, *accelerator.prepare(model, optimizer)
 
 
-def go_on(kind, plan, is_loaded_after):
-    accelerator, model, optimizer = prepared(kind, plan, is_loaded_after)
+def go_on(kind, plan, how):
+    accelerator, model, optimizer = prepared(kind, plan, how)
     for step in range(2, 4):
         # All ranks compute the whole batch, so the mean over ranks is its gradient.
         if "pp" in plan:
@@ -73,15 +79,15 @@ def go_on(kind, plan, is_loaded_after):
     return {name: value.tolist() for name, value in accelerator.get_state_dict(model).items()}
 
 
-@pytest.mark.parametrize("is_loaded_after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize("how", ["before", "after", "again"])
 @pytest.mark.parametrize("plan", PLANS, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-def test_they_go_on(kind, plan, is_loaded_after):
+def test_they_go_on(kind, plan, how):
     model, optimizer = started(kind)
     for step in range(2, 4):
         plain_step(model, optimizer, step)
     want = {name: value.tolist() for name, value in model.state_dict().items()}
-    for weights in run_ranks(go_on, 2, args=(kind, plan, is_loaded_after)):
+    for weights in run_ranks(go_on, 2, args=(kind, plan, how)):
         for name, values in weights.items():
             if name.endswith("k_proj.bias"):
                 continue  # its gradient is zero but for rounding, which Adafactor scales to one

@@ -30,7 +30,7 @@ Swap = Callable[[Optimizer], AbstractContextManager[Any]]
 Parts = Callable[[Optimizer], Sequence[AbstractContextManager[Any]]]
 Surroundings = Callable[[str], AbstractContextManager[Any]]
 Stepped = Callable[[Iterable[Tensor]], list[Tensor]]
-_ADAPTER = "_paceline_adapter"  # attribute of the function that takes the place of `step`
+_ADAPTER = "_paceline_adapter"  # attribute of the functions that take the place of methods
 
 
 class OptimizerAdapter:
@@ -58,8 +58,8 @@ class OptimizerAdapter:
     @classmethod
     def of(cls, optimizer: Optimizer) -> OptimizerAdapter:
         """Returns the adapter of an optimizer that was prepared before, without what was declared then; or a new one."""
-        adapter = getattr(optimizer.step, _ADAPTER, None)
-        if not isinstance(adapter, cls) or adapter.optimizer is not optimizer:
+        adapter = cls.known(optimizer)
+        if adapter is None:
             return cls(optimizer)
         for declared in (
             adapter._refusals,
@@ -74,6 +74,15 @@ class OptimizerAdapter:
         adapter._parts = None
         return adapter
 
+    @classmethod
+    def known(cls, optimizer: Optimizer) -> OptimizerAdapter | None:
+        """Returns the adapter of an optimizer that was prepared before, by any run of this process; None for any other."""
+        for method in (optimizer.step, optimizer.add_param_group):
+            adapter = getattr(method, _ADAPTER, None)
+            if isinstance(adapter, cls) and adapter.optimizer is optimizer:
+                return adapter
+        return None
+
     # -- what strategies declare -----------------------------------------------------------------------------------
 
     def refuse(self, check: Act) -> None:
@@ -87,16 +96,18 @@ class OptimizerAdapter:
         Args:
             swap: the context of the step, which begins after the user's hooks before it, and ends before those after it.
 
-        The closure of a step is called before it, since it computes gradients of the model's parameters, which the optimizer
-        does not hold inside. One that calls it twice, or after it has changed parameters, is refused (`step-closure`).
+        A swap that was declared already counts once. The closure of a step is called before it, since it computes gradients of
+        the model's parameters, which the optimizer does not hold inside. One that calls it twice, or after it has changed
+        parameters, is refused (`step-closure`).
 
         An optimizer that steps through others is left as it is: each of these is adapted, and outside of their steps its own
         code works on the parameters.
         """
         if inner_optimizers(self.optimizer):
             return
-        self._swaps.append(swap)
-        self._install_step()
+        if swap not in self._swaps:
+            self._swaps.append(swap)
+            self._install_step()
 
     def choose_kernels(self, choose: Act) -> None:
         """Lets `choose` change the groups just before the kernels run, when the optimizer holds what it steps."""
@@ -166,7 +177,7 @@ class OptimizerAdapter:
         try:
             yield
         finally:
-            self._swaps += outer_swaps
+            self._swaps = [swap for swap in self._swaps if swap not in outer_swaps] + outer_swaps
 
     # -- what the methods do ---------------------------------------------------------------------------------------
 

@@ -135,7 +135,8 @@ class Preparation:
             from paceline.run.started_states import take_first_ranks_states  # one process has nobody to differ from
 
             for optimizer in optimizers:
-                if self.run.prepared.optimizer_of(optimizer) is None:
+                # One that was prepared before may have the states of this rank's parameters.
+                if OptimizerAdapter.known(optimizer) is None:
                     take_first_ranks_states(optimizer, self.run.collectives)
         with nullcontext() if trains else _frozen([model for model, _ in models]):
             names = self._prepare_models(models, optimizers, loaders, other_plan, trains)

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 from paceline.torch_internals.dtensor import REDISTRIBUTION_LOG, local_tensor
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch
     from torch import Tensor
     from torch.distributed.tensor import DTensor, Placement
@@ -101,6 +103,10 @@ class Division(Protocol):
 
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns an empty state of the parameter's shape, divided as this rank keeps it, to read a saved state into."""
+        ...
+
+    def stepping(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """Returns a context in which the optimizer holds what this rank steps. Ranks: all that share the states."""
         ...
 
 

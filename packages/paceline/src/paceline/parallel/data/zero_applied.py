@@ -61,8 +61,10 @@ class DividedStates(AppliedStrategy):
         by_parameters: list[nn.Parameter] = []
         independent = set(elementwise_parameters(optimizer))
         for parameter in self.module.parameters():
-            # Another model of this optimizer may share it: one that is divided twice would be stepped in two ways.
-            if division_of(optimizer, parameter) is not None:
+            # Another model of this optimizer may share it, or the optimizer was prepared before: it stays divided as it is.
+            known = division_of(optimizer, parameter)
+            if known is not None:
+                adapter.swap(known.stepping)
                 continue
             if what == "rows" or (what == "rows and parameters" and parameter in independent):
                 by_rows.append(parameter)
