@@ -135,8 +135,7 @@ class Preparation:
             from paceline.run.started_states import take_first_ranks_states  # one process has nobody to differ from
 
             for optimizer in optimizers:
-                # One that was prepared before may have the states of this rank's parameters.
-                if OptimizerAdapter.known(optimizer) is None:
+                if self._has_whole_states(optimizer):
                     take_first_ranks_states(optimizer, self.run.collectives)
         with nullcontext() if trains else _frozen([model for model, _ in models]):
             names = self._prepare_models(models, optimizers, loaders, other_plan, trains)
@@ -306,6 +305,16 @@ class Preparation:
         self._prepare_models([(module, True)], [], [], whole, trains=True)
         for name, parameter in module.named_parameters():
             names[id(parameter)] = (number, name)
+
+    def _has_whole_states(self, optimizer: Optimizer) -> bool:
+        """Returns whether an optimizer was neither prepared before, nor made of what this rank has of a prepared model."""
+        parameters = list(parameters_of(optimizer))
+        if OptimizerAdapter.known(optimizer) is not None or any_sharded(parameters):
+            return False
+        if not any(strategy.removes_parameters for strategy in strategies_of(self.run.plan)):
+            return True
+        of_stages = {id(each) for entry in self.run.prepared.models for each in entry.module.parameters()}
+        return of_stages.isdisjoint(map(id, parameters))
 
     def _take_up_again(self, module: nn.Module) -> bool:
         """Records a model again that this plan has prepared and `free_memory` has forgotten. Returns False for any other."""

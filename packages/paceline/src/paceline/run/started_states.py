@@ -30,11 +30,13 @@ def take_first_ranks_states(optimizer: Optimizer, collectives: Collectives) -> N
             f"{others[0]}",
             fix="load the same states into it on all ranks, and not on one; or load them after `prepare`, on all ranks",
         )
-    tensors = [value for state in _states(optimizer) for value in state.values() if isinstance(value, Tensor)]
-    for device in {tensor.device for tensor in tensors}:
-        broadcast_tensors(
-            [tensor for tensor in tensors if tensor.device == device and tensor.numel()], collectives.group
-        )
+    tensors: list[Tensor] = []
+    for state in _states(optimizer):
+        tensors += [value for value in state.values() if isinstance(value, Tensor)]
+    # Those on the meta device are created in a constructor, and get their values with the model.
+    with_values = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
+    for device in dict.fromkeys(tensor.device for tensor in with_values):
+        broadcast_tensors([tensor for tensor in with_values if tensor.device == device], collectives.group)
 
 
 def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
