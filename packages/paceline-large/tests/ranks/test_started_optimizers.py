@@ -1,9 +1,11 @@
 """Optimizers go on with the states of a checkpoint of plain PyTorch, loaded before `prepare` or afterwards.
 
-They may also be prepared again, after `clear`.
+They may also be prepared again, after `clear`, and give their states to the optimizer of a copy.
 """
 
 from __future__ import annotations
+
+from itertools import product
 
 import pytest
 import torch
@@ -55,7 +57,13 @@ def prepared(kind, plan, how):
         optimizer.load_state_dict(states)
         assert set(optimizer.state) <= {parameter for group in optimizer.param_groups for parameter in group["params"]}
         return accelerator, model, optimizer
-    if how == "again":
+    if how == "copied":
+        trained, given = accelerator.prepare(model, optimizer)
+        model = GPT().double()
+        model.load_state_dict(accelerator.get_state_dict(trained))
+        optimizer = KINDS[kind](model)
+        optimizer.load_state_dict(given.state_dict())
+    elif how == "again":
         accelerator.prepare(model, optimizer)
         accelerator.clear()
     elif torch.distributed.is_initialized() and torch.distributed.get_rank():
@@ -79,9 +87,17 @@ def go_on(kind, plan, how):
     return {name: value.tolist() for name, value in accelerator.get_state_dict(model).items()}
 
 
-@pytest.mark.parametrize("how", ["before", "after", "again"])
-@pytest.mark.parametrize("plan", PLANS, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+def is_whole(kind, plan, how):
+    """Whether the states of a prepared optimizer, for its copy, are those of all parameters."""
+    divides_parameters = "pp" in plan or (kind == "whole matrices" and plan != {"replicate": 2})
+    return how != "copied" or not divides_parameters
+
+
+WAYS = ["before", "after", "again", "copied"]
+CASES = [case for case in product(KINDS, PLANS, WAYS) if is_whole(*case)]
+
+
+@pytest.mark.parametrize(("kind", "plan", "how"), CASES, ids=str)
 def test_they_go_on(kind, plan, how):
     model, optimizer = started(kind)
     for step in range(2, 4):

@@ -11,6 +11,7 @@ from paceline.base.errors import PrepareError
 from paceline.parallel.data.averages import broadcast_tensors
 from paceline.world.collectives import Collectives
 from paceline.world.param_groups import inner_optimizers, parameters_of
+from paceline.world.sharded import is_sharded
 
 
 def take_first_ranks_states(optimizer: Optimizer, collectives: Collectives) -> None:
@@ -33,8 +34,9 @@ def take_first_ranks_states(optimizer: Optimizer, collectives: Collectives) -> N
     tensors: list[Tensor] = []
     for state in _states(optimizer):
         tensors += [value for value in state.values() if isinstance(value, Tensor)]
-    # Those on the meta device are created in a constructor, and get their values with the model.
-    with_values = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta]
+    # Those on the meta device are created in a constructor, and get their values with the model. Those of another prepared
+    # optimizer may be divided already.
+    with_values = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta and not is_sharded(tensor)]
     for device in dict.fromkeys(tensor.device for tensor in with_values):
         broadcast_tensors([tensor for tensor in with_values if tensor.device == device], collectives.group)
 
