@@ -314,10 +314,10 @@ def test_all_of_a_model_on_the_disk(tmp_path: Path) -> None:
 
 
 def test_a_hooked_model_is_pickled_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Where an earlier test of this process served accelerate's names, the classes say that they come from there.
-    monkeypatch.setitem(sys.modules, hooks.AlignDevicesHook.__module__, hooks)
     model = cpu_offload(network())
     expected = model(torch.ones(1, 2))
+    # Where accelerate's names were served in this process, the classes say that they come from there.
+    monkeypatch.setitem(sys.modules, hooks.AlignDevicesHook.__module__, hooks)
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert torch.equal(other(torch.ones(1, 2)), expected)
         assert other.forward.args[0] is other

@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from warm_python import executable
 
 from paceline import Accelerator
 from paceline.base import env as environment
@@ -187,14 +189,35 @@ def test_sizes_that_disagree() -> None:
     assert found[0][0] == "group-mismatch" and "rank 0: 2, rank 1: 3" in found[0][1]
 
 
+_AGENT = """
+import sys
+import torch.distributed as dist
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def agents_port(tmp_path: Path) -> Iterator[int]:
+    """The port of a store in a process of its own. Ranks are forks of this process, where its thread may hold a lock then."""
+    script = tmp_path / "agent.py"
+    script.write_text(_AGENT)
+    command = [executable(), str(script)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as agent:
+        assert agent.stdout is not None
+        yield int(agent.stdout.readline())
+        agent.communicate()
+
+
 @pytest.mark.timeout(400)
-def test_a_restart_over_the_agents_store() -> None:
+def test_a_restart_over_the_agents_store(agents_port: int) -> None:
     """The store survives with all that dead processes left in it, as torchelastic's does."""
     # Nothing waits for these seconds: on a busy machine the first processes took 58 s, of which most was imports. The default
     # of `run_ranks` is 60 s: a rank that was late by itself looked like one that hangs, and the others waited for it.
     limit_s = 120
-    agent = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=limit_s))
-    env = {"MASTER_PORT": str(agent.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    env = {"MASTER_PORT": str(agents_port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
 
     def dies_in_use():
         rendezvous.join(launched(), cpu=True, timeout_s=limit_s)
