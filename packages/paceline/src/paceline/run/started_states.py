@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor
 from torch.optim import Optimizer
 
 from paceline.base.errors import PrepareError
@@ -12,6 +11,7 @@ from paceline.parallel.data.averages import broadcast_tensors
 from paceline.world.collectives import Collectives
 from paceline.world.param_groups import inner_optimizers, parameters_of
 from paceline.world.sharded import is_sharded
+from paceline.world.tree import describe, tensors
 
 
 def take_first_ranks_states(optimizer: Optimizer, collectives: Collectives) -> None:
@@ -31,12 +31,13 @@ def take_first_ranks_states(optimizer: Optimizer, collectives: Collectives) -> N
             f"{others[0]}",
             fix="load the same states into it on all ranks, and not on one; or load them after `prepare`, on all ranks",
         )
-    tensors: list[Tensor] = []
-    for state in _states(optimizer):
-        tensors += [value for value in state.values() if isinstance(value, Tensor)]
     # Those on the meta device are created in a constructor, and get their values with the model. Those of another prepared
     # optimizer may be divided already.
-    with_values = [tensor for tensor in tensors if tensor.numel() and not tensor.is_meta and not is_sharded(tensor)]
+    with_values = [
+        tensor
+        for tensor in tensors(_states(optimizer))
+        if tensor.numel() and not tensor.is_meta and not is_sharded(tensor)
+    ]
     for device in dict.fromkeys(tensor.device for tensor in with_values):
         broadcast_tensors([tensor for tensor in with_values if tensor.device == device], collectives.group)
 
@@ -49,17 +50,6 @@ def _states(optimizer: Optimizer) -> list[dict[str, Any]]:
     return states
 
 
-def _described(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """Returns the states of all parameters: shapes and types of tensors, and numbers as they are."""
-    described = []
-    for state in _states(optimizer):
-        values: dict[str, Any] = {}
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                values[str(key)] = (tuple(value.shape), str(value.dtype), value.device.type)
-            elif isinstance(value, bool | int | float | str):
-                values[str(key)] = value
-            else:
-                values[str(key)] = type(value).__name__
-        described.append(values)
-    return described
+def _described(optimizer: Optimizer) -> list[str]:
+    """Returns what the state of each parameter consists of, in one line; "" for a parameter without one."""
+    return [describe(state) if state else "" for state in _states(optimizer)]
