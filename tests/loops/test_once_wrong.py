@@ -258,6 +258,17 @@ CLEARED_IN_ANOTHERS_WINDOW = Program(
     precision="fp16",
 )
 
+# The states of the second model's parameters were divided after the first model was bound, and gathered by their owner alone.
+STARTED_WITH_TWO_MODELS = Program(
+    seed=7,
+    models=(Model("Mlp"), Model("Mlp")),
+    optimizers=(Optimizer("Muon", (Slice(0, "all"), Slice(1, "all"))),),
+    loaders=(Loader(rows=24, batch=12),),
+    body=(Forward(0, 0, 0), Backward((0,)), Forward(1, 1, 0), Backward((1,)), Step(0), Zero("optimizer", 0)),
+    loop=Loop("for", (0,), epochs=1),
+    begun=1,
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -291,6 +302,7 @@ def test_programs_that_were_wrong_once() -> None:
     ):
         cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
+    cases.append(Case(STARTED_WITH_TWO_MODELS, 2, "shard"))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
     outcomes = check(cases)
     wrong = [

@@ -684,20 +684,20 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
         present = reference()
         if present is None:
             return
-        for model in present.prepared.models:
-            if model in bound or not model.is_stepped_by(optimizer):
-                continue
+        new = [model for model in present.prepared.models if model not in bound and model.is_stepped_by(optimizer)]
+        for model in new:
             bound.add(model)
             decisions: list[Decision] = []
             with adapter.binding():
                 for applied in model.chain.strategies:
                     decisions += applied.bind(adapter)
-            if any_sharded(model.module.parameters()):
-                from paceline.parallel.divided_parameters import take_whole_states
-
-                take_whole_states(optimizer)
             for decision in decisions:
                 present.note(decision)
+        # After all models: until then it is not known of which parameters one rank keeps the whole states.
+        if any(any_sharded(model.module.parameters()) for model in new):
+            from paceline.parallel.divided_parameters import take_whole_states
+
+            take_whole_states(optimizer)
 
     bind(adapter.optimizer)
     adapter.follow_groups(stepped, bind)
