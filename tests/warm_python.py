@@ -157,7 +157,7 @@ class WarmPython:
 def executable(*more: str) -> str:
     """The `python` of a server for all tests of this process: started at the first call, and ended with the process.
 
-    The workers of pytest-xdist share that of `share_between_workers` instead.
+    The workers of `forked_workers.py` share that of `share_between_workers` instead.
 
     Args:
         more: modules that it imports beside the usual ones. Each set of them has a server of its own in each worker.
@@ -175,7 +175,7 @@ def executable(*more: str) -> str:
 
 
 def share_between_workers() -> ExitStack:
-    """Called by the process that starts the workers of pytest-xdist: all of them will use one server.
+    """Called by the process that forks the workers of a run: all of them will use one server.
 
     Returns what ends the server, and the commands that still run. They also end where this process is killed.
     """
