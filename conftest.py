@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 import long_cases
 import pytest
@@ -48,7 +47,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--forks", type=int, default=0, help="how many tests run at the same time, in forks of this process")
+    parser.addoption(
+        "--forks", type=int, default=0, help="how many tests run at the same time, in forks of this process"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:

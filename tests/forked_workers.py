@@ -14,7 +14,6 @@ import itertools
 import os
 import signal
 import sys
-import tempfile
 import traceback
 import warnings
 from collections import deque

@@ -81,6 +81,7 @@ class WarmPython:
         modules: what it imports.
         python: the interpreter, whose packages commands find.
         environment: of the server itself; that of this process if left out.
+        starter: the `executable` of another server of the same interpreter, which has some of the modules already.
 
     Attributes:
         bin: a folder for the front of `PATH`, with the commands `python`, `python3` and `paceline`.
@@ -93,6 +94,7 @@ class WarmPython:
         modules: tuple[str, ...] = MODULES,
         python: str = sys.executable,
         environment: dict[str, str] | None = None,
+        starter: str = "",
     ) -> None:
         self.bin = folder / "bin"
         self.executable = str(self.bin / "python")
@@ -100,6 +102,7 @@ class WarmPython:
         self._modules = modules
         self._python = python
         self._environment = environment
+        self._starter = starter or python
         self._server: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -116,7 +119,7 @@ class WarmPython:
         # What containers begin with. Under the other name `-c` is cold, because `multiprocessing` starts its children so.
         self._write("python3", f'case "$1" in -c) exec {client} "$@";; *) exec {self.executable} "$@";; esac')
         self._write("paceline", f'exec {client} -m paceline "$@"')
-        command = [self._python, str(_HERE), str(self._socket), self.executable, *self._modules]
+        command = [self._starter, str(_HERE), str(self._socket), self.executable, *self._modules]
         # A session of its own: Ctrl-C is for those who started the commands, and they pass it on.
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=self._environment, start_new_session=True)
         return self
@@ -165,13 +168,19 @@ def executable(*more: str) -> str:
     if not sys.platform.startswith("linux"):
         return sys.executable
     shared = os.environ.get(_SHARED_FOLDER)
-    if shared is not None and not more:
-        return WarmPython(Path(shared)).wait().executable
+    starter = WarmPython(Path(shared)).wait().executable if shared is not None else ""
+    if starter and not more:
+        return starter
     folder = Path(tempfile.mkdtemp(prefix="warm-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    python = WarmPython(folder, (*MODULES, *more))
+    python = WarmPython(folder, (*MODULES, *more), starter=starter)
     atexit.register(python.close)
     return python.start().wait().executable
+
+
+def python3() -> str:
+    """As `executable`, for `-c PROGRAM`: under the other name that is cold."""
+    return str(Path(executable()).with_name("python3"))
 
 
 def share_between_workers() -> ExitStack:

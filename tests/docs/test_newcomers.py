@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 from page_reader import blocks
@@ -128,8 +127,8 @@ def test_a_notebook_user_starts_two_processes_under_another_name(tmp_path: Path)
         "if __name__ == '__main__':\n    print('processes:', notebook_launcher(train, NAME))\n"
     )
     (tmp_path / "cell.py").write_text(cell.replace("NAME", "nprocs=2"))
-    done = subprocess.run([sys.executable, "cell.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([executable(), "cell.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert "argument-unknown" in done.stderr
     (tmp_path / "cell.py").write_text(cell.replace("NAME", fix_of(done.stderr).removeprefix("write ")))
-    done = subprocess.run([sys.executable, "cell.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    done = subprocess.run([executable(), "cell.py"], cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert "processes: 2" in done.stdout, done.stderr

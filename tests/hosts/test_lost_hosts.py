@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from math import isclose
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 from hosts.network import Host, Network, lacking, paceline, still_running
 from hosts.run import Run
+from warm_python import executable
 
 LACKING = ", ".join(lacking())
 pytestmark = [
@@ -56,7 +56,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], dic
         folder = tmp_path_factory.mktemp("undisturbed")
         options = ["--steps", str(steps), "--pause-s", "0", "--save-every", str(10**9)]
         environment = {k: v for k, v in os.environ.items() if not k.startswith("PACELINE")} | {"OMP_NUM_THREADS": "1"}
-        command = [sys.executable, str(SCRIPT), str(folder), *options]
+        command = [executable(), str(SCRIPT), str(folder), *options]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
         assert done.returncode == 0, done.stderr
         return {row.step: row.loss for row in Run(folder, str).rows()}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from warm_python import executable
 
 import paceline_accelerate as accelerate
 import paceline_deepspeed as deepspeed
@@ -52,7 +52,7 @@ def test_spawned_workers_and_commands(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(PROGRAM)
     ended = subprocess.run(
-        [sys.executable, "-m", "paceline.compat", str(script)], capture_output=True, text=True, timeout=100, check=False
+        [executable(), "-m", "paceline.compat", str(script)], capture_output=True, text=True, timeout=100, check=False
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["28 1.15.0", "1.15.0"]

@@ -38,8 +38,21 @@ def run(folder: Path, *words: str) -> str:
     helpers = str(Path(__file__).parents[1])
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([helpers, os.environ.get("PYTHONPATH", "")])}
     # A folder of its own, and no settings of this repository.
-    command = [executable(), "-m", "pytest", "-c", os.devnull, "--rootdir", str(folder), "-p", "no:cacheprovider", *words]
-    done = subprocess.run([*command, str(folder)], env=environment, cwd=folder, capture_output=True, text=True, check=False)
+    command = [
+        executable(),
+        "-m",
+        "pytest",
+        "-c",
+        os.devnull,
+        "--rootdir",
+        str(folder),
+        "-p",
+        "no:cacheprovider",
+        *words,
+    ]
+    done = subprocess.run(
+        [*command, str(folder)], env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1, done.stdout + done.stderr
     return done.stdout
 

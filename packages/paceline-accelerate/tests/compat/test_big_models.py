@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from warm_python import python3
 
 from paceline.testing import run_ranks
 
@@ -85,7 +86,7 @@ def test_all_of_the_module_names_do_something() -> None:
         "    module = importlib.import_module('accelerate.' + name)\n"
         "    print(name, [each for each in dir(module) if isinstance(getattr(module, each), _Absence)])\n"
     )
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100, check=True)
+    ended = subprocess.run([python3(), "-c", program], capture_output=True, text=True, timeout=100, check=True)
     assert [line.partition(" ")[2] for line in ended.stdout.splitlines()] == ["[]"] * 4
 
 

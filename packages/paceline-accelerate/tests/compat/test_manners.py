@@ -7,7 +7,6 @@ import logging
 import os
 import pickle
 import subprocess
-import sys
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
+from warm_python import python3
 
 from paceline import CheckpointError, CompatError, ConfigError
 from paceline.base import env
@@ -449,7 +449,7 @@ os.replace = dying
 accelerator.save_state(sys.argv[1])
 """
     folder = tmp_path / "run"
-    killed = subprocess.run([sys.executable, "-c", program, str(folder)], timeout=100, check=False)
+    killed = subprocess.run([python3(), "-c", program, str(folder)], timeout=100, check=False)
     assert killed.returncode == 9
     assert weights_after_load(folder).abs().sum() == 0 and os.listdir(tmp_path) == ["run"]
     assert torch.load(folder / "pytorch_model.bin")["weight"].abs().sum() == 0
@@ -507,7 +507,7 @@ accelerator.prepare(__import__("torch").nn.Linear(1, 1))
 accelerator.register_for_checkpointing(Killed())
 accelerator.save_state()
 """
-    killed = subprocess.run([sys.executable, "-c", program, str(tmp_path)], timeout=100, check=False)
+    killed = subprocess.run([python3(), "-c", program, str(tmp_path)], timeout=100, check=False)
     assert killed.returncode == 9
     assert os.listdir(tmp_path / "checkpoints") == [".checkpoint_0.partial"]
     saved = saving(tmp_path, automatic_checkpoint_naming=True).save_state()

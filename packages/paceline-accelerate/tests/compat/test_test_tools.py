@@ -13,6 +13,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
+from warm_python import python3
 
 import paceline_accelerate as table
 from paceline.compat import install
@@ -147,9 +148,7 @@ def test_a_script_is_found_in_the_package_and_runs_by_its_path_and_name() -> Non
         f"assert os.path.join(folder, 'scripts', 'test_cli.py') == {str(path)!r}\n"
         "runpy.run_module('accelerate.test_utils.scripts.test_cli', run_name='__main__')\n"
     )
-    by_name = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60
-    )
+    by_name = subprocess.run([python3(), "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert by_name.stdout.startswith("Successfully ran on"), by_name.stderr
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         importlib.import_module("paceline_accelerate.test_utils.scripts.test_cli").main()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from pairwise import pairs_by_day
 from torch import nn
 
 from paceline import ConfigError
@@ -20,6 +23,7 @@ from paceline_deepspeed.initialize import scaler_options
 from paceline_deepspeed.schedules import build
 
 REFERENCE = Path(__file__).parent / "deepspeed_reference"
+PRODUCT = re.compile(r"(\w+) zero (\d) accumulate (\d) clip (\S+)")
 sys.path.insert(0, str(REFERENCE))
 try:
     import cases
@@ -132,12 +136,24 @@ def served(names: list[str]) -> Any:
 
 
 @pytest.fixture(scope="module")
-def trained() -> dict[str, Any]:
-    """What the programs give here."""
-    return run_ranks(served, world=2, args=([*cases.TRAINING, *cases.FP16_TRAINING, "parts"],), timeout_s=200)[0]
+def trained(request: pytest.FixtureRequest) -> dict[str, Any]:
+    """What the programs give here, of which the tests run that have been chosen."""
+    here = [item for item in request.session.items if item.path == request.path]
+    chosen = {item.callspec.params.get("name") for item in here if hasattr(item, "callspec")}
+    names = [name for name in (*cases.TRAINING, *cases.FP16_TRAINING) if name in chosen]
+    return run_ranks(served, world=2, args=([*names, "parts"],), timeout_s=200)[0]
 
 
-@pytest.mark.parametrize("name", cases.TRAINING)
+def of_the_day() -> Iterator[Any]:
+    """Each model with each stage, window and clip, and each stage with each window and clip; all of them at night."""
+    products = {name: found.groups() for name in cases.TRAINING if (found := PRODUCT.fullmatch(name))}
+    paired = pairs_by_day(products.values())
+    marks = {name: parameter.marks for name, parameter in zip(products, paired, strict=True)}
+    for name in cases.TRAINING:
+        yield pytest.param(name, marks=marks.get(name, ()))
+
+
+@pytest.mark.parametrize("name", of_the_day())
 def test_losses_step_by_step(trained: dict[str, Any], name: str) -> None:
     found, want = trained[name], recorded("training")[name]
     digits = 2e-6

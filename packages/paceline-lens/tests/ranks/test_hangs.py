@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from free_ports import free_port
+from warm_python import executable
 
 from paceline import Accelerator
 from paceline.base.errors import CollectiveError
@@ -236,7 +236,7 @@ def test_a_script_that_ends_in_the_middle(tmp_path) -> None:
     started = time.monotonic()
     ranks = [
         subprocess.Popen(
-            [sys.executable, str(script)],
+            [executable(), str(script)],
             env=os.environ
             | {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
             | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"},

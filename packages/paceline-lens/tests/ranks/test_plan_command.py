@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 from warm_python import executable
@@ -171,7 +170,7 @@ for _ in range(2):
     optimizer.step()
     optimizer.zero_grad()
 """)
-    done = subprocess.run([sys.executable, "oom.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run([executable(), "oom.py"], capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 1
     assert "[out-of-memory]" in done.stderr and "DefaultCPUAllocator: can't allocate memory" in done.stderr
     assert "parameters 64.0 MiB, gradients 64.0 MiB, optimizer 128.1 MiB" in done.stderr

@@ -21,6 +21,7 @@ import torch.distributed.tensor.parallel
 from parity_models import GPT, loss_of
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils.data import DataLoader, TensorDataset
+from warm_python import executable
 
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
@@ -278,7 +279,7 @@ def test_a_launcher_hears_of_a_last_save_that_failed(tmp_path, launcher) -> None
     own = ["-m", "paceline", "launch"] if launcher == "paceline" else ["-m", "torch.distributed.run"]
     number = "--procs=1" if launcher == "paceline" else "--nproc-per-node=1"
     done = subprocess.run(
-        [sys.executable, *own, number, script],
+        [executable(), *own, number, script],
         cwd=tmp_path,
         capture_output=True,
         text=True,

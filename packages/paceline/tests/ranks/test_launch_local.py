@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from warm_python import executable
+from warm_python import executable, python3
 
 LAUNCH = ("-m", "paceline.cli.main", "launch")
 ALL_REDUCE = """
@@ -60,14 +60,15 @@ def launch(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess
 
 @pytest.fixture
 def begin(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a launcher that the test will end: a fresh process, as what becomes of it is what is tested.
+    """Starts a launcher that the test will end: by a signal, which its client passes on, or by SIGKILL.
 
+    A SIGKILL is for the launcher alone, and would end all that it has started if it reached its client: then a fresh process.
     It looks for no accelerators, which takes an import of torch.
     """
     started: list[subprocess.Popen[str]] = []
 
-    def start(*words: object, **env: str) -> subprocess.Popen[str]:
-        command = [sys.executable, *LAUNCH, *(str(word) for word in words)]
+    def start(*words: object, killed: bool = False, **env: str) -> subprocess.Popen[str]:
+        command = [sys.executable if killed else executable(), *LAUNCH, *(str(word) for word in words)]
         pipe = subprocess.PIPE
         started.append(
             subprocess.Popen(
@@ -149,7 +150,7 @@ def test_world_is_found_under_every_launcher(start: str, script: Callable[..., P
     else:
         module = "torch.distributed.run" if start == "torchrun" else "torch.distributed.launch"
         more = ["--use_env"] if start != "torchrun" else []
-        command = [sys.executable, "-W", "ignore", "-m", module, "--nproc-per-node", "2", "--master-port", "0"]
+        command = [executable(), "-m", module, "--nproc-per-node", "2", "--master-port", "0"]
         command += [*more, str(path)]
         out = subprocess.run(command, cwd=tmp_path, env=clean(), capture_output=True, text=True, timeout=60).stdout
     assert sorted(out.splitlines()) == ["0 2 0 2 1 torchrun", "1 2 1 2 1 torchrun"]
@@ -163,10 +164,14 @@ print(LAUNCHER.submit(LAUNCHER.render(Job(Target("script", sys.argv[1]), 2, star
 """
 
 
-def begun(start: str, name: str, folder: Path, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a script on 2 processes, forked or (as where there are accelerators) fresh, that end as Python always does."""
+def begun(start: str, name: str, folder: Path, cold: bool = False, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a script on 2 processes, forked or (as where there are accelerators) fresh.
+
+    Those that are forked by a `cold` launcher end as Python always does.
+    """
+    python = sys.executable if cold else python3()
     words = [*LAUNCH, "-n", "2"] if start == "fork" else ["-c", EXEC]
-    command = [sys.executable, *words, name]
+    command = [python, *words, name]
     return subprocess.run(command, cwd=folder, env={**clean(), **env}, capture_output=True, text=True, timeout=60)
 
 
@@ -197,7 +202,7 @@ def test_the_script_is_main_as_under_python(start: str, script: Callable[..., Pa
             print(rows == spawned == [0, 1, 4, 9], flush=True)
         """
     )
-    done = begun(start, "train.py", tmp_path)
+    done = begun(start, "train.py", tmp_path, cold=True)
     assert path.is_file()
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("True") == done.stdout.count("exit handler") == 2
@@ -438,7 +443,8 @@ def test_nobody_is_left_behind(
     last = {"a rank fails": "raise SystemExit(int(os.environ['RANK']))", "the script ends": "child.returncode = 0"}
     path = script(PIDS, FAMILY, "import time, os\n", last.get(end, "time.sleep(60)"))
     (tmp_path / "tmp").mkdir()
-    launcher = begin("-n", 2, path, TMPDIR=str(tmp_path / "tmp"))
+    killed = end == "kill the launcher"
+    launcher = begin("-n", 2, path, killed=killed, TMPDIR=str(tmp_path / "tmp"))
     pids = await_files(tmp_path, "0.pid", "1.pid", "0.child", "1.child")
     if end == "kill the launcher":
         launcher.kill()
@@ -473,7 +479,8 @@ def test_lines_of_two_ranks_are_not_joined(start: str, script: Callable[..., Pat
         for number in range(3000):
             print("<" + os.environ["RANK"], "x" * 40 + ">")
     """)
-    done = begun(start, "train.py", tmp_path, PYTHONUNBUFFERED="1")
+    # Python looks at the variable when it starts.
+    done = begun(start, "train.py", tmp_path, cold=True, PYTHONUNBUFFERED="1")
     lines = [line for line in done.stdout.splitlines() if not line.startswith("Outcome")]  # of the launcher
     assert sorted(lines) == [f"<{rank} {'x' * 40}>" for rank in (0, 1) for _ in range(3000)]
 
@@ -657,9 +664,9 @@ def test_processes_end_with_their_launcher_though_nobody_is_left_to_end_them(
         command = [sys.executable, "-c", EXEC, str(path)]
         launcher = subprocess.Popen(command, cwd=tmp_path, env={**clean(), "TMPDIR": str(tmp_path / "tmp")})
     elif start == "program":
-        launcher = begin("-n", 2, "--no-python", sys.executable, path, TMPDIR=str(tmp_path / "tmp"))
+        launcher = begin("-n", 2, "--no-python", sys.executable, path, killed=True, TMPDIR=str(tmp_path / "tmp"))
     else:
-        launcher = begin("-n", 2, path, TMPDIR=str(tmp_path / "tmp"))
+        launcher = begin("-n", 2, path, killed=True, TMPDIR=str(tmp_path / "tmp"))
     pids = await_files(tmp_path, "0.pid", "1.pid")
     (reaper,) = (pid for pid in children(launcher.pid) if "reaper.py" in Path(f"/proc/{pid}/cmdline").read_text())
     os.kill(reaper, signal.SIGKILL)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from warm_python import executable
+from warm_python import executable, python3
 
 from paceline import Accelerator
 from paceline.base import env as environment
@@ -288,10 +288,9 @@ def test_a_process_that_a_rank_has_started_is_not_that_rank():
     def work() -> list[str]:
         accelerator = Accelerator(cpu=True)
         children = [
-            subprocess.Popen(
-                [sys.executable, "-c", CHILD], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-            )
-            for env in (dict(os.environ), {**os.environ, **ALONE})
+            subprocess.Popen([python, "-c", CHILD], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            # The first one is found by its parents: a fork of another process has none of them.
+            for python, env in ((sys.executable, dict(os.environ)), (python3(), {**os.environ, **ALONE}))
         ]
         inherited, alone = [child.communicate(timeout=120) for child in children]
         accelerator.wait_for_everyone()

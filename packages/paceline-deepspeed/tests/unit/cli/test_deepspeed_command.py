@@ -6,13 +6,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 from textwrap import dedent
 from typing import Any
 
 import pytest
+from warm_python import executable
 
 from paceline.base.errors import PacelineError
 from paceline.cli import launch
@@ -140,7 +140,7 @@ def test_what_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_real_processes(folder: Path) -> None:
-    command = [sys.executable, "-m", "paceline.cli.main", "deepspeed", "--num_gpus", "2", "--bind_cores_to_rank"]
+    command = [executable(), "-m", "paceline.cli.main", "deepspeed", "--num_gpus", "2", "--bind_cores_to_rank"]
     env = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS" and not k.startswith("PACELINE")}
     cores = len(os.sched_getaffinity(0))
     bound = cores >= 2
