@@ -17,7 +17,7 @@ from pathlib import Path
 import long_cases
 import pytest
 import warm_python
-from forked_workers import ForkedWorkers
+from forked_workers import ForkedRun
 from free_ports import port  # noqa: F401  (fixture)
 from late_module import LateModule
 from s3_server import s3, s3_server  # noqa: F401  (fixtures)
@@ -55,7 +55,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     """One server of commands for all workers, each of which would need two seconds and 700 MB for one of its own."""
     if config.option.forks:
-        config.pluginmanager.register(ForkedWorkers(config.option.forks))
+        config.pluginmanager.register(ForkedRun(config.option.forks))
         config.add_cleanup(warm_python.share_between_workers().close)
 
 

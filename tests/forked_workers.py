@@ -30,14 +30,12 @@ from paceline.launch.processes.signals import kill_with_parent
 _POLL_S = 1.0  # between two looks for workers that have ended without closing their pipe: a child of theirs may hold it
 
 
-class TestWorker:
+class ForkedWorker:
     """A fork as its parent sees it.
 
     Attributes:
         unfinished: the tests that it has been given, by their numbers, the one that runs first.
     """
-
-    __test__ = False  # pytest takes it for a class of tests
 
     def __init__(self, number: int, pid: int, pipe: Connection) -> None:
         self.number = number
@@ -49,7 +47,7 @@ class TestWorker:
         return os.waitpid(self.pid, os.WNOHANG)[0] != 0
 
 
-class ForkedWorkers:
+class ForkedRun:
     """The plugin of the process that reads the files: it hands these out, and reports what workers say about tests.
 
     Args:
@@ -59,7 +57,7 @@ class ForkedWorkers:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._files: deque[deque[int]] = deque()
-        self._workers: list[TestWorker] = []
+        self._workers: list[ForkedWorker] = []
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtestloop(self, session: pytest.Session) -> bool | None:
@@ -92,7 +90,7 @@ class ForkedWorkers:
                 os.waitpid(worker.pid, 0)
         return True
 
-    def _start(self, session: pytest.Session, number: int) -> TestWorker:
+    def _start(self, session: pytest.Session, number: int) -> ForkedWorker:
         ours, theirs = Pipe()
         sys.stdout.flush()
         sys.stderr.flush()
@@ -102,7 +100,7 @@ class ForkedWorkers:
             pid = os.fork()
         if pid:
             theirs.close()
-            return TestWorker(number, pid, ours)
+            return ForkedWorker(number, pid, ours)
         # The fork leaves by os._exit, whatever happens: what this process does at its end is not for the fork to do.
         code = 1
         try:
@@ -121,7 +119,7 @@ class ForkedWorkers:
             sys.stderr.flush()
             os._exit(code)
 
-    def _read(self, session: pytest.Session, worker: TestWorker) -> None:
+    def _read(self, session: pytest.Session, worker: ForkedWorker) -> None:
         """Does what a worker asks for, and reports what it says."""
         hook = session.config.hook
         while worker.pipe.poll():
@@ -144,7 +142,7 @@ class ForkedWorkers:
                     hook.pytest_runtest_logreport(report=report)
                 hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
 
-    def _mourn(self, session: pytest.Session, worker: TestWorker) -> None:
+    def _mourn(self, session: pytest.Session, worker: ForkedWorker) -> None:
         """Lets the test fail in which a worker has ended, and keeps those that it leaves for another worker."""
         worker.pipe.close()
         if not worker.unfinished:

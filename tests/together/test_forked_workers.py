@@ -8,10 +8,10 @@ from textwrap import dedent
 from warm_python import executable
 
 CONFTEST = """
-from forked_workers import ForkedWorkers
+from forked_workers import ForkedRun
 
 def pytest_configure(config):
-    config.pluginmanager.register(ForkedWorkers(2))
+    config.pluginmanager.register(ForkedRun(2))
 """
 FIRST = """
 import os, warnings

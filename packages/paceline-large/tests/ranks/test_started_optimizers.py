@@ -33,7 +33,7 @@ def batch(step):
 def started(kind):
     """A model and an optimizer after two steps in plain PyTorch."""
     torch.manual_seed(0)
-    model = GPT().double()
+    model = GPT(layers=2).double()
     optimizer = KINDS[kind](model)
     for step in range(2):
         plain_step(model, optimizer, step)
@@ -52,7 +52,7 @@ def prepared(kind, plan, how):
     model, optimizer = started(kind)
     if how == "after":
         weights, states = model.state_dict(), optimizer.state_dict()
-        model = GPT().double()
+        model = GPT(layers=2).double()
         model, optimizer = accelerator.prepare(model, KINDS[kind](model))
         model.load_state_dict(weights)
         optimizer.load_state_dict(states)
@@ -60,7 +60,7 @@ def prepared(kind, plan, how):
         return accelerator, model, optimizer
     if how == "copied":
         trained, given = accelerator.prepare(model, optimizer)
-        model = GPT().double()
+        model = GPT(layers=2).double()
         model.load_state_dict(accelerator.get_state_dict(trained))
         optimizer = KINDS[kind](model)
         optimizer.load_state_dict(given.state_dict())
