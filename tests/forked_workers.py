@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -42,9 +43,11 @@ class ForkedWorker:
         self.pid = pid
         self.pipe = pipe
         self.unfinished: deque[int] = deque()
+        self.status = 0  # of waitpid, once it has ended
 
     def has_ended(self) -> bool:
-        return os.waitpid(self.pid, os.WNOHANG)[0] != 0
+        pid, self.status = os.waitpid(self.pid, os.WNOHANG)
+        return pid != 0
 
 
 class ForkedRun:
@@ -146,6 +149,8 @@ class ForkedRun:
         """Lets the test fail in which a worker has ended, and keeps those that it leaves for another worker."""
         worker.pipe.close()
         if not worker.unfinished:
+            if worker.status:
+                raise session.Failed("a worker of --forks has failed outside of a test; it has said why")
             return
         item = session.items[worker.unfinished.popleft()]
         message = "the worker of --forks has ended in this test; if it has said why, it stands above"
@@ -192,8 +197,10 @@ def _work(session: pytest.Session, number: int, pipe: Connection) -> None:
     capture.stop_global_capturing()
     capture.start_global_capturing()
     capture.suspend_global_capture()
-    config.pluginmanager.unregister(name="terminalreporter")
+    reporter = config.pluginmanager.unregister(name="terminalreporter")
     config.pluginmanager.register(SentReports(config, pipe))
+    # pytest-timeout writes stacks where the reporter writes.
+    config.pluginmanager.register(SimpleNamespace(_tw=reporter._tw), "terminalreporter")
     factory = config._tmp_path_factory  # type: ignore[attr-defined]
     factory._basetemp = factory.getbasetemp() / f"w{number}"
     factory._basetemp.mkdir(exist_ok=True)

@@ -108,7 +108,6 @@ LONG = {
     "packages/paceline-accelerate/tests/compat/test_loaders.py::test_as_recorded[1]",
     "tests/together/test_deepspeed_trainer.py::test_as_the_real_one[stage 1, their optimizer]",
     "packages/paceline/tests/ranks/test_launch_notebook.py::test_in_a_real_notebook",
-    "packages/paceline/tests/ranks/test_launch_local.py::test_a_second_signal_waits_no_longer_and_grace_has_an_end",
     "packages/paceline-deepspeed/tests/ranks/test_deepspeed_surroundings.py::test_whole_weights_of_a_checkpoint_of_ours",
     "packages/paceline-hosts/tests/ranks/test_remote_checkpoint.py::test_one_rank_is_killed_while_it_uploads",
     "packages/paceline/tests/ranks/test_several_runs.py::test_two_writers_are_killed_again_and_again[two renames]",
@@ -193,10 +192,6 @@ KEPT = {
         "--no-wait---",
     ),
     "packages/paceline/tests/ranks/test_background_save.py::test_the_process_ends_after_its_save": ("failing",),
-    "packages/paceline/tests/ranks/test_launch_local.py::test_nobody_is_left_behind": (
-        "kill the launcher",
-        "a rank fails",
-    ),
     "packages/paceline-accelerate/tests/compat/test_trainer.py::test_trainer": (
         "two processes, accumulation, bf16",
         "zero 2",

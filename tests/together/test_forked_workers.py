@@ -14,7 +14,7 @@ def pytest_configure(config):
     config.pluginmanager.register(ForkedRun(2))
 """
 FIRST = """
-import os, warnings
+import os, pytest, time, warnings
 
 def test_passes(tmp_path):
     warnings.warn("mind this")
@@ -26,8 +26,9 @@ def test_fails():
 def test_ends_its_worker():
     os._exit(3)
 
-def test_follows():
-    pass
+@pytest.mark.timeout(1)
+def test_takes_too_long():
+    time.sleep(60)
 """
 SECOND = "def test_of_another_file():\n    pass\n"
 
@@ -59,7 +60,8 @@ def run(folder: Path, *words: str) -> str:
 
 def test_each_test_is_reported_once_and_those_behind_a_crash_run(tmp_path: Path) -> None:
     said = run(tmp_path)
-    assert "2 failed, 3 passed, 1 warning" in said
+    assert "3 failed, 2 passed" in said
+    assert "Timeout (>1.0s)" in said
     assert "printed by it" in said
     assert "mind this" in said
     assert "FAILED test_first.py::test_ends_its_worker - the worker of --forks has ended" in said
