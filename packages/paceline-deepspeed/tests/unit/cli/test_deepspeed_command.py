@@ -24,13 +24,17 @@ from paceline_deepspeed import cli as deepspeed
 # accelerate's names are served too, where its part is installed.
 SERVED = "accelerate,deepspeed" if find_spec("paceline_accelerate") is not None else "deepspeed"
 SCRIPT = """
-    import json, os, sys
+    import json, os, sys, time
     names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE CUDA_VISIBLE_DEVICES OMP_NUM_THREADS".split()
     cores = len(os.sched_getaffinity(0))
     pid = os.path.exists(f"/tmp/{os.getppid()}.deepspeed")
     found = {"argv": sys.argv[1:], "cores": cores, "pid": pid, **{name: os.environ.get(name) for name in names}}
     os.write(1, (json.dumps(found) + "\\n").encode())
-    sys.exit(7 if "fail" in sys.argv and os.environ["RANK"] == "1" else 0)
+    open("up" + os.environ["RANK"], "w").close()
+    if "fail" in sys.argv and os.environ["RANK"] == "1":
+        while not os.path.exists("up0"):  # which the launcher ends then
+            time.sleep(0.01)
+        sys.exit(7)
 """
 
 
