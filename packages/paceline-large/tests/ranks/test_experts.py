@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, TrainError
 from paceline.testing import run_ranks
-from paceline.world.sharded import is_sharded, whole
+from paceline.world.sharded import _DIVISIONS, is_sharded, whole
 
 Plan = dict[str, Any]
 BATCH, STEPS, ACCUMULATE, CLOSE = 8, 4, 2, 3e-6
@@ -71,9 +71,8 @@ class Run:
         torch.manual_seed(seed)
         model = Mixture(listed=listed)
         self.accelerator = Accelerator(cpu=True, plan=plan, gradient_accumulation_steps=ACCUMULATE, split_batches=True)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(
-            model, optimizer_of(model, kind), DataLoader(data(), BATCH)
-        )
+        self.built = optimizer_of(model, kind)
+        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, self.built, DataLoader(data(), BATCH))
 
     def train(self, save_after_first: str = "") -> dict[str, Any]:
         gradients: list[dict[str, torch.Tensor | None]] = []
@@ -90,6 +89,16 @@ class Run:
             if save_after_first and len(norms) == 1 and self.accelerator.sync_gradients:
                 self.accelerator.save_state(save_after_first)
         return {"gradients": gradients, "norms": norms, "weights": self.accelerator.get_state_dict(self.model)}
+
+
+def divided_otherwise(run: Run) -> list[str]:
+    """The parameters that an owner does not step, or that two divisions gather for it, one after the other."""
+    divisions = vars(run.built)[_DIVISIONS]
+    return [
+        name
+        for name, parameter in run.model.named_parameters()
+        if sum(division.covers(parameter) for division in divisions) != 1
+    ]
 
 
 def differences(got: dict[str, Any], want: dict[str, Any]) -> list[str]:
@@ -143,6 +152,8 @@ def test_gradients_norms_and_weights_are_those_of_one_process(case) -> None:
                 # With tp beside ep, one division of such an optimizer serves both axes.
                 kind = Whole if plan == {"ep": 2, "tp": 2} else torch.optim.AdamW
                 run = Run(plan, kind, listed=is_list)
+                if kind is Whole:
+                    found += divided_otherwise(run)
                 found += [f"{plan}, listed: {is_list}: {row}" for row in differences(run.train(), want)]
                 for name, parameter in run.model.named_parameters():
                     whole_rows = parameter.shape[0]
@@ -168,7 +179,9 @@ def test_checkpoints_go_into_any_width_and_into_one_file(tmp_path) -> None:
             run.accelerator.save_model(run.model, tmp_path / f"exported_{listed}")
         # An optimizer that needs whole parameters steps each on one rank.
         for plan in ({"ep": 2}, {"ep": 2, "zero": 3}):
-            found += differences(Run(plan, Whole).train(), plain())
+            run = Run(plan, Whole)
+            found += divided_otherwise(run)
+            found += differences(run.train(), plain())
         return found
 
     def resume(plans: list[Plan]) -> list[str]:
