@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -144,13 +143,12 @@ def trained(request: pytest.FixtureRequest) -> dict[str, Any]:
     return run_ranks(served, world=2, args=([*names, "parts"],), timeout_s=200)[0]
 
 
-def of_the_day() -> Iterator[Any]:
+def of_the_day() -> list[Any]:
     """Each model with each stage, window and clip, and each stage with each window and clip; all of them at night."""
     products = {name: found.groups() for name in cases.TRAINING if (found := PRODUCT.fullmatch(name))}
     paired = pairs_by_day(products.values())
     marks = {name: parameter.marks for name, parameter in zip(products, paired, strict=True)}
-    for name in cases.TRAINING:
-        yield pytest.param(name, marks=marks.get(name, ()))
+    return [pytest.param(name, marks=marks.get(name, ())) for name in cases.TRAINING]
 
 
 @pytest.mark.parametrize("name", of_the_day())
