@@ -83,7 +83,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
         each.communicate()
 
 
-def await_files(folder: Path, *names: str, timeout_s: float = 30) -> list[int]:
+def await_files(folder: Path, *names: str, timeout_s: float = 60) -> list[int]:
     deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
         if all((folder / name).is_file() and (folder / name).read_text() for name in names):
