@@ -7,8 +7,9 @@ STAMP := .venv/.setup-done-$(SUM)
 # All parts, from this checkout, for one pip command.
 PARTS := -e "packages/paceline[completion,notebook,tensorboard]" -e "packages/paceline-hosts[kubernetes,ray,s3]" -e "packages/paceline-large[fp8]" -e "packages/paceline-lens[watch]" \
 	-e packages/paceline-doors -e packages/paceline-accelerate -e packages/paceline-deepspeed
-# Tests that run at the same time (tests/forked_workers.py). Their processes spend much of their time waiting for each other:
-# four on 2 cores left a sixth of the time unused. `make test JOBS=20` on a larger machine.
+# A file is read by one worker (loadscope), so that what its fixtures make is made once; groups are not honoured by
+# pytest-xdist 3.8 under pytest 9.2, which keeps names elsewhere. Test processes spend much of their time waiting
+# for each other: four on 2 cores left a sixth of the time unused. `make test JOBS=20` on a larger machine.
 JOBS ?= 6
 # Those of each part, and in tests/together those of parts that do not depend on each other.
 UNIT := $(wildcard packages/*/tests/unit)
@@ -58,7 +59,7 @@ quickstart: $(QUICKSTART_STAMP)  ## train a small network on handwritten digits,
 	$(QUICKSTART)/bin/paceline launch --procs 2 examples/quickstart/train.py $(ARGS)
 
 # Files in the order of conftest.py: those with few cases may take long, and would be left for the end.
-SUITE = $(PYTEST) -m "not long" --forks $(JOBS)
+SUITE = $(PYTEST) -m "not long" -n $(JOBS) --dist loadscope --no-loadscope-reorder
 
 test: setup  ## run the tests that the changes since the last whole run can reach (set-up included); says how many these are
 	$(BIN)/python tests/choose_tests.py > .chosen-tests
@@ -69,11 +70,11 @@ test-all: setup  ## run the whole test suite: before a release, and before an is
 	@git diff --quiet HEAD && git rev-parse HEAD > dev/whole-run || echo "dev/whole-run is as before: there are changes that are not committed"
 
 test-long: setup  ## run the cases that test-all leaves out, as they add little to their neighbours: each night, and before a release
-	$(PYTEST) -m long --forks $(JOBS) $(ARGS)
+	$(PYTEST) -m long -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 PART ?=
 test-part:  ## build and install one part with its dependencies alone, and run its tests: make test-part PART=paceline-large
-	$(PYTHON) dev/test_part.py "$(PART)" -m "not long" --forks $(JOBS) $(ARGS)
+	$(PYTHON) dev/test_part.py "$(PART)" -m "not long" -n $(JOBS) --dist loadscope --no-loadscope-reorder $(ARGS)
 
 # An environment for each release, named after it and after the Python where that is not 3.11: .venv-torch-2.15.0-py312.
 TORCH ?=
@@ -88,7 +89,7 @@ test-torch:  ## unit, parity, checkpoint and door tests under another torch: mak
 	@$(PYTHON) --version
 	@test -e $(TORCH_STAMP) || $(MAKE) --no-print-directory $(TORCH_STAMP)
 	$(TORCH_ENV)/bin/python -m paceline env
-	$(TORCH_ENV)/bin/python -m pytest $(TORCH_TESTS) -m "not long" --forks $(JOBS) $(ARGS)
+	$(TORCH_ENV)/bin/python -m pytest $(TORCH_TESTS) -m "not long" -n $(JOBS) --dist loadscope $(ARGS)
 
 .venv-torch-%/.setup-done-$(SUM):
 	test -x $(TORCH_ENV)/bin/python || $(PYTHON) -m venv $(TORCH_ENV)
@@ -141,7 +142,7 @@ check: setup  ## format, lint, types, shape and unit tests, before each commit; 
 	$(BIN)/python -m ruff format --check .
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
-	$(PYTEST) tests/shape $(UNIT) --forks $(JOBS) --durations=5 $(ARGS)
+	$(PYTEST) tests/shape $(UNIT) -n $(JOBS) --dist loadscope --durations=5 $(ARGS)
 
 ranks: setup  ## tests on several real processes, over gloo on this machine
 	$(PYTEST) $(RANKS) $(ARGS)
@@ -189,8 +190,8 @@ SIMULATED = PYTHONPATH=$(CURDIR)/tests/simulated_device/site SIMULATED_DEVICES=4
 simulated-device: setup  ## the GPU tests and the parity of all plans on a simulated accelerator; needs a C++ compiler and ninja
 	$(BIN)/python tests/simulated_device/site/simulated_device.py
 	# Two runs: a process in which autograd has used a device cannot be forked, and the ranks of the second are forks.
-	$(SIMULATED) $(PYTEST) tests/gpu --forks 2 -rs $(ARGS)
-	$(SIMULATED) $(PYTEST) packages/paceline/tests/ranks/test_parity.py --forks 2 $(ARGS)
+	$(SIMULATED) $(PYTEST) tests/gpu -n 2 -rs $(ARGS)
+	$(SIMULATED) $(PYTEST) packages/paceline/tests/ranks/test_parity.py -n 2 $(ARGS)
 	# Eight devices for the combinations of axes. The device has no convolutions, which the model with batch norm has.
 	$(SIMULATED) SIMULATED_DEVICES=8 $(PYTEST) packages/paceline-large/tests/ranks/test_parity_plans.py --deselect packages/paceline-large/tests/ranks/test_parity_plans.py::test_batch_norm $(ARGS)
 

@@ -13,11 +13,11 @@ import time
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import long_cases
 import pytest
 import warm_python
-from forked_workers import ForkedRun
 from free_ports import port  # noqa: F401  (fixture)
 from late_module import LateModule
 from s3_server import s3, s3_server  # noqa: F401  (fixtures)
@@ -35,7 +35,7 @@ os.environ.pop("PYTHONUNBUFFERED", None)
 # Launchers write down their runs below it.
 _state_folder = tempfile.TemporaryDirectory(prefix="paceline-state-")
 os.environ["XDG_STATE_HOME"] = _state_folder.name
-# What is imported while files are read stays: to look for garbage in between takes a second of nine.
+# What a worker imports while it collects stays: to look for garbage in between takes a second of nine.
 gc.disable()
 # Gloo's thread asks again and again for the lock of a pair while the thread that has it waits for a processor. What it wakes
 # takes that processor away, unless both are batch processes; there are more ranks than cores here, so that it happened often.
@@ -46,17 +46,25 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--forks", type=int, default=0, help="how many tests run at the same time, in forks of this process"
-    )
-
-
 def pytest_configure(config: pytest.Config) -> None:
     """One server of commands for all workers, each of which would need two seconds and 700 MB for one of its own."""
-    if config.option.forks:
-        config.pluginmanager.register(ForkedRun(config.option.forks))
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
         config.add_cleanup(warm_python.share_between_workers().close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """One worker has all files of tests/shape, so that our sources are parsed once; of the others a worker has a file."""
+    if config.getoption("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class OneWorkerForShape(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            scope: str = super()._split_scope(nodeid)
+            return "tests/shape" if scope.startswith("tests/shape/") else scope
+
+    return OneWorkerForShape(config, log)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -55,7 +55,7 @@ def missing(arguments: list[str]) -> list[str]:
     """The modules that this Python lacks for the command."""
     needed = ["torch", "cloudpickle", "numpy", "yaml", "safetensors"]
     if arguments[:2] == ["-m", "pytest"]:
-        needed += ["pytest", "pytest_timeout"]
+        needed += ["pytest", "pytest_timeout", "xdist"]
     return [name for name in needed if find_spec(name) is None]
 
 

@@ -160,7 +160,7 @@ class WarmPython:
 def executable(*more: str) -> str:
     """The `python` of a server for all tests of this process: started at the first call, and ended with the process.
 
-    The workers of `forked_workers.py` share that of `share_between_workers` instead.
+    The workers of pytest-xdist share that of `share_between_workers` instead.
 
     Args:
         more: modules that it imports beside the usual ones. Each set of them has a server of its own in each worker.
