@@ -86,6 +86,7 @@ _SUPEROFFLOAD = (
     "finetune_zero3.py --deepspeed_config {}offload.json --model_name model --num_train_epochs 1 --lr 1e-5 --batch_size 4 "
     "--output_dir out --max_length 32 --bench_steps 4 --warmup_steps 1 --attn_implementation eager --activation_checkpointing"
 )
+_REWARDS = "--reward_funcs rewards.letters --num_generations 2 --max_completion_length 8 --beta 0.1 --seed 1"
 _EXAMPLES = "pytorch/examples"
 _SD = "--pretrained_model_name_or_path sd --seed 1"
 _DIFFUSION = (
@@ -475,4 +476,117 @@ PROGRAMS = (
             "--train_data_dir captions/train --seed 1 --discr_learning_rate 1e-3 --timm_model_backend resnet10t "
             f"--timm_model_layers layer1|layer2 --timm_model_offset 3 {_DIFFUSION}", "diffusion", "vqgan", procs=(1,),
             env={"PROGRAMS_BACKWARD": "1"}),
+    *(
+        hugging(f"trl {name} {kind}", "huggingface/trl/trl/scripts", f"{name}.py {_ENGINE}{data} {more}", "language_model",
+                data, procs=(2,), env={"PROGRAMS_BACKWARD": "1", **env})
+        for name, data, kind, more, env in (
+            ("dpo", "preferences", "fsdp2", "", _FSDP2),
+            ("dpo", "preferences", "zero 3", "", _zero(3)),
+            ("dpo", "preferences", "peft", "--use_cpu --use_peft --lora_r 2", {}),
+            ("grpo", "questions", "fsdp2", _REWARDS, _FSDP2),
+            ("grpo", "questions", "zero 3", _REWARDS, _zero(3)),
+            ("reward", "preferences", "zero 2", "", _zero(2)),
+            ("reward", "preferences", "fsdp2", "", _FSDP2),
+            ("kto", "judgements", "zero 2", "", _zero(2)),
+            ("kto", "judgements", "fsdp2", "", _FSDP2),
+            ("sft", "chats", "zero 2", "--gradient_accumulation_steps 2", _zero(2)),
+            ("sft", "chats", "packing", "--use_cpu --packing --max_length 32", {}),
+            ("sft", "chats", "peft fsdp2", "--use_peft --lora_r 2", _FSDP2),
+            ("sft", "chats", "peft zero 3", "--use_peft --lora_r 2", _zero(3)),
+        )
+    ),
+    *(
+        hugging(f"task {name} {kind}", f"huggingface/transformers/examples/pytorch/{folder}", f"{command} {_STEPS}{more}",
+                *inputs, "task_files", procs=(2,), env={"PROGRAMS_BACKWARD": "1", **env})
+        for kind, env in (("fsdp2", _FSDP2), ("zero 2", _zero(2)), ("zero 3", _zero(3)))
+        for name, folder, command, more, inputs in (
+            ("glue", "text-classification", "run_glue_no_trainer.py", f"--model_name_or_path bert {rows('pairs')}", ("bert",)),
+            ("summarization", "summarization", "run_summarization_no_trainer.py",
+             f"--model_name_or_path t5 --max_source_length 16 --max_target_length 8 --num_beams 2 {rows('summary')}", ("t5",)),
+            ("image classes", "image-classification", "run_image_classification_no_trainer.py",
+             "--model_name_or_path vit --dataset_name images", ("vit", "images")),
+            ("qa", "question-answering", "run_qa_no_trainer.py",
+             f"--model_name_or_path bert --max_seq_length 24 --doc_stride 8 {rows('question')}", ("bert",)),
+        )
+    ),
+    *(
+        hugging(f"accelerate {script} {kind}", "huggingface/accelerate/examples/by_feature", f"{script}.py {more}",
+                "accelerate_examples", procs=(2,), weights="output_dir" in more, env={"PROGRAMS_BACKWARD": "1", **env})
+        for kind, env in (("fsdp2", {**_FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}), ("zero 2", _zero(2)), ("zero 3", _zero(3)))
+        for script, more in (
+            ("gradient_accumulation", "--gradient_accumulation_steps 4"),
+            ("checkpointing", "--checkpointing_steps 4 --output_dir out"),
+            ("early_stopping", ""),
+            ("multi_process_metrics", ""),
+            ("automatic_gradient_accumulation", ""),
+        )
+    ),
+    *(
+        hugging(f"accelerate {script} {more}".strip(), "huggingface/accelerate/examples/by_feature",
+                f"{script}.py --cpu {more}", "accelerate_examples", procs=(2,), weights=False,
+                env={"PROGRAMS_BACKWARD": "1"})
+        for script, more in (
+            ("multi_process_metrics", ""),
+            ("profiler", "--record_shapes --profile_memory --with_flops --output_trace_dir out"),
+            ("schedule_free", ""),
+            ("tracking", "--with_tracking --project_dir out"),
+            ("local_sgd", "--gradient_accumulation_steps 1 --local_sgd_steps 3"),
+        )
+    ),
+    *(
+        hugging(f"task glue {kind}", "huggingface/transformers/examples/pytorch/text-classification",
+                f"run_glue_no_trainer.py {_STEPS.replace('max_train_steps 4', 'max_train_steps 8')}--num_warmup_steps 2 "
+                f"--model_name_or_path bert {rows('pairs')}", "bert", "task_files", procs=(2,), tolerance=tolerance,
+                env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_MIXED_PRECISION": dtype, **env})
+        for kind, dtype, env, tolerance in (
+            ("fsdp2 bf16", "bf16", _FSDP2, 2e-2), ("zero 2 fp16", "fp16", _zero(2), 2e-2), ("zero 2 bf16", "bf16", _zero(2), 2e-2),
+            ("zero 3 fp16", "fp16", _zero(3), 2e-2), ("bf16", "bf16", {}, 1e-5),
+            ("zero 2 windows", "no", {**_zero(2), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, 1e-5),
+        )
+    ),
+    *(
+        hugging(f"accelerate gradient_accumulation {kind}", "huggingface/accelerate/examples/by_feature",
+                "gradient_accumulation.py --gradient_accumulation_steps 3", "accelerate_examples", procs=(2,), weights=False,
+                env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_MIXED_PRECISION": dtype, **env})
+        for kind, dtype, env in (("zero 2 fp16", "fp16", _zero(2)), ("fsdp2 bf16", "bf16", {**_FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}))
+    ),
+    *(
+        hugging(f"peft {name}", f"huggingface/peft/examples/{name}_finetuning",
+                f"{name}_finetuning.py --base_model_name_or_path model {more} --bits fp32 --bf16 False "
+                "--data_path tatsu-lab/alpaca --dataset_split train --dataset_field instruction output --output_dir out "
+                "--max_steps 4 --per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 1e-2 "
+                "--logging_steps 1 --report_to none --use_cpu --gradient_checkpointing False --max_length 32 --save_steps 2",
+                "language_model", "instructions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"})
+        for name, more in (("miss", "--miss_r 4"), ("pissa", "--init_lora_weights pissa --lora_r 4 --lora_alpha 4"))
+    ),
+    hugging("peft seq2seq fsdp", "huggingface/peft/examples/conditional_generation", "peft_lora_seq2seq_accelerate_fsdp.py", "t5",
+            "phrases", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_FSDP": "true"}),
+    hugging("peft p_tuning", "huggingface/peft/examples/sequence_classification",
+            "peft_no_lora_accelerate.py --model_name_or_path bert-base-cased --num_virtual_tokens 4 --peft_type p_tuning "
+            "--encoder_hidden_size 16 --num_train_epochs 1 --output_dir out --seed 1", "accelerate_examples", procs=(2,),
+            env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("trl prm", "huggingface/trl/examples/scripts", f"prm.py {_TRL}steps", "language_model", "steps", procs=(2,),
+            env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("trl tpo", "huggingface/trl/examples/scripts", f"tpo.py {_TRL}triples", "language_model", "triples", procs=(2,),
+            env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("span-marker", "tomaarsen/SpanMarkerNER/training_scripts", "conll03_no_context.py", "bert", "entities",
+            procs=(2,), env={"PROGRAMS_BACKWARD": "1"}, tolerance=2e-2),
+    *(
+        hugging(f"diffusers {name} {kind}".strip(), f"huggingface/diffusers/examples/{name}",
+                f"{script}.py {_SD} {more} {_DIFFUSION}", "diffusion", procs=(2,), env={"PROGRAMS_BACKWARD": "1", **env})
+        for name, script, more, kind, env in (
+            ("text_to_image", "train_text_to_image", "--dataset_name captions --use_ema", "zero 2",
+             {**_zero(2), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}),
+            ("text_to_image", "train_text_to_image", "--dataset_name captions", "fsdp2",
+             {**_FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": "BasicTransformerBlock"}),
+            ("controlnet", "train_controlnet", "--dataset_name conditions", "zero 2",
+             {**_zero(2), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}),
+            ("instruct_pix2pix", "train_instruct_pix2pix", "--dataset_name edits --original_image_column image "
+             "--edited_image_column edited_image --edit_prompt_column text --use_ema", "", {}),
+            ("custom_diffusion", "train_custom_diffusion", "--instance_data_dir things --instance_prompt w1 --modifier_token ~~ "
+             "--initializer_token w --noaug", "", {}),
+        )
+    ),
+    hugging("accelerate pippy bert", "huggingface/accelerate/examples/inference/pippy", "bert.py", "accelerate_examples",
+            procs=(2,), weights=False, env={"PROGRAMS_STACKED": "1"}),
 )  # fmt: skip
