@@ -496,8 +496,9 @@ PROGRAMS = (
         )
     ),
     *(
-        hugging(f"task {name} {kind}", f"huggingface/transformers/examples/pytorch/{folder}", f"{command} {_STEPS}{more}",
-                *inputs, "task_files", procs=(2,), env={"PROGRAMS_BACKWARD": "1", **env})
+        hugging(f"task {name} {kind}", f"huggingface/transformers/examples/pytorch/{folder}", f"{command} {_STEPS if kind != 'fsdp2' else _STEPS.replace('--checkpointing_steps 2 ', '')}{more}",
+                *inputs, "task_files", procs=(2,),
+                env={"PROGRAMS_BACKWARD": "1", **env, "FSDP_TRANSFORMER_CLS_TO_WRAP": {"t5": "T5Block", "vit": "ViTLayer"}.get(inputs[0], "BertLayer")})
         for kind, env in (("fsdp2", _FSDP2), ("zero 2", _zero(2)), ("zero 3", _zero(3)))
         for name, folder, command, more, inputs in (
             ("glue", "text-classification", "run_glue_no_trainer.py", f"--model_name_or_path bert {rows('pairs')}", ("bert",)),
@@ -539,7 +540,7 @@ PROGRAMS = (
                 f"--model_name_or_path bert {rows('pairs')}", "bert", "task_files", procs=(2,), tolerance=tolerance,
                 env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_MIXED_PRECISION": dtype, **env})
         for kind, dtype, env, tolerance in (
-            ("fsdp2 bf16", "bf16", _FSDP2, 2e-2), ("zero 2 fp16", "fp16", _zero(2), 2e-2), ("zero 2 bf16", "bf16", _zero(2), 2e-2),
+            ("fsdp2 bf16", "bf16", {**_FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}, 2e-2), ("zero 2 fp16", "fp16", _zero(2), 2e-2), ("zero 2 bf16", "bf16", _zero(2), 2e-2),
             ("zero 3 fp16", "fp16", _zero(3), 2e-2), ("bf16", "bf16", {}, 1e-5),
             ("zero 2 windows", "no", {**_zero(2), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, 1e-5),
         )

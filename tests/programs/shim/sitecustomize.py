@@ -242,8 +242,15 @@ def shim_accelerator(cpu: Any) -> None:
 
 def shim_state(state: Any) -> None:
     """Makes the real accelerate take its engines on a CPU, whose processes talk by gloo."""
-    if os.environ.get("PROGRAMS_ENGINE"):
-        state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.MULTI_GPU)
+    plain = state.PartialState._prepare_backend
+
+    @wraps(plain)
+    def prepare_backend(*args: Any, **kwargs: Any) -> Any:
+        if os.environ.get("PROGRAMS_ENGINE"):
+            return "gloo", state.DistributedType.MULTI_GPU
+        return plain(*args, **kwargs)
+
+    state.PartialState._prepare_backend = prepare_backend
 
 
 def shim_config(config: Any) -> None:
