@@ -304,30 +304,6 @@ def zero_2_template(folder: Path) -> None:
     (folder / "zero2.json").write_text(json.dumps(config), encoding="utf-8")
 
 
-def zero_templates(folder: Path) -> None:
-    """Makes `zero1.json`, `zero2.json`, `zero3.json`, configs of DeepSpeed as accelerate's examples have them."""
-    for stage in (1, 2, 3):
-        config = {
-            "zero_optimization": {"stage": stage, "stage3_gather_16bit_weights_on_model_save": True},
-            "gradient_accumulation_steps": 2,
-            "gradient_clipping": "auto",
-            "steps_per_print": 2000,
-            "train_batch_size": "auto",
-            "train_micro_batch_size_per_gpu": "auto",
-            "optimizer": {"type": "AdamW", "params": {"lr": "auto", "weight_decay": "auto", "torch_adam": True}},
-            "scheduler": {
-                "type": "WarmupDecayLR",
-                "params": {
-                    "warmup_min_lr": "auto",
-                    "warmup_max_lr": "auto",
-                    "warmup_num_steps": "auto",
-                    "total_num_steps": "auto",
-                },
-            },
-        }
-        (folder / f"zero{stage}.json").write_text(json.dumps(config), encoding="utf-8")
-
-
 def phrases(folder: Path) -> None:
     """Makes `t5-base` of `t5`, and sentences with one word to answer."""
     (folder / "t5").rename(folder / "t5-base")
@@ -350,25 +326,6 @@ def tweets(folder: Path) -> None:
             shutil.copytree(folder / made, folder / name)
 
 
-def few_shots(folder: Path) -> None:
-    """Makes `SetFit/sst2`, sentences of two classes."""
-    draw = random.Random(0)
-    for split, count in (("train", 40), ("test", 12)):
-        rows = [{"text": _text(draw, 6), "label": n % 2, "label_text": WORDS[n % 2]} for n in range(count)]
-        _write(folder / "SetFit" / "sst2" / f"{split}.jsonl", rows)
-
-
-def entities(folder: Path) -> None:
-    """Makes `conll2003`, words with classes of entities, and `bert` under the name that a program gives."""
-    (folder / "bert").rename(folder / "xlm-roberta-large")
-    kinds = ["O", "B-A", "I-A", "B-B", "I-B"]
-    draw = random.Random(0)
-    for split, count in (("train", 27), ("validation", 9), ("test", 9)):
-        sentences_of_split = [draw.choices(WORDS, k=4 + number % 5) for number in range(count)]
-        rows = [{"tokens": words, "ner_tags": [draw.randrange(5) for _ in words]} for words in sentences_of_split]
-        _write_classes(folder / "conll2003" / f"{split}.parquet", rows, "ner_tags", kinds)
-
-
 def _write_classes(path: Path, rows: list[dict[str, Any]], column: str, kinds: list[str]) -> None:
     """Writes rows of which a column has classes with names, which `datasets` keeps in the metadata of the file."""
     import pyarrow
@@ -377,11 +334,8 @@ def _write_classes(path: Path, rows: list[dict[str, Any]], column: str, kinds: l
     types = {str: "string", int: "int64"}
     features: dict[str, Any] = {}
     for name, value in rows[0].items():
-        entry = value[0] if isinstance(value, list) else value
-        feature: dict[str, Any] = {"dtype": types[type(entry)], "_type": "Value"}
-        if name == column:
-            feature = {"names": kinds, "_type": "ClassLabel"}
-        features[name] = {"feature": feature, "_type": "List"} if isinstance(value, list) else feature
+        features[name] = {"dtype": types[type(value)], "_type": "Value"}
+    features[column] = {"names": kinds, "_type": "ClassLabel"}
     table = pyarrow.Table.from_pylist(rows)
     metadata = json.dumps({"info": {"features": features}})
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -396,21 +350,6 @@ def sentences(folder: Path) -> None:
 def prompts(folder: Path) -> None:
     """Makes `prompts`, text that waits for more."""
     _split(folder, "prompts", lambda draw: {"prompt": _text(draw, 5)})
-
-
-def steps(folder: Path) -> None:
-    """Makes `steps`, an answer in steps each of which is right or not."""
-    _split(folder, "steps", _steps)
-
-
-def _steps(draw: random.Random) -> dict[str, Any]:
-    completions = [_text(draw, 3) for _ in range(3)]
-    return {"prompt": _text(draw, 5), "completions": completions, "labels": [draw.random() < 0.5 for _ in range(3)]}
-
-
-def triples(folder: Path) -> None:
-    """Makes `triples`, a prompt with a best, a better and a worse answer."""
-    _split(folder, "triples", lambda draw: {**_preference(draw), "reference": _chat(draw)[1:]})
 
 
 def vqgan(folder: Path) -> None:
@@ -429,36 +368,14 @@ def vqgan(folder: Path) -> None:
 
 
 def similar(folder: Path) -> None:
-    """Makes `sentence-transformers/stsb`, pairs of sentences with how alike they are, and two names of `bert`."""
-    for name in ("distilbert-base-uncased", "distilroberta-base"):
-        shutil.copytree(folder / "bert", folder / "distilbert" / name)
+    """Makes `sentence-transformers/stsb`, pairs of sentences with how alike they are, and another name of `bert`."""
+    shutil.copytree(folder / "bert", folder / "distilbert" / "distilbert-base-uncased")
     draw = random.Random(0)
     for split, count in (("train", 75), ("validation", 13), ("test", 13)):
         rows = [
             {"sentence1": _text(draw, 5), "sentence2": _text(draw, 5), "score": draw.random()} for _ in range(count)
         ]
         _write(folder / "sentence-transformers" / "stsb" / f"{split}.jsonl", rows)
-
-
-def entailments(folder: Path) -> None:
-    """Makes `sentence-transformers/all-nli`, a sentence with one that follows and one that does not."""
-    data = folder / "sentence-transformers" / "all-nli"
-    draw = random.Random(0)
-    for split, count in (("train", 10000), ("dev", 1000)):
-        rows = [{name: _text(draw, 5) for name in ("anchor", "positive", "negative")} for _ in range(count)]
-        _write(data / "triplet" / f"{split}.jsonl", rows)
-    files = "".join(f"  - split: {split}\n    path: triplet/{split}.jsonl\n" for split in ("train", "dev"))
-    (data / "README.md").write_text(
-        f"---\nconfigs:\n- config_name: triplet\n  data_files:\n{files}---\n", encoding="utf-8"
-    )
-
-
-def pets(folder: Path) -> None:
-    """Makes `pets`, pictures whose names begin with their class."""
-    for kind in ("cat", "dog"):
-        _draw_images(folder / "pets", 6, f"{kind}_")
-    for path in (folder / "pets").glob("*.png"):
-        path.rename(path.with_suffix(".jpg"))  # readers of pictures look at the first bytes
 
 
 def t5(folder: Path) -> None:

@@ -114,6 +114,11 @@ def _zero(stage: int) -> dict[str, str]:
     }
 
 
+def _wrapped(layer: str) -> dict[str, str]:
+    """Returns the variables of FSDP 2 with units of one class; those of BERT's embeddings fail in the real library."""
+    return {**_FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": layer}
+
+
 def task(name: str, where: str, command: str, *inputs: str, **others: object) -> Program:
     """Returns a script of transformers' examples for one task, whose loop is its own."""
     row = {"env": {"PROGRAMS_BACKWARD": "1"}, **others}
@@ -132,6 +137,14 @@ def rows(kind: str) -> str:
     """Returns the flags for the files of a task."""
     return f"--train_file train_{kind}.json --validation_file test_{kind}.json"
 
+
+_GLUE = f"run_glue_no_trainer.py | --model_name_or_path bert {rows('pairs')}"
+_QA = f"run_qa_no_trainer.py | --model_name_or_path bert --max_seq_length 24 --doc_stride 8 {rows('question')}"
+_IMAGE_CLASSES = "run_image_classification_no_trainer.py | --model_name_or_path vit --dataset_name images"
+_SUMMARIZATION = (
+    "run_summarization_no_trainer.py | --model_name_or_path t5 --max_source_length 16 --max_target_length 8 "
+    f"--num_beams 2 {rows('summary')}"
+)
 
 PROGRAMS = (
     *(
@@ -262,7 +275,7 @@ PROGRAMS = (
           env={"PROGRAMS_BACKWARD": "1"}),
     hugging("trl sft", "huggingface/trl/trl/scripts", f"sft.py {_TRL}chats", "language_model", "chats",
             env={"PROGRAMS_BACKWARD": "1"}),
-    task("glue", "text-classification", f"run_glue_no_trainer.py | --model_name_or_path bert {rows('pairs')}", "bert"),
+    task("glue", "text-classification", _GLUE, "bert"),
     task("clm", "language-modeling", f"run_clm_no_trainer.py | {_LINES}", "gpt2",
          expected="own fault"),  # it and two others name DistributedType.TPU, which accelerate 1.15 does not have
     task("mlm", "language-modeling",
@@ -270,17 +283,13 @@ PROGRAMS = (
          "--model_name_or_path bert", "bert", expected="own fault"),
     task("fim", "language-modeling", f"run_fim_no_trainer.py | {_LINES}", "gpt2", expected="own fault"),
     task("swag", "multiple-choice", f"run_swag_no_trainer.py | --model_name_or_path bert {rows('choice')}", "bert"),
-    task("qa", "question-answering",
-         f"run_qa_no_trainer.py | --model_name_or_path bert --max_seq_length 24 --doc_stride 8 {rows('question')}", "bert"),
+    task("qa", "question-answering", _QA, "bert"),
     task("ner", "token-classification", f"run_ner_no_trainer.py | --model_name_or_path bert {rows('words')}", "bert"),
-    task("summarization", "summarization",
-         "run_summarization_no_trainer.py | --model_name_or_path t5 --max_source_length 16 --max_target_length 8 "
-         f"--num_beams 2 {rows('summary')}", "t5"),
+    task("summarization", "summarization", _SUMMARIZATION, "t5"),
     task("translation", "translation",
          "run_translation_no_trainer.py | --model_name_or_path t5 --max_source_length 16 --max_target_length 8 "
          f"--num_beams 2 --source_lang en --target_lang de {rows('translation')}", "t5"),
-    task("image classes", "image-classification",
-         "run_image_classification_no_trainer.py | --model_name_or_path vit --dataset_name images", "vit", "images"),
+    task("image classes", "image-classification", _IMAGE_CLASSES, "vit", "images"),
     task("mim", "image-pretraining",
          "run_mim_no_trainer.py | --model_name_or_path vit --dataset_name images --mask_patch_size 16",
          "vit", "images", expected="own fault"),
@@ -478,48 +487,56 @@ PROGRAMS = (
             env={"PROGRAMS_BACKWARD": "1"}),
     *(
         hugging(f"trl {name} {kind}", "huggingface/trl/trl/scripts", f"{name}.py {_ENGINE}{data} {more}", "language_model",
-                data, procs=(2,), env={"PROGRAMS_BACKWARD": "1", **env})
-        for name, data, kind, more, env in (
-            ("dpo", "preferences", "fsdp2", "", _FSDP2),
-            ("dpo", "preferences", "zero 3", "", _zero(3)),
-            ("dpo", "preferences", "peft", "--use_cpu --use_peft --lora_r 2", {}),
-            ("grpo", "questions", "fsdp2", _REWARDS, _FSDP2),
-            ("grpo", "questions", "zero 3", _REWARDS, _zero(3)),
-            ("reward", "preferences", "zero 2", "", _zero(2)),
-            ("reward", "preferences", "fsdp2", "", _FSDP2),
-            ("kto", "judgements", "zero 2", "", _zero(2)),
-            ("kto", "judgements", "fsdp2", "", _FSDP2),
-            ("sft", "chats", "zero 2", "--gradient_accumulation_steps 2", _zero(2)),
-            ("sft", "chats", "packing", "--use_cpu --packing --max_length 32", {}),
-            ("sft", "chats", "peft fsdp2", "--use_peft --lora_r 2", _FSDP2),
-            ("sft", "chats", "peft zero 3", "--use_peft --lora_r 2", _zero(3)),
+                data, procs=(2,), env={"PROGRAMS_BACKWARD": "1", **env}, tolerance=tolerance)
+        for name, data, kind, more, env, tolerance in (
+            ("dpo", "preferences", "fsdp2", "", _FSDP2, 1e-5),
+            ("dpo", "preferences", "zero 3", "", _zero(3), 1e-4),  # Adam divides two tiny gradients by their own sizes
+            ("grpo", "questions", "fsdp2", _REWARDS, _FSDP2, 1e-5),
+            ("grpo", "questions", "zero 3", _REWARDS, _zero(3), 1e-5),
+            ("reward", "preferences", "fsdp2", "", _FSDP2, 1e-5),
+            ("reward", "preferences", "zero 2", "", _zero(2), 1e-5),
+            ("kto", "judgements", "fsdp2", "", _FSDP2, 1e-5),
+            ("kto", "judgements", "zero 2", "", _zero(2), 1e-5),
+            ("sft", "chats", "packing", "--use_cpu --packing --max_length 32", {}, 1e-5),
+            ("sft", "chats", "peft fsdp2", "--use_peft --lora_r 2", _FSDP2, 1e-5),
+            ("sft", "chats", "peft zero 3", "--use_peft --lora_r 2", _zero(3), 1e-5),
         )
     ),
     *(
-        hugging(f"task {name} {kind}", f"huggingface/transformers/examples/pytorch/{folder}", f"{command} {_STEPS if kind != 'fsdp2' else _STEPS.replace('--checkpointing_steps 2 ', '')}{more}",
-                *inputs, "task_files", procs=(2,),
-                env={"PROGRAMS_BACKWARD": "1", **env, "FSDP_TRANSFORMER_CLS_TO_WRAP": {"t5": "T5Block", "vit": "ViTLayer"}.get(inputs[0], "BertLayer")})
-        for kind, env in (("fsdp2", _FSDP2), ("zero 2", _zero(2)), ("zero 3", _zero(3)))
-        for name, folder, command, more, inputs in (
-            ("glue", "text-classification", "run_glue_no_trainer.py", f"--model_name_or_path bert {rows('pairs')}", ("bert",)),
-            ("summarization", "summarization", "run_summarization_no_trainer.py",
-             f"--model_name_or_path t5 --max_source_length 16 --max_target_length 8 --num_beams 2 {rows('summary')}", ("t5",)),
-            ("image classes", "image-classification", "run_image_classification_no_trainer.py",
-             "--model_name_or_path vit --dataset_name images", ("vit", "images")),
-            ("qa", "question-answering", "run_qa_no_trainer.py",
-             f"--model_name_or_path bert --max_seq_length 24 --doc_stride 8 {rows('question')}", ("bert",)),
+        task(f"{name} {kind}", folder, command, *inputs, procs=(2,), expected=expected, weights=weights,
+             env={"PROGRAMS_BACKWARD": "1", **env})
+        for name, folder, command, inputs, kind, env, expected, weights in (
+            ("glue", "text-classification", _GLUE, ("bert",), "zero 2", _zero(2), "equal", True),
+            ("glue", "text-classification", _GLUE, ("bert",), "zero 2 windows",
+             {**_zero(2), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, "equal", True),
+            # safetensors cannot write the DTensors with which these scripts end under FSDP 2; all losses come before.
+            ("glue", "text-classification", _GLUE, ("bert",), "fsdp2", _wrapped("BertLayer"), "own fault", False),
+            ("qa", "question-answering", _QA, ("bert",), "fsdp2", _wrapped("BertLayer"), "own fault", False),
+            ("image classes", "image-classification", _IMAGE_CLASSES, ("vit", "images"), "fsdp2", _wrapped("ViTLayer"),
+             "own fault", False),
+            # Two biases get no gradient but rounding, which Adam makes large.
+            ("qa", "question-answering", _QA, ("bert",), "zero 3", _zero(3), "equal", False),
+            ("image classes", "image-classification", _IMAGE_CLASSES, ("vit", "images"), "zero 3", _zero(3), "equal", True),
+            ("summarization", "summarization", _SUMMARIZATION, ("t5",), "zero 2", _zero(2), "equal", True),
+            # The real library draws other random numbers while it loads T5 under ZeRO 3, and so has other losses than under 2.
+            ("summarization", "summarization", _SUMMARIZATION, ("t5",), "zero 3", _zero(3), "differs", False),
         )
+    ),
+    *(
+        task(f"glue {kind} bf16", "text-classification", _GLUE, "bert", procs=(2,), expected=expected, tolerance=2e-2,
+             weights=expected == "equal", env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_MIXED_PRECISION": "bf16", **env})
+        for kind, env, expected in (("zero 2", _zero(2), "equal"), ("fsdp2", _wrapped("BertLayer"), "own fault"))
     ),
     *(
         hugging(f"accelerate {script} {kind}", "huggingface/accelerate/examples/by_feature", f"{script}.py {more}",
-                "accelerate_examples", procs=(2,), weights="output_dir" in more, env={"PROGRAMS_BACKWARD": "1", **env})
-        for kind, env in (("fsdp2", {**_FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}), ("zero 2", _zero(2)), ("zero 3", _zero(3)))
-        for script, more in (
-            ("gradient_accumulation", "--gradient_accumulation_steps 4"),
-            ("checkpointing", "--checkpointing_steps 4 --output_dir out"),
-            ("early_stopping", ""),
-            ("multi_process_metrics", ""),
-            ("automatic_gradient_accumulation", ""),
+                "accelerate_examples", procs=(2,), weights=False, env={"PROGRAMS_BACKWARD": "1", **env})
+        for script, more, kind, env in (
+            ("gradient_accumulation", "--gradient_accumulation_steps 4", "fsdp2", _wrapped("BertLayer")),
+            ("gradient_accumulation", "--gradient_accumulation_steps 4", "zero 2", _zero(2)),
+            ("checkpointing", "--checkpointing_steps 4 --output_dir out", "zero 2", _zero(2)),
+            ("early_stopping", "", "fsdp2", _wrapped("BertLayer")),
+            ("early_stopping", "", "zero 2", _zero(2)),
+            ("automatic_gradient_accumulation", "", "zero 2", _zero(2)),
         )
     ),
     *(
@@ -528,28 +545,10 @@ PROGRAMS = (
                 env={"PROGRAMS_BACKWARD": "1"})
         for script, more in (
             ("multi_process_metrics", ""),
-            ("profiler", "--record_shapes --profile_memory --with_flops --output_trace_dir out"),
             ("schedule_free", ""),
             ("tracking", "--with_tracking --project_dir out"),
             ("local_sgd", "--gradient_accumulation_steps 1 --local_sgd_steps 3"),
         )
-    ),
-    *(
-        hugging(f"task glue {kind}", "huggingface/transformers/examples/pytorch/text-classification",
-                f"run_glue_no_trainer.py {_STEPS.replace('max_train_steps 4', 'max_train_steps 8')}--num_warmup_steps 2 "
-                f"--model_name_or_path bert {rows('pairs')}", "bert", "task_files", procs=(2,), tolerance=tolerance,
-                env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_MIXED_PRECISION": dtype, **env})
-        for kind, dtype, env, tolerance in (
-            ("fsdp2 bf16", "bf16", {**_FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}, 2e-2), ("zero 2 fp16", "fp16", _zero(2), 2e-2), ("zero 2 bf16", "bf16", _zero(2), 2e-2),
-            ("zero 3 fp16", "fp16", _zero(3), 2e-2), ("bf16", "bf16", {}, 1e-5),
-            ("zero 2 windows", "no", {**_zero(2), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}, 1e-5),
-        )
-    ),
-    *(
-        hugging(f"accelerate gradient_accumulation {kind}", "huggingface/accelerate/examples/by_feature",
-                "gradient_accumulation.py --gradient_accumulation_steps 3", "accelerate_examples", procs=(2,), weights=False,
-                env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_MIXED_PRECISION": dtype, **env})
-        for kind, dtype, env in (("zero 2 fp16", "fp16", _zero(2)), ("fsdp2 bf16", "bf16", {**_FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": "BertLayer"}))
     ),
     *(
         hugging(f"peft {name}", f"huggingface/peft/examples/{name}_finetuning",
@@ -560,34 +559,20 @@ PROGRAMS = (
                 "language_model", "instructions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"})
         for name, more in (("miss", "--miss_r 4"), ("pissa", "--init_lora_weights pissa --lora_r 4 --lora_alpha 4"))
     ),
-    hugging("peft seq2seq fsdp", "huggingface/peft/examples/conditional_generation", "peft_lora_seq2seq_accelerate_fsdp.py", "t5",
-            "phrases", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_FSDP": "true"}),
+    # Without original parameters FSDP 1 of the real library trains none of the adapter; with them it saves none.
+    hugging("peft seq2seq fsdp1", "huggingface/peft/examples/conditional_generation", "peft_lora_seq2seq_accelerate_fsdp.py",
+            "t5", "phrases", procs=(2,), weights=False, env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_USE_FSDP": "true",
+            "FSDP_USE_ORIG_PARAMS": "true"}),
     hugging("peft p_tuning", "huggingface/peft/examples/sequence_classification",
             "peft_no_lora_accelerate.py --model_name_or_path bert-base-cased --num_virtual_tokens 4 --peft_type p_tuning "
             "--encoder_hidden_size 16 --num_train_epochs 1 --output_dir out --seed 1", "accelerate_examples", procs=(2,),
             env={"PROGRAMS_BACKWARD": "1"}),
-    hugging("trl prm", "huggingface/trl/examples/scripts", f"prm.py {_TRL}steps", "language_model", "steps", procs=(2,),
+    hugging("diffusers instruct_pix2pix", "huggingface/diffusers/examples/instruct_pix2pix",
+            f"train_instruct_pix2pix.py {_SD} --dataset_name edits --original_image_column image --edited_image_column "
+            f"edited_image --edit_prompt_column text --use_ema {_DIFFUSION}", "diffusion", procs=(2,),
             env={"PROGRAMS_BACKWARD": "1"}),
-    hugging("trl tpo", "huggingface/trl/examples/scripts", f"tpo.py {_TRL}triples", "language_model", "triples", procs=(2,),
-            env={"PROGRAMS_BACKWARD": "1"}),
-    hugging("span-marker", "tomaarsen/SpanMarkerNER/training_scripts", "conll03_no_context.py", "bert", "entities",
-            procs=(2,), env={"PROGRAMS_BACKWARD": "1"}, tolerance=2e-2),
-    *(
-        hugging(f"diffusers {name} {kind}".strip(), f"huggingface/diffusers/examples/{name}",
-                f"{script}.py {_SD} {more} {_DIFFUSION}", "diffusion", procs=(2,), env={"PROGRAMS_BACKWARD": "1", **env})
-        for name, script, more, kind, env in (
-            ("text_to_image", "train_text_to_image", "--dataset_name captions --use_ema", "zero 2",
-             {**_zero(2), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}),
-            ("text_to_image", "train_text_to_image", "--dataset_name captions", "fsdp2",
-             {**_FSDP2, "FSDP_TRANSFORMER_CLS_TO_WRAP": "BasicTransformerBlock"}),
-            ("controlnet", "train_controlnet", "--dataset_name conditions", "zero 2",
-             {**_zero(2), "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2"}),
-            ("instruct_pix2pix", "train_instruct_pix2pix", "--dataset_name edits --original_image_column image "
-             "--edited_image_column edited_image --edit_prompt_column text --use_ema", "", {}),
-            ("custom_diffusion", "train_custom_diffusion", "--instance_data_dir things --instance_prompt w1 --modifier_token ~~ "
-             "--initializer_token w --noaug", "", {}),
-        )
-    ),
-    hugging("accelerate pippy bert", "huggingface/accelerate/examples/inference/pippy", "bert.py", "accelerate_examples",
-            procs=(2,), weights=False, env={"PROGRAMS_STACKED": "1"}),
+    # It saves on one process, where DeepSpeed needs all: the real library waits for ever, and Paceline says so.
+    hugging("diffusers text_to_image zero 2", "huggingface/diffusers/examples/text_to_image",
+            f"train_text_to_image.py {_SD} --dataset_name captions --use_ema {_DIFFUSION}", "diffusion", procs=(2,),
+            expected="refused", env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "2", **_zero(2)}),
 )  # fmt: skip

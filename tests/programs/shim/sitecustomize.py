@@ -54,7 +54,7 @@ def record(value: Any) -> None:
 def write(value: float) -> None:
     """Appends a number to this rank's file."""
     rank = os.environ.get("RANK", "0")
-    with open(Path(os.environ["PROGRAMS_RECORD"]) / f"{rank}.txt", "a", encoding="utf-8") as file:
+    with open(Path(FOLDER) / f"{rank}.txt", "a", encoding="utf-8") as file:
         file.write(f"{value!r}\n")
 
 
@@ -80,19 +80,6 @@ def recorded_backward(backward: Any) -> Any:
         return backward(self, *args, **kwargs)
 
     return method
-
-
-def summed(function: Any) -> Any:
-    """Returns a function that records the sum of its result where the program itself calls it."""
-
-    @wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        result = function(*args, **kwargs)
-        if sys._getframe(1).f_globals["__name__"] == "__main__":
-            write(float(result.double().sum()))
-        return result
-
-    return wrapper
 
 
 def over_gloo(init: Any) -> Any:
@@ -160,8 +147,6 @@ def shim_torch(torch: Any) -> None:
         torch.accelerator.set_device_index = lambda *_: None
         torch.cpu.empty_cache = torch.cpu.reset_peak_memory_stats = lambda *_: None
         torch.cpu.memory_allocated = torch.cpu.max_memory_allocated = lambda *_: 0
-    if os.environ.get("PROGRAMS_STACKED"):  # for programs that stack what a model returns, and have no loss
-        torch.stack = summed(torch.stack)
     if os.environ.get("PROGRAMS_CUDA"):  # for programs that divide by the number of devices
         torch.cuda.device_count = lambda: int(os.environ["PROGRAMS_CUDA"])
     for owner in (torch.Tensor, torch.nn.Module):
@@ -242,15 +227,8 @@ def shim_accelerator(cpu: Any) -> None:
 
 def shim_state(state: Any) -> None:
     """Makes the real accelerate take its engines on a CPU, whose processes talk by gloo."""
-    plain = state.PartialState._prepare_backend
-
-    @wraps(plain)
-    def prepare_backend(*args: Any, **kwargs: Any) -> Any:
-        if os.environ.get("PROGRAMS_ENGINE"):
-            return "gloo", state.DistributedType.MULTI_GPU
-        return plain(*args, **kwargs)
-
-    state.PartialState._prepare_backend = prepare_backend
+    if os.environ.get("PROGRAMS_ENGINE"):
+        state.PartialState._prepare_backend = lambda *_, **__: ("gloo", state.DistributedType.MULTI_GPU)
 
 
 def shim_config(config: Any) -> None:
@@ -328,11 +306,6 @@ def shim_psutil(psutil: Any) -> None:
     psutil.Process.memory_info = memory_info
 
 
-def shim_pyarrow(pyarrow: Any) -> None:
-    """Lets `datasets` pickle what names a class of pyarrow 26, whose module is not the one that it says."""
-    import_module("builtins").__dict__.setdefault("MonthDayNano", pyarrow.MonthDayNano)
-
-
 def shim_evaluate(evaluate: Any) -> None:
     """Gives a metric of ours in place of one that is downloaded."""
     evaluate.load = lambda *_, **__: Metric()
@@ -404,12 +377,12 @@ def shim_generation(generation: Any) -> None:
 
 
 def shim_timm(timm: Any) -> None:
-    """Makes a small model with drawn weights in place of one that would be downloaded."""
+    """Draws the weights of a model in place of a download."""
     plain = timm.create_model
 
     @wraps(plain)
-    def create_model(name: str, *args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
-        return plain("resnet10t" if name == "resnet50d" else name, *args, **kwargs)
+    def create_model(*args: Any, pretrained: bool = False, **kwargs: Any) -> Any:
+        return plain(*args, **kwargs)
 
     timm.create_model = create_model
 
@@ -426,7 +399,6 @@ SHIMS = {
     "transformers.generation.utils": shim_generation,
     "timm": shim_timm,
     "psutil": shim_psutil,
-    "pyarrow": shim_pyarrow,
     "torch": shim_torch,
     "torchtune.training.memory": shim_memory,
     "transformers": shim_transformers,
