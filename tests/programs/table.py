@@ -545,6 +545,7 @@ PROGRAMS = (
                 env={"PROGRAMS_BACKWARD": "1"})
         for script, more in (
             ("multi_process_metrics", ""),
+            ("profiler", "--record_shapes --profile_memory --with_flops --output_trace_dir out"),
             ("schedule_free", ""),
             ("tracking", "--with_tracking --project_dir out"),
             ("local_sgd", "--gradient_accumulation_steps 1 --local_sgd_steps 3"),
