@@ -177,6 +177,11 @@ def _gather_kept_parameters() -> None:
         assert torch.equal(values.safe_get_full_grad(old_weight), gradient)
     engine.step()
 
+    part = values.safe_get_local_fp32_param(weight)
+    outputs = engine.module(torch.ones(2, 5))  # until their backward pass the model has whole parameters
+    assert torch.equal(values.safe_get_local_fp32_param(engine.module[0].weight), part)
+    outputs.sum().backward()
+
 
 def _ask_for_the_status() -> None:
     torch.manual_seed(0)
