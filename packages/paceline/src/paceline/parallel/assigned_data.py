@@ -61,7 +61,7 @@ class _RefuseAssignedData:
         self._before = {parameter: _held(parameter) for parameter in parameters if is_sharded(parameter)}
 
     def __call__(self, parameters: Iterable[Tensor]) -> None:
-        # A mode may show other values in the place of a parameter's own, as DeepSpeed's `GatheredParameters` does.
+        # A mode may show whole values in the place of a parameter's own, with a storage of theirs.
         with without_modes():
             for parameter in parameters:
                 if is_sharded(parameter):
