@@ -304,6 +304,16 @@ def zero_2_template(folder: Path) -> None:
     (folder / "zero2.json").write_text(json.dumps(config), encoding="utf-8")
 
 
+def phrases(folder: Path) -> None:
+    """Makes `t5-base` of `t5`, and sentences with one word to answer."""
+    (folder / "t5").rename(folder / "t5-base")
+    draw = random.Random(0)
+    for split, count in (("train", 51), ("val", 9)):
+        rows = [{"sentence": _text(draw, 8), "label": _text(draw, 1)} for _ in range(count)]
+        data = folder / "temp" / "data" / "FinancialPhraseBank-v1.0"
+        _write(data / f"financial_phrase_bank_{split}.jsonl", rows)
+
+
 def tweets(folder: Path) -> None:
     """Makes complaints with a class, where the shim looks for a file of the hub, and the models of peft's ZeRO examples."""
     data = folder / "datasets" / "ought" / "raft@refs" / "convert" / "parquet" / "twitter_complaints"
@@ -652,6 +662,8 @@ def diffusion(folder: Path) -> None:
     _save_pictures(folder / "captions" / "train", rows)
     rows = [{**row, "conditioning_image_file_name": f"mask{number}.png"} for number, row in enumerate(rows)]
     _save_pictures(folder / "conditions" / "train", rows, ("RGB", 3))
+    rows = [{"edited_image_file_name": f"mask{number}.png", "text": row["text"]} for number, row in enumerate(rows)]
+    _save_pictures(folder / "edits" / "train", rows, ("RGB", 3))
     _draw_images(folder / "things", 6)
 
 

@@ -1,7 +1,7 @@
-"""Parameters that a script took from its model before `initialize` replaced them by divided ones, at stage 3 of ZeRO.
+"""Parameters that stand for a divided one, at stage 3 of ZeRO: those of before `initialize`, and those of a forward pass.
 
-DeepSpeed divides a parameter in place, so that such a script goes on with the same object. Here the object of before stays as
-it was, and the functions that take a parameter look up here which one the model has now.
+DeepSpeed divides a parameter in place, so that a script goes on with the same object. Here the object of before stays as it
+was, and after a forward pass a model may still have whole ones. Functions that take a parameter look up here which one it is.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
+
+from paceline.torch_internals.fsdp import shard_behind
 
 _CURRENT = WeakTensorKeyDictionary()  # a parameter of before -> a weak reference to the one of now
 
@@ -24,11 +26,8 @@ def record(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> None:
 
 
 def current(parameter: Tensor) -> Tensor:
-    """Returns the parameter that the model has now in place of this one; the same one where it was not replaced."""
+    """Returns the parameter that holds the values now, in place of this one; the same one where none replaces it."""
     reference: weakref.ref[Tensor] | None = _CURRENT.get(parameter)
-    if reference is None:
-        return parameter
-    current_parameter = reference()
-    if current_parameter is None:  # the engine is gone
-        return parameter
-    return current_parameter
+    current_parameter = None if reference is None else reference()
+    # There is none where the engine is gone.
+    return shard_behind(parameter if current_parameter is None else current_parameter)

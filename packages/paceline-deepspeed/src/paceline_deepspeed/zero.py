@@ -147,7 +147,10 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
     parameters: list[Any] = []  # that this block makes whole
     # Two names of a parameter, one of them from before `initialize`, stand for one parameter.
     current_params = list(dict.fromkeys(replaced.current(parameter) for parameter in params))
-    for parameter in _of_engines(current_params):
+    models = [prepared for prepared in _models() if _has_one(prepared, current_params)]
+    # FSDP may still hold whole parameters from the last forward pass, which would be the ones to change.
+    _divide_again(models)
+    for parameter in _of_models(models, current_params):
         if id(parameter) in _WHOLE:
             outer.append(_WHOLE[id(parameter)])
         else:
@@ -177,9 +180,11 @@ def _gathered(params: list[Tensor], modifier: int | None) -> Iterator[None]:
             if sharded_parameters:
                 for prepared in _models():
                     stack.enter_context(undisturbed(prepared.module))
-                stack.enter_context(_WholeValues(params))
+                stack.enter_context(_WholeValues([*params, *parameters]))
             yield
     finally:
+        # After a forward pass in the block FSDP believes that its own whole parameters stand in the model.
+        _divide_again(models)
         gathered = {id(parameter): _WHOLE.pop(id(parameter)) for parameter in parameters}
         for parameter in sharded_parameters:
             for module, name in places[id(parameter)]:
@@ -250,17 +255,23 @@ def _broadcast(tensor: Tensor, src: int) -> None:
         dist.broadcast(tensor, src)
 
 
-def _of_engines(params: list[Tensor]) -> list[Any]:
-    """Lists the parameters that belong to prepared models, whose units are divided again and can be gathered."""
-    wanted_ids = {id(parameter) for parameter in params}
-    prepared_ids = wanted_ids & _WHOLE.keys()
-    for prepared in _models():
-        model_ids = {id(parameter) for parameter in prepared.module.parameters()}
-        if model_ids & wanted_ids:
-            # FSDP may still hold whole parameters from the last forward pass, which would be the ones to change.
-            for applied in prepared.chain.strategies:
-                applied.reshard()
-        prepared_ids |= model_ids & wanted_ids
+def _has_one(prepared: Any, params: list[Tensor]) -> bool:
+    """Returns whether one of the parameters stands in a prepared model."""
+    model_ids = {id(replaced.current(parameter)) for parameter in prepared.module.parameters()}
+    return any(id(parameter) in model_ids for parameter in params)
+
+
+def _divide_again(models: list[Any]) -> None:
+    for prepared in models:
+        for applied in prepared.chain.strategies:
+            applied.reshard()
+
+
+def _of_models(models: list[Any], params: list[Tensor]) -> list[Any]:
+    """Lists the parameters that stand in the models, or that a block around this one has made whole."""
+    prepared_ids = set(_WHOLE)
+    for prepared in models:
+        prepared_ids |= {id(parameter) for parameter in prepared.module.parameters()}
     return [parameter for parameter in params if id(parameter) in prepared_ids]
 
 

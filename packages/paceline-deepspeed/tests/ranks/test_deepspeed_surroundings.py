@@ -100,7 +100,14 @@ def _gather(stage: int) -> None:
     rank = engine.accelerator.process_index
     before = {name: value.clone() for name, value in engine.module_state_dict().items()}
     weight = dict(engine.module.named_parameters())["0.weight"]
+    inputs = torch.ones(2, 5)
+    outputs = engine.module(inputs)
 
+    with zero.GatheredParameters(engine.module.parameters()):
+        for _ in range(2):  # trl generates so
+            torch.testing.assert_close(engine.module(inputs), outputs)
+            assert all(type(parameter.data) is torch.Tensor for parameter in engine.module.parameters())
+    torch.testing.assert_close(engine.module(inputs), outputs)
     with zero.GatheredParameters(engine.module.parameters()):
         for name, parameter in engine.module.named_parameters():
             assert parameter.shape == before[name].shape and type(parameter.data) is torch.Tensor
@@ -170,6 +177,11 @@ def _gather_kept_parameters() -> None:
         assert torch.equal(values.safe_get_full_grad(old_weight), gradient)
     engine.step()
 
+    part = values.safe_get_local_fp32_param(weight)
+    outputs = engine.module(torch.ones(2, 5))  # until their backward pass the model has whole parameters
+    assert torch.equal(values.safe_get_local_fp32_param(engine.module[0].weight), part)
+    outputs.sum().backward()
+
 
 def _ask_for_the_status() -> None:
     torch.manual_seed(0)
@@ -207,6 +219,7 @@ def _ask_for_the_status() -> None:
         for hook in (*offload.forward_hooks, *offload.backward_hooks):
             hook.remove()
         offload.forward_hooks = []
+        engine.module(torch.ones(2, 5))
         offload._register_deepspeed_module(offload.module)
     _step(engine)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +17,12 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.base.errors import TrainError
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
+from paceline.torch_internals.tensors import without_modes
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded, local
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
@@ -57,23 +61,27 @@ class _RefuseAssignedData:
         self._before = {parameter: _held(parameter) for parameter in parameters if is_sharded(parameter)}
 
     def __call__(self, parameters: Iterable[Tensor]) -> None:
-        for parameter in parameters:
-            if not is_sharded(parameter):
-                continue
-            before = self._before.get(parameter)
-            if before is not None and parameter.untyped_storage() is before.storage:
-                continue
-            self._before[parameter] = _held(parameter)
-            is_first_look = before is None
-            is_converted = before is not None and before.values() is not local(parameter).untyped_storage()
-            if (is_first_look or is_converted) and parameter.data_ptr() == 0:
-                continue
-            raise TrainError(
-                "data-assigned",
-                f"`parameter.data = value` was lost, for a parameter of shape {list(parameter.shape)}.",
-                why="the parameter is divided over ranks, as a DTensor, whose values torch does not change in this way",
-                fix="write in place: `parameter.data.copy_(value)`, `parameter.data.clamp_(-1, 1)`",
-            )
+        # A mode may show whole values in the place of a parameter's own, with a storage of theirs.
+        with without_modes():
+            for parameter in parameters:
+                if is_sharded(parameter):
+                    self._look_at(parameter)
+
+    def _look_at(self, parameter: DTensor) -> None:
+        before = self._before.get(parameter)
+        if before is not None and parameter.untyped_storage() is before.storage:
+            return
+        self._before[parameter] = _held(parameter)
+        is_first_look = before is None
+        is_converted = before is not None and before.values() is not local(parameter).untyped_storage()
+        if (is_first_look or is_converted) and parameter.data_ptr() == 0:
+            return
+        raise TrainError(
+            "data-assigned",
+            f"`parameter.data = value` was lost, for a parameter of shape {list(parameter.shape)}.",
+            why="the parameter is divided over ranks, as a DTensor, whose values torch does not change in this way",
+            fix="write in place: `parameter.data.copy_(value)`, `parameter.data.clamp_(-1, 1)`",
+        )
 
 
 class _Held(NamedTuple):

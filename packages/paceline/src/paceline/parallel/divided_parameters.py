@@ -164,7 +164,7 @@ def take_whole_values(model: nn.Module) -> None:
 
     def convert(module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
         for name, parameter in parameter_table(module).items():
-            if prefix + name in state:
+            if parameter is not None and prefix + name in state:
                 # FSDP2 puts the shard in the place of a whole parameter by a hook of its own, which runs after this one.
                 state[prefix + name] = divided(state[prefix + name], internals.shard_behind(parameter))
 

@@ -257,10 +257,9 @@ class WholeParameter(nn.Parameter):
         return self if shard is None else shard
 
 
-def shard_behind(parameter: torch.Tensor | None) -> torch.Tensor | None:
+def shard_behind(parameter: torch.Tensor) -> torch.Tensor:
     """Returns the shard for which a whole parameter stands between the passes; any other parameter as it is."""
-    shard = parameter._shard() if isinstance(parameter, WholeParameter) else None
-    return parameter if shard is None else shard
+    return parameter._shard_or_self() if isinstance(parameter, WholeParameter) else parameter
 
 
 def _stand_for_shard(parameter: FSDPParam, group: FSDPParamGroup) -> None:

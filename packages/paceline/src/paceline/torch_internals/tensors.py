@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +151,11 @@ def put_hooks_by(tensors: Iterable[Tensor]) -> Callable[[], None]:
         put_by.clear()
 
     return give_back
+
+
+def without_modes() -> AbstractContextManager[Any]:
+    """While it is open, functions and methods of torch see tensors as they are, whatever a `TorchFunctionMode` shows."""
+    return torch._C.DisableTorchFunction()
 
 
 def is_alone_in_memory(tensor: Tensor) -> bool:

@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
+from torch.overrides import TorchFunctionMode
 
 from paceline.torch_internals import dispatch, tensors
 from paceline.world.tree import tensors as tensors_in
@@ -165,3 +166,18 @@ def test_what_hooks_would_bring_back_is_not_read() -> None:
     again = torch.utils.checkpoint.checkpoint(loss, values, use_reentrant=False).grad_fn
     assert tensors.divisor_of(plain, 0) == 4 and tensors.reduction_of(plain.next_functions[0][0]) is not None
     assert tensors.divisor_of(again, 0) is None and tensors.reduction_of(again.next_functions[0][0]) is None
+
+
+class Doubled(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        value = func(*args, **(kwargs or {}))
+        return 2 * value if func is torch.Tensor.item else value
+
+
+def test_tensors_are_seen_as_they_are_behind_a_mode() -> None:
+    x = torch.ones(())
+    with Doubled():
+        assert x.item() == 2
+        with tensors.without_modes():
+            assert x.item() == 1
+        assert x.item() == 2
