@@ -21,11 +21,12 @@ import re
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paceline.base.errors import ConfigError
 from paceline.base.files import expanded, replace_text
+from paceline.base.json_fields import read_file
 from paceline_lens.watch.records import VERSION, JournalRecord, line_of, record_of
 from paceline_lens.watch.thinning import thinned
 
@@ -65,6 +66,11 @@ class RunHeader:
     nodes: int = 1
 
 
+@dataclass(frozen=True)
+class _FormatVersion:
+    version: int
+
+
 def rank_file(rank: int) -> str:
     """Returns the name of a rank's file."""
     return f"rank-{rank:05d}.jsonl"
@@ -94,9 +100,9 @@ def read_header(folder: Path) -> RunHeader:
     """
     path = folder / HEADER
     try:
-        header_values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(header_values, dict) or not isinstance(header_values.get("version"), int):
-            raise ValueError("it has no version")
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        version: int = read_file(_FormatVersion, contents, HEADER).version
+        header: RunHeader = read_file(RunHeader, contents if version <= VERSION else {}, HEADER)
     except (OSError, ValueError) as error:
         raise ConfigError(
             "watch-folder",
@@ -104,15 +110,14 @@ def read_header(folder: Path) -> RunHeader:
             why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
             fix="name the folder that `paceline launch --watch` printed; `paceline ps` lists the runs of this machine",
         ) from None
-    if header_values["version"] > VERSION:
+    if version > VERSION:
         raise ConfigError(
             "watch-version",
             f"the run in {folder} was recorded by a newer Paceline.",
-            why=f"{path} says version {header_values['version']}, and this Paceline reads up to version {VERSION}",
+            why=f"{path} says version {version}, and this Paceline reads up to version {VERSION}",
             fix="show it with the Paceline that recorded it, or update this one",
         )
-    field_names = {entry.name for entry in fields(RunHeader)}
-    return RunHeader(**{name: value for name, value in header_values.items() if name in field_names})
+    return header
 
 
 def watch_folder(path: str | Path) -> Path:
