@@ -3,8 +3,8 @@
 The types of the fields are the schema. They may be int, float, str, bool, None, `Literal`, unions, tuples, lists, mappings with
 text as keys, other dataclasses, and `Annotated[..., Between(low, high)]` for numbers and for the length of texts.
 
-`read` is strict: for what comes from another process. `read_file` is for files of ours that may be of another version: it leaves
-out fields that it does not know, and takes numbers of any size and those that JSON lacks ("nan", "inf", "-inf").
+`read` is strict: for what comes from another process. `read_file` is for files of ours that may be of another version: it
+leaves out fields that it does not know, and takes numbers of any size and those that JSON lacks ("nan", "inf", "-inf").
 """
 
 from __future__ import annotations
