@@ -117,7 +117,7 @@ def tune(
     from paceline.planner.fit import of_this_host
     from paceline_lens.forecast.calibrate import machine_of
     from paceline_lens.forecast.calibration import find
-    from paceline_lens.forecast.rehearsal import in_child
+    from paceline_lens.forecast.rehearsal import with_devices
     from paceline_lens.tune import results as tune_results
     from paceline_lens.tune.search import Tuning
     from paceline_lens.tune.tuner import Task, Tuner
@@ -129,7 +129,7 @@ def tune(
     job = _job_to_tune(resolved, script, script_args)
     job = replace(job, target=replace(job.target, local_rank=local_rank))
     if device is None:
-        here = _result(*in_child(lambda: of_this_host(job.procs, cpu=resolved.run.cpu)))
+        here = with_devices(lambda: of_this_host(job.procs, cpu=resolved.run.cpu))
     else:
         here = device_of(device)
     results = tune_results.Results()
@@ -171,13 +171,10 @@ def _job_to_tune(resolved: Launch, script: str, script_args: Sequence[str]) -> J
     """
     from paceline.launch.host import check_target
     from paceline.launch.make_job import job_of, target_of
-    from paceline_lens.forecast.rehearsal import in_child
+    from paceline_lens.forecast.rehearsal import with_devices
 
     check_target(target_of(resolved.launch, script, script_args))
-    # A child process examines the accelerators, because a process that has used them cannot be forked any more.
-    answer = in_child(lambda: job_of(resolved, script, script_args, environment.snapshot()))
-    job: Job
-    job, notices = _result(*answer)
+    job, notices = with_devices(lambda: job_of(resolved, script, script_args, environment.snapshot()))
     if job.nodes > 1 or job.target.kind == "program":
         reason = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
         raise LaunchError(
@@ -232,20 +229,6 @@ def _whole(text: str, message: str) -> int:
         f"--micro cannot be {message!r}.",
         why="expected: MIN:MAX, two numbers of samples",
         fix="--micro 1:64",
-    )
-
-
-def _result(kind: str, value: Any) -> Any:
-    """Returns the result of a child process, or raises its error."""
-    if kind == "result":
-        return value
-    if kind == "ours":
-        raise value
-    raise LaunchError(
-        "tune-device",
-        "this host's devices could not be looked at.",
-        why=str(value),
-        fix="say what a rank has, such as `--device a100-24GB`, or `--cpu`",
     )
 
 
