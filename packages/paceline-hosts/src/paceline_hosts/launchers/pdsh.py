@@ -1,4 +1,4 @@
-"""For command lines that name pdsh, as DeepSpeed's do: the hosts are started over ssh, as pdsh itself starts them.
+"""For command lines that name pdsh: the hosts are started over ssh, as pdsh itself starts them.
 
 pdsh passes no input on to the hosts. With it the assignment would have to be stored there, over the ssh connections that check
 each host, and the hosts reached a second time. The connections that are open already serve the whole run
