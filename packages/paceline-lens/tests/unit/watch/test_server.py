@@ -41,7 +41,9 @@ def run(of_module) -> Run:
 
 @pytest.fixture
 def server(of_module) -> PageServer:
-    return of_module[1]
+    run, server = of_module
+    run.shown = {}  # pages of the next test would be sent the megabytes of this one
+    return server
 
 
 def ask(server, path: str, method: str = "GET", headers: dict[str, str] | None = None):
