@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 STEP = re.compile(r"step (\d+) loss (\S+)")
 LAUNCHER_EVERY = 4
 LOOK_S = 0.05
-SOON = 0.005  # probability at each check; about one start in eight is disturbed
+START_IN = 8  # one start in so many is disturbed
 
 
 class Run:
@@ -108,15 +108,18 @@ def _compare(args: argparse.Namespace, alone: Run, disturbed: Run) -> int:
     deadline = time.monotonic() + args.limit_s
     began = time.monotonic()
     alone.start()
+    start_s = 0.0  # until the first steps are printed
     while alone.code() is None and time.monotonic() < deadline:
         time.sleep(0.1)
+        if not start_s and alone.losses():
+            start_s = time.monotonic() - began
     if alone.code() != 0:
         print(alone.said.read_text(errors="replace"), "the undisturbed run failed", sep="\n")
         return 1
     expected = dict(alone.losses())
     print(f"undisturbed: {time.monotonic() - began:.0f} s, {max(expected)} steps", flush=True)
     began = time.monotonic()
-    kills = _disturb(args, disturbed, deadline)
+    kills = _disturb(args, disturbed, deadline, start_s)
     if disturbed.code() != 0:
         print(disturbed.said.read_text(errors="replace")[-4000:], "the disturbed run failed", sep="\n")
         return 1
@@ -132,9 +135,10 @@ def _compare(args: argparse.Namespace, alone: Run, disturbed: Run) -> int:
     return 0 if equal and not wrong and kills == args.kills else 1
 
 
-def _disturb(args: argparse.Namespace, run: Run, deadline: float) -> int:
+def _disturb(args: argparse.Namespace, run: Run, deadline: float, start_s: float) -> int:
     """Kills at random until enough processes were killed, then lets the run end; returns their number."""
-    draws, kills, seen, strikes = random.Random(args.seed), 0, 0, None
+    draws, kills, seen = random.Random(args.seed), 0, 0
+    strikes = _in_start(draws, start_s)
     run.start()
     while time.monotonic() < deadline:
         if run.code() is not None:
@@ -142,12 +146,12 @@ def _disturb(args: argparse.Namespace, run: Run, deadline: float) -> int:
                 return kills
             run.start()
         # Usually while it trains; sometimes while it starts, loads a checkpoint, or ends the other processes.
-        if strikes is None and (len(run.losses()) > seen or draws.random() < SOON):
+        if strikes is None and len(run.losses()) > seen:
             strikes = time.monotonic() + draws.uniform(0, args.apart_s)
         if kills < args.kills and strikes is not None and time.monotonic() >= strikes:
             workers, whole = run.workers(), kills % LAUNCHER_EVERY == LAUNCHER_EVERY - 1
             if workers:
-                kills, seen, strikes = kills + 1, len(run.losses()), None
+                kills, seen, strikes = kills + 1, len(run.losses()), _in_start(draws, start_s)
                 step = max(dict(run.losses()), default=0)
                 print(
                     f"kill {kills} of {args.kills}: {'the launcher' if whole else 'a worker'}, after step {step}",
@@ -156,6 +160,15 @@ def _disturb(args: argparse.Namespace, run: Run, deadline: float) -> int:
                 os.kill(run.launcher if whole else draws.choice(workers), signal.SIGKILL)
         time.sleep(LOOK_S)
     return kills
+
+
+def _in_start(draws: random.Random, start_s: float) -> float | None:
+    """Returns when the start that begins now is disturbed; None for most, which are to come to a step.
+
+    It is drawn from the time of a start, not from that of the clock: on a busy machine a start takes a minute.
+    """
+    moment = time.monotonic() + draws.uniform(0, start_s)
+    return None if draws.randrange(START_IN) else moment
 
 
 def _weights(run: Run) -> bytes:

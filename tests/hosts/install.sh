@@ -6,7 +6,6 @@ command -v sshd >/dev/null || test -x /usr/sbin/sshd || missing="$missing openss
 command -v ssh >/dev/null || missing="$missing openssh-client"
 command -v tc >/dev/null || test -x /usr/sbin/tc || test -x /sbin/tc || missing="$missing iproute2"
 command -v unshare >/dev/null || missing="$missing util-linux"
-command -v pdsh >/dev/null || missing="$missing pdsh"
 command -v mpirun >/dev/null || missing="$missing openmpi-bin"
 command -v srun >/dev/null || missing="$missing slurm-wlm"
 command -v munged >/dev/null || test -x /usr/sbin/munged || missing="$missing munge"

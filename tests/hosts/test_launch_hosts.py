@@ -1,4 +1,4 @@
-"""One command starts a run on several hosts, over ssh, pdsh and mpirun; each host has an sshd and processes of its own."""
+"""One command starts a run on several hosts, over ssh and mpirun; each host has an sshd and processes of its own."""
 
 from __future__ import annotations
 
@@ -96,9 +96,9 @@ def expected(*places: str, args: str) -> list[str]:
 ROOT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
-@pytest.mark.parametrize("launcher", ["ssh", "pdsh", pytest.param("openmpi", marks=pytest.mark.long)])
+@pytest.mark.parametrize("launcher", ["ssh", pytest.param("openmpi", marks=pytest.mark.long)])
 def test_a_world_of_four(launcher: str, network: Network, folder: Path) -> None:
-    needed = {"ssh": "ssh", "pdsh": "pdsh", "openmpi": "mpirun"}[launcher]
+    needed = {"ssh": "ssh", "openmpi": "mpirun"}[launcher]
     if shutil.which(needed) is None:
         pytest.skip(f"there is no {needed}")
     (folder / ".deepspeed_env").write_text("TOKEN='a b'\n")
@@ -213,9 +213,8 @@ def test_no_python_there_and_a_wrong_port(network: Network, folder: Path) -> Non
     assert "node2: it refuses connections at port 2222" in done.stderr
 
 
-@pytest.mark.parametrize("launcher", ["ssh", pytest.param("pdsh", marks=pytest.mark.long)])
-def test_a_rank_fails_on_one_host(launcher: str, network: Network, folder: Path) -> None:
-    words = f"launch --hostfile hf --nodes 2 --launcher {launcher} --launcher-args '-F {network.ssh_config}'"
+def test_a_rank_fails_on_one_host(network: Network, folder: Path) -> None:
+    words = f"launch --hostfile hf --nodes 2 --launcher-args '-F {network.ssh_config}'"
     done = at_desk(network, folder, f"{words} train.py fail")
     assert done.returncode == 1
     assert done.stderr.count("ValueError: the data of rank 3 is bad") == 1, done.stderr
@@ -238,13 +237,9 @@ def start(network: Network, folder: Path, words: str) -> subprocess.Popen[bytes]
     return job
 
 
-LAUNCHERS = ["ssh", pytest.param("pdsh", marks=pytest.mark.long)]
-
-
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_the_launcher_is_killed(launcher: str, network: Network, folder: Path) -> None:
+def test_the_launcher_is_killed(network: Network, folder: Path) -> None:
     """Nobody is left to say anything, yet no process outlives it; they were asked, and had the time to save."""
-    job = start(network, folder, f"launch --hostfile hf --nodes 2 --launcher {launcher}")
+    job = start(network, folder, "launch --hostfile hf --nodes 2")
     assert len(network.hosts[0].processes()) > 2
     job.kill()
     job.wait()

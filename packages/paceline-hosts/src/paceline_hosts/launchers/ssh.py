@@ -68,10 +68,10 @@ def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:
 def connect(job: Job, name: str, module: str = REMOTE) -> tuple[str, ...]:
     """Returns the command that connects to a host."""
     port = ["-p", str(job.reach.port)] if job.reach.port else []
-    return ("ssh", *job.reach.args, "-T", *OPTIONS, *port, name, shell_line(job, module=module))
+    return ("ssh", *job.reach.args, "-T", *OPTIONS, *port, name, shell_line(job, module))
 
 
-def shell_line(job: Job, *words: str, module: str = REMOTE) -> str:
+def shell_line(job: Job, module: str = REMOTE) -> str:
     """Returns the line for the shell of a host.
 
     It starts Python at the same path as here or, if `job.reach.activate` names a script, the Python that the script sets up.
@@ -79,14 +79,14 @@ def shell_line(job: Job, *words: str, module: str = REMOTE) -> str:
     path = job.assignment.env.get("PYTHONPATH", "") if job.assignment is not None else ""
     variables = ["env", f"PYTHONPATH={path}"] if path else []
     if not job.reach.activate:
-        return shlex.join(["exec", *variables, sys.executable, "-u", "-m", module, *words])
-    inside = shlex.join(["exec", *variables, "python", "-u", "-m", module, *words])
+        return shlex.join(["exec", *variables, sys.executable, "-u", "-m", module])
+    inside = shlex.join(["exec", *variables, "python", "-u", "-m", module])
     return shlex.join(["exec", "bash", "-c", f". {shlex.quote(job.reach.activate)} && {inside}"])
 
 
 def here(job: Job, module: str = REMOTE) -> tuple[str, ...]:
     """Returns the command that starts the agent on this host."""
-    return ("sh", "-c", shell_line(job, module=module))
+    return ("sh", "-c", shell_line(job, module))
 
 
 LAUNCHER = SshLauncher()

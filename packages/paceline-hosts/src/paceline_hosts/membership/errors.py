@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import zip_longest
 from typing import Any
 
 from paceline.base.errors import Problem
@@ -35,9 +34,9 @@ def disagreement(
         theirs: its settings, as `Rules.common`.
     """
     fix = "start the same command on every node, with another --node-rank on each, or with none on all"
-    for name, here, there in zip_longest(_SETTING_NAMES, mine.common, theirs, fillvalue="none"):
+    for name, here, there in zip(_SETTING_NAMES, mine.common, theirs, strict=True):
         if here != there:
-            why = f"{me.shown} says {here}, {other.shown} says {there}"
+            why = f"{me.shown} says {here or 'none'}, {other.shown} says {there or 'none'}"
             return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
     for member in present:
         if other.node >= 0 and member.node == other.node:

@@ -33,7 +33,7 @@ class Join:
     """A launcher asks to join: who it is, its `Rules.common`, and the number of the latest round that it knows."""
 
     member: Member
-    rules: tuple[Count, Count, Number, Name] | tuple[Count, Count, Number, Name, Name]  # the last: the store, if any
+    rules: tuple[Count, Count, Number, Name, Name]
     round: Number
 
 

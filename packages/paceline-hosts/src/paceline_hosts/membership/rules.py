@@ -41,10 +41,9 @@ class Rules:
         return self.least == self.most
 
     @property
-    def common(self) -> tuple[int, int, int, str] | tuple[int, int, int, str, str]:
-        """The values that must be the same on all launchers; four of them without a store, as in older versions."""
-        common = (self.least, self.most, self.max_restarts, self.run)
-        return (*common, self.store) if self.store else common
+    def common(self) -> tuple[int, int, int, str, str]:
+        """The values that must be the same on all launchers."""
+        return self.least, self.most, self.max_restarts, self.run, self.store
 
 
 LossKind = Literal["lost", "left"]  # whether a launcher disappeared, or ended as it was asked to

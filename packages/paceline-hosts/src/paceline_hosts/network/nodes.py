@@ -410,7 +410,7 @@ class NodesByMembership:
         self.membership.leave()
         self._carry_out()
         for connection in list(self._connections.values()):
-            self.membership.peers.actions.append(("close", connection.key))
+            self.membership.peers.close(connection.key)
         self._carry_out()
         deadline = time.monotonic() + _GOODBYE_S
         while not self._has_left() and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""`python -m paceline_hosts.remote`: what ssh, pdsh, mpirun and srun start on each host."""
+"""`python -m paceline_hosts.remote`: what ssh, mpirun and srun start on each host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The agent on one host of a run that was started from another host: what `ssh`, `pdsh`, `mpirun` and `srun` start there.
+"""The agent on one host of a run that was started from another host: what `ssh`, `mpirun` and `srun` start there.
 
 Below, the starter is the command that the user typed.
 
@@ -15,7 +15,6 @@ Some programs carry messages in another way:
 
 - In a SLURM allocation one srun starts all hosts, and all agents read the same input. Messages have a field "to" with the
   numbers of the nodes, and answers a field "node".
-- pdsh passes no input on. The assignment is stored in a file that only this user can read, until pdsh starts the host.
 - mpirun, and srun with a hostfile, pass the assignment in a variable, and end their processes themselves.
 - On a Ray cluster an actor carries the connection. The agent ends with the process of that actor.
 """
@@ -31,12 +30,10 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import PacelineError
-from paceline.base.temporary import temporary_folder
 from paceline.base.terminal import say
 from paceline.base.version import VERSION
 from paceline.launch import host
@@ -187,29 +184,7 @@ def serve_starter() -> int:
             break
     if listener is not None:
         listener.close()
-    if "store" in message:
-        store(message["store"], {"orders": assignment, "node": node, "place": message["place"]})
-        channel.answer(stored=True)
-        return 0
     return run(Assignment.from_message(assignment), node, message["go"], channel)
-
-
-def store(name: str, carried: dict[str, Any]) -> None:
-    """Stores an assignment in a file that only this user can read."""
-    path = Path(temporary_folder(), name)
-    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
-        json.dump(carried, file)
-
-
-def run_stored(name: str) -> int:
-    """Runs an assignment that was stored."""
-    path = Path(temporary_folder(), name)
-    try:
-        carried = json.loads(path.read_text())
-    except FileNotFoundError:
-        return 1  # pdsh has started this host twice, and the first process has taken the file
-    path.unlink()
-    return _run_carried(carried, carried["node"], StarterChannel())
 
 
 def survey_by_variable() -> int:
@@ -226,20 +201,14 @@ def run_by_variable() -> int:
     kill_with_parent(os.getppid())
     carried = json.loads(environment.snapshot()[VARIABLE])
     environment.export({VARIABLE: None})
-    return _run_carried(carried, _node(carried), None)
-
-
-def _run_carried(carried: dict[str, Any], node: int, channel: StarterChannel | None) -> int:
-    """Runs an assignment that arrived together with the address of node 0."""
+    node = _node(carried)
     survey(carried["orders"], node)
     place = carried["place"]
-    return run(Assignment.from_message(carried["orders"]), node, place and (place[0], place[1]), channel)
+    return run(Assignment.from_message(carried["orders"]), node, place and (place[0], place[1]), None)
 
 
 def _node(carried: dict[str, Any]) -> int:
-    """Returns the number of this host: as the message says, else by the name that SLURM uses, else as mpirun or srun counts."""
-    if carried["node"] is not None:
-        return int(carried["node"])
+    """Returns the number of this host: by the name that SLURM uses, else as mpirun or srun counts."""
     env = environment.snapshot()
     names = [slots["host"] for slots in carried["orders"]["hosts"]]
     own = env.get("SLURMD_NODENAME", "")
@@ -416,10 +385,8 @@ def main(words: list[str]) -> int:
 
     Args:
         words: how the assignment arrives: [] by messages on standard input; ["attached"] the same, and this process ends
-            with its parent; ["stored", NAME] in a file; ["survey"] and ["run"] in the environment.
+            with its parent; ["survey"] and ["run"] in the environment.
     """
-    if words[:1] == ["stored"]:
-        return run_stored(words[1])
     if words == ["survey"]:
         return survey_by_variable()
     if words == ["run"]:

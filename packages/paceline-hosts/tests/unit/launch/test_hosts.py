@@ -45,12 +45,10 @@ def job(**flags: object) -> Job:
     return job_on_hosts(told(**flags), "train.py", ["--lr", "1"], ENV, local_rank=True)
 
 
+SSH = "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 2222"
 COMMANDS = {
-    "ssh": [
-        "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 2222 node0",
-        "ssh -T -o BatchMode=yes -o ConnectTimeout=10 -o ServerAliveInterval=5 -o ServerAliveCountMax=3 -p 2222 node1",
-    ],
-    "pdsh": ["pdsh -S -N -R ssh -f 1024 -w node0,node1"],
+    "ssh": [f"{SSH} node0", f"{SSH} node1"],
+    "pdsh": [f"{SSH} node0", f"{SSH} node1"],
     "openmpi": [
         "mpirun -np 2 --host node0:1,node1:1 --map-by ppr:1:node --bind-to none --mca odls_base_sigkill_timeout 30 "
         "-x PACELINE_ORDERS -x PYTHONPATH --mca plm_rsh_args -p 2222"
@@ -131,12 +129,12 @@ def test_hosts_without_a_hostfile(hostfile: str) -> None:
 
 
 def test_a_launcher_that_is_not_installed(hostfile: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "which", lambda name, **_: None if name == "pdsh" else name)
-    with pytest.raises(LaunchError, match="there is no pdsh") as caught:
-        job(hostfile=hostfile, launcher="pdsh")
+    monkeypatch.setattr(shutil, "which", lambda name, **_: None if name == "mpirun" else name)
+    with pytest.raises(LaunchError, match="there is no mpirun") as caught:
+        job(hostfile=hostfile, launcher="openmpi")
     assert caught.value.code == "launch-launcher"
-    assert "openmpi" in str(caught.value)
-    assert job(hostfile=hostfile, launcher="pdsh", dry_run=True).nodes > 0, (
+    assert "ssh" in str(caught.value)
+    assert job(hostfile=hostfile, launcher="openmpi", dry_run=True).nodes > 0, (
         "to see what it would do, it need not be here"
     )
 

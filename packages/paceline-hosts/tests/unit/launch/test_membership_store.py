@@ -15,7 +15,6 @@ from strangers import message, value
 
 from paceline.launch.rounds import Member, Place
 from paceline_hosts.membership import errors
-from paceline_hosts.membership.messages import Join, decode, encode
 from paceline_hosts.membership.rules import Rules, has_quorum
 from paceline_hosts.membership.witness import (
     STALE_S,
@@ -183,15 +182,6 @@ def test_quorum_with_a_vote() -> None:
     assert has_quorum({"a", "b"}, pairs, set(), False)
     assert not has_quorum({"a"}, [("a", "b", "c")], set(), True)
     assert has_quorum({"a"}, [("a", "b", "c")], {"c"}, True)
-
-
-def test_messages_without_a_store_are_as_before() -> None:
-    me = Member("i", "here", 2)
-    line = encode(Join(me, Rules(1, 2).common, 0))
-    assert line.endswith(b'"rules": [1, 2, 0, "paceline"], "round": 0}')
-    assert decode(line) == Join(me, (1, 2, 0, "paceline"), 0)
-    with_store = Join(me, Rules(1, 2, store="etcd://s:2379").common, 0)
-    assert decode(encode(with_store)) == with_store
 
 
 def test_a_launcher_with_another_store_is_refused() -> None:

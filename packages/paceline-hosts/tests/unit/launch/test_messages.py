@@ -26,7 +26,7 @@ A, B = Member("a", "host a", 1, "10.0.0.1", 1), Member("b", "host b", 2, "10.0.0
 @pytest.mark.parametrize(
     "message",
     [
-        Join(A, (1, 3, 0, "paceline"), 0),
+        Join(A, (1, 3, 0, "paceline", "etcd://s:2379"), 0),
         Proposal(Round(1, 0, (A, B), 29500, "a failed", 1.5), (("a",), ("a", "b"))),
         RunEnded(End(1, "why", "a", Problem("launch-nodes", "what", ("one", "two"), "fix"))),
         RunEnded(End(0)),

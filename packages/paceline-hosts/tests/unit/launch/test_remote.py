@@ -18,7 +18,7 @@ from paceline_hosts.assignment import Assignment
 from paceline_hosts.hostfile import Slots
 from paceline_hosts.network.ports import lasting_port
 from paceline_hosts.remote import agent
-from paceline_hosts.remote.agent import addresses, reachable, store, survey
+from paceline_hosts.remote.agent import addresses, reachable, survey
 from paceline_hosts.remote.channels import HostChannel
 
 
@@ -88,14 +88,6 @@ def test_where_a_host_is_reached() -> None:
         assert reachable(["127.0.0.1", "not.a.host.invalid"], port) == ["127.0.0.1"]
     assert reachable(["127.0.0.1"], port) == []
     assert "127.0.0.1" not in addresses(["127.0.0.1"])
-
-
-def test_an_assignment_is_stored_for_this_user_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    store("assignment", {"secret": 1})
-    assert (tmp_path / "assignment").stat().st_mode & 0o777 == 0o600
-    with pytest.raises(FileExistsError):
-        store("assignment", {})
 
 
 def test_a_hostfile_where_only_this_host_counts() -> None:

@@ -8,10 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import os
 import sys
-import threading
-from collections.abc import Callable
 
 from paceline.base.terminal import say
 
@@ -27,7 +24,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on; 0.0.0.0 for all [127.0.0.1]"
     )
     parser.add_argument("--once", action="store_true", help="print the numbers once, and do not serve them")
-    parser.add_argument("--until-closed", action="store_true", help="end when standard input is closed")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -46,15 +42,6 @@ def run(args: argparse.Namespace) -> int:
         return 0
     server = MetricsServer(reader, args.port, args.host)
     say(f"metrics at {server.url}")
-    if args.until_closed:
-        threading.Thread(target=_close_with_input, args=(server.close,), daemon=True).start()
     with contextlib.suppress(KeyboardInterrupt):
         server.serve()
     return 0
-
-
-def _close_with_input(close: Callable[[], object]) -> None:
-    """Closes the server when whoever started this command has gone: its end of the pipe is closed then."""
-    while os.read(0, 1 << 12):
-        continue
-    close()

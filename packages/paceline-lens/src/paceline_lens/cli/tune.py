@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError
 from paceline.base.terminal import say
-from paceline.cli.script import add_script, misplaced_options, need_script
+from paceline.cli.script import ScriptProgress, add_script, misplaced_options, need_script
 from paceline.config import schema
 from paceline.config.sources import Launch, resolve_launch
 
@@ -26,8 +25,6 @@ if TYPE_CHECKING:
     from paceline.launch.job import Job
     from paceline_lens.tune.search import Candidate
     from paceline_lens.tune.tuner import Tuned
-
-_BAR = 24
 
 _OWN = (
     "--metric", "--trials", "--early-stop", "--first-step", "--last-step", "--order", "--micro", "--micro-sizes", "--arg",
@@ -120,7 +117,7 @@ def tune(
     from paceline.planner.fit import of_this_host
     from paceline_lens.forecast.calibrate import machine_of
     from paceline_lens.forecast.calibration import find
-    from paceline_lens.forecast.rehearsal import in_child
+    from paceline_lens.forecast.rehearsal import with_devices
     from paceline_lens.tune import results as tune_results
     from paceline_lens.tune.search import Tuning
     from paceline_lens.tune.tuner import Task, Tuner
@@ -132,11 +129,15 @@ def tune(
     job = _job_to_tune(resolved, script, script_args)
     job = replace(job, target=replace(job.target, local_rank=local_rank))
     if device is None:
-        here = _result(*in_child(lambda: of_this_host(job.procs, cpu=resolved.run.cpu)))
+        here = with_devices(lambda: of_this_host(job.procs, cpu=resolved.run.cpu))
     else:
         here = device_of(device)
     results = tune_results.Results()
-    bar = Bar()
+    progress = ScriptProgress("paceline tune")
+
+    def tell(tuned: Tuned, candidate: Candidate, odd: str) -> None:
+        progress.show(_trial(tuned, candidate, odd))
+
     calibration = None
     # Times that were measured on this host are of no use for a device that was only named.
     if device is None:
@@ -146,12 +147,12 @@ def tune(
         say(f"times by {datasheet}{lookup.reason}")
     timeout_s = resolved.run.timeout_s or 600.0
     task = Task(job, resolved.not_in_environment, tuning, given_values, here, timeout_s, calibration)
-    tuner = Tuner(task, bar.tell, results.open, results.add)
+    tuner = Tuner(task, tell, results.open, results.add)
     say(f"rehearsing {script} for {here.name}")
     try:
         tuned = tuner.run()
     finally:
-        bar.close()
+        progress.clear()
         if tuner.first_failure:
             print(f"--- the first trial that failed\n{tuner.first_failure}\n---", file=sys.stderr, flush=True)
     folder = tune_results.write(tuned)
@@ -170,13 +171,10 @@ def _job_to_tune(resolved: Launch, script: str, script_args: Sequence[str]) -> J
     """
     from paceline.launch.host import check_target
     from paceline.launch.make_job import job_of, target_of
-    from paceline_lens.forecast.rehearsal import in_child
+    from paceline_lens.forecast.rehearsal import with_devices
 
     check_target(target_of(resolved.launch, script, script_args))
-    # A child process examines the accelerators, because a process that has used them cannot be forked any more.
-    answer = in_child(lambda: job_of(resolved, script, script_args, environment.snapshot()))
-    job: Job
-    job, notices = _result(*answer)
+    job, notices = with_devices(lambda: job_of(resolved, script, script_args, environment.snapshot()))
     if job.nodes > 1 or job.target.kind == "program":
         reason = "several nodes take part" if job.nodes > 1 else "the script is a program of its own"
         raise LaunchError(
@@ -234,61 +232,22 @@ def _whole(text: str, message: str) -> int:
     )
 
 
-def _result(kind: str, value: Any) -> Any:
-    """Returns the result of a child process, or raises its error."""
-    if kind == "result":
-        return value
-    if kind == "ours":
-        raise value
-    raise LaunchError(
-        "tune-device",
-        "this host's devices could not be looked at.",
-        why=str(value),
-        fix="say what a rank has, such as `--device a100-24GB`, or `--cpu`",
-    )
+def _trial(tuned: Tuned, candidate: Candidate, odd: str) -> str:
+    """Returns a line about a trial that has just ended.
 
-
-class Bar:
-    """Shows the progress of a search on standard error: in a terminal one line that changes, otherwise a line per trial."""
-
-    def __init__(self) -> None:
-        self._is_terminal = sys.stderr.isatty()
-        self._width = 0
-        self._began = time.monotonic()
-
-    def tell(self, tuned: Tuned, candidate: Candidate, odd: str) -> None:
-        """Shows the result of a trial that has just ended.
-
-        Args:
-            tuned: the state of the search.
-            candidate: the candidate that was measured.
-            odd: a remark on the result; "" for none.
-        """
-        done = len(tuned.progress.results)
-        total = min(len(tuned.queue), tuned.task.tuning.trials)
-        result = tuned.progress.results[candidate]
-        outcome = f"{result.status}: {result.why}"
-        if result.status == "measured":
-            outcome = f"{result.seconds * 1e3:.1f} ms a step"
-        if result.status == "measured" and result.batch:
-            outcome += f", {result.batch / result.seconds:.1f} samples/s"
-        if odd:
-            outcome += f" ({odd})"
-        line = f"trial {done} of {total}  {candidate.name}  {outcome}"
-        if not self._is_terminal:
-            say(line)
-            return
-        full = _BAR * done // max(1, total)
-        left_s = (time.monotonic() - self._began) / done * (total - done)
-        bar = "#" * full + "." * (_BAR - full)
-        text = f"[{bar}] {line}  ~{left_s:.0f} s left"[:118]
-        # The line is padded to the length of the one before, so that nothing of it stays visible.
-        sys.stderr.write("\r" + text.ljust(self._width))
-        sys.stderr.flush()
-        self._width = len(text)
-
-    def close(self) -> None:
-        """Ends the line, so that later output begins on a new one."""
-        if self._is_terminal and self._width:
-            sys.stderr.write("\n")
-            sys.stderr.flush()
+    Args:
+        tuned: the state of the search.
+        candidate: the candidate that was measured.
+        odd: a remark on the result; "" for none.
+    """
+    done = len(tuned.progress.results)
+    total = min(len(tuned.queue), tuned.task.tuning.trials)
+    result = tuned.progress.results[candidate]
+    outcome = f"{result.status}: {result.why}"
+    if result.status == "measured":
+        outcome = f"{result.seconds * 1e3:.1f} ms a step"
+    if result.status == "measured" and result.batch:
+        outcome += f", {result.batch / result.seconds:.1f} samples/s"
+    if odd:
+        outcome += f" ({odd})"
+    return f"trial {done} of {total}  {candidate.name}  {outcome}"

@@ -173,19 +173,13 @@ def _runs(
 
     from paceline.launch.host import check_target
     from paceline.launch.make_job import job_of, target_of
-    from paceline_lens.forecast.rehearsal import in_child
+    from paceline_lens.forecast.rehearsal import with_devices
 
     check_target(target_of(resolved.launch, script, words))
     if plain is not None:
         check_target(plain)
-    # A separate process counts the accelerators, because a process that has used them cannot be forked any more.
     resolved = replace(resolved, launch=replace(resolved.launch, procs=procs))
-    kind, value = in_child(lambda: job_of(resolved, script, words, environment.snapshot()))
-    if kind == "ours":
-        raise value
-    if kind != "result":
-        raise RuntimeError(value)
-    job, notices = value
+    job, notices = with_devices(lambda: job_of(resolved, script, words, environment.snapshot()))
     for notice in (*resolved.notices, *notices):
         say(notice)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from paceline.base.errors import LaunchError, PlanError
+from paceline.base.errors import PlanError
 from paceline.config.sources import Launch
 from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
@@ -22,7 +22,7 @@ from paceline.launch.make_job import job_of
 from paceline.planner.device import Device
 from paceline.planner.fit import of_this_host
 from paceline_lens.forecast.calibration import Calibration, Machine
-from paceline_lens.forecast.rehearsal import in_child
+from paceline_lens.forecast.rehearsal import with_devices
 
 _ROUNDS = 7
 
@@ -50,18 +50,7 @@ def this_machine(settings: Launch, env: Mapping[str, str]) -> ThisMachine:
     Raises:
         LaunchError: `tune-device`, where its devices cannot be looked at; ConfigError: those of `job_of`.
     """
-    # Accelerators are looked at by a process of its own: one that has touched them cannot be forked any more.
-    kind, value = in_child(partial(_look, settings, env))
-    if kind == "ours":
-        raise value
-    if kind == "other":
-        raise LaunchError(
-            "tune-device",
-            "this host's devices could not be looked at.",
-            why=str(value),
-            fix="measure without them: `--cpu`",
-        )
-    job, device = value
+    job, device = with_devices(partial(_look, settings, env))
     return ThisMachine(machine_of(job, device.name, env), job, device, settings.run.cpu)
 
 

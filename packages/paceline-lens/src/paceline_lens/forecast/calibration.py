@@ -20,14 +20,14 @@ import math
 import re
 import time
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.errors import PlanError
 from paceline.base.files import replace_text
+from paceline.base.json_fields import read_file
 from paceline.config.places import user_folder
 from paceline_lens.forecast.work import Computation, Message
 
@@ -110,6 +110,7 @@ class Calibration:
         joined: the share of what a compiler could join of the operations between products that it does join; 0 without one.
         missing: what could not be measured, and why.
         noise: by which share a probe took longer in the middle round than in the fastest one; half of the probes were worse.
+        version: of the format of the file.
     """
 
     machine: Machine
@@ -127,6 +128,7 @@ class Calibration:
     joined: float = 0.0
     missing: tuple[str, ...] = ()
     noise: float = 0.0
+    version: int = VERSION
 
     def compute_seconds(self, computation: Computation) -> float:
         """Returns the seconds of one operation: of its arithmetic, or of the bytes that it moves, if these are more.
@@ -200,10 +202,6 @@ class Calibration:
             lines.append(f"  {self.doubt}")
         return "\n".join(lines)
 
-    def json(self) -> dict[str, Any]:
-        """Returns the calibration as JSON values, for its file."""
-        return {"version": VERSION, **asdict(self)}
-
 
 def rate_at(curve: Curve, size: float) -> float:
     """Returns the rate at a size.
@@ -248,7 +246,7 @@ def save(calibration: Calibration, folder: Path | None = None) -> Path:
     folder = calibration_folder() if folder is None else folder
     path = folder / calibration.machine.file_name
     try:
-        replace_text(path, json.dumps(calibration.json(), indent=1) + "\n")
+        replace_text(path, json.dumps(asdict(calibration), indent=1) + "\n")
     except OSError as error:
         raise PlanError(
             "calibration-write",
@@ -272,7 +270,7 @@ def find(machine: Machine, folder: Path | None = None, now: float | None = None)
         return Lookup(None, f"there is no calibration {path}{beside}; {remedy}")
     try:
         calibration = read(path)
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError) as error:
         return Lookup(None, f"{path} is not used: it cannot be read ({error}); {remedy} anew")
     of_when = f"{path} of {calibration.date}"
     differences = machine.differences(calibration.machine)
@@ -290,25 +288,15 @@ def read(path: Path) -> Calibration:
     """Reads a calibration from its file.
 
     Raises:
-        OSError, ValueError, TypeError, KeyError: the file is damaged, or of another version.
+        OSError, ValueError: the file is damaged, or of another version.
     """
-    content = json.loads(path.read_text(encoding="utf-8"))
-    version = content.pop("version", None)
-    if version != VERSION:
-        raise ValueError(f"version {version}, expected {VERSION}")
-    content["machine"] = Machine(**content["machine"])
-    content["matrix"] = {dtype: _curve(rows) for dtype, rows in content["matrix"].items()}
-    content["memory"] = _curve(content["memory"])
-    content["links"] = {name: Link(**link) for name, link in content["links"].items()}
-    content["missing"] = tuple(content["missing"])
-    if "float32" not in content["matrix"]:
+    calibration: Calibration = read_file(Calibration, json.loads(path.read_text(encoding="utf-8")), "it")
+    if calibration.version != VERSION:
+        raise ValueError(f"version {calibration.version}, expected {VERSION}")
+    # Values that are not positive would divide by zero, or have no logarithm.
+    for curve in (calibration.memory, *calibration.matrix.values()):
+        if not curve or any(size <= 0 or rate <= 0 for size, rate in curve):
+            raise ValueError("sizes and rates have to be above zero")
+    if "float32" not in calibration.matrix:
         raise ValueError("it has no rate of float32")
-    return Calibration(**content)
-
-
-def _curve(rows: Sequence[Sequence[float]]) -> Curve:
-    # JSON has lists for tuples. Values that are not positive would divide by zero, or have no logarithm.
-    curve = tuple((float(size), float(rate)) for size, rate in rows)
-    if not curve or any(size <= 0 or rate <= 0 for size, rate in curve):
-        raise ValueError("sizes and rates have to be above zero")
-    return curve
+    return calibration

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.files import replace_text
+from paceline.base.json_fields import read_file
 from paceline.config.places import user_folder
 from paceline.plan.plan import Plan
 from paceline.planner.estimate import settings_of
@@ -67,10 +68,10 @@ def remember(key: str, forecast: KnownForecast) -> str:
 def recall(key: str) -> KnownForecast | None:
     """Returns a saved forecast; None if there is none, or its file is damaged."""
     try:
-        content = json.loads((_folder() / f"{key}.json").read_text(encoding="utf-8"))
-        return KnownForecast(float(content["step_ms"]), float(content["flops"]), int(content.get("peak_bytes", 0)))
-    except (OSError, ValueError, TypeError, KeyError):
+        forecast: KnownForecast = read_file(KnownForecast, json.loads((_folder() / f"{key}.json").read_text()))
+    except (OSError, ValueError):
         return None
+    return forecast
 
 
 def _folder() -> Path:

@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from paceline.base import env as environment
-from paceline.base.errors import PacelineError, PlanError
+from paceline.base.errors import LaunchError, PacelineError, PlanError
 from paceline.base.ours import our_folders
 from paceline.base.temporary import temporary_folder
 from paceline.plan.facts import ModelFacts
@@ -44,6 +44,8 @@ from paceline_lens.forecast.allocation_trace import AllocationTrace, Peak
 from paceline_lens.forecast.loopback import LoopbackCollectives
 from paceline_lens.forecast.operation_trace import OperationTrace, Traffic
 from paceline_lens.torch_internals import fake, imaginary
+
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -131,25 +133,43 @@ def rehearse(work: Callable[[], object], simulated: SimulatedWorld, observer: Ru
     Raises:
         PlanError: `plan-rehearsal`, if the script prepared no model. An error of Paceline in the script is raised here, too.
     """
-    kind, value = in_child(lambda: _perform(work, simulated, observer or Runtime()))
-    if kind == "result":
-        return value  # type: ignore[no-any-return]
-    if kind == "ours":
-        raise value
-    raise PlanError(
-        "plan-rehearsal",
-        "the script could not be rehearsed: it prepared no model.",
-        why=value,
-        fix="see that `python` runs the script up to `accelerator.prepare(model, ...)` with these arguments",
-    )
+    try:
+        return in_child(lambda: _perform(work, simulated, observer or Runtime()))
+    except ChildError as error:
+        raise PlanError(
+            "plan-rehearsal",
+            "the script could not be rehearsed: it prepared no model.",
+            why=str(error),
+            fix="see that `python` runs the script up to `accelerator.prepare(model, ...)` with these arguments",
+        ) from None
 
 
-def in_child(work: Callable[[], object]) -> tuple[str, Any]:
-    """Runs `work` in a forked process, and returns the kind of its end and a value.
+def with_devices(look: Callable[[], R]) -> R:
+    """Runs what looks at this host's accelerators in a forked process: one that has touched them cannot be forked any more.
 
-    Returns:
-        "result" and what `work` returned; "ours" and the error of Paceline that it raised; or "other" and what else ended it,
-        in words.
+    Raises:
+        LaunchError: `tune-device`, if that process ended otherwise than by a result or by an error of Paceline.
+    """
+    try:
+        return in_child(look)
+    except ChildError as error:
+        raise LaunchError(
+            "tune-device",
+            "this host's devices could not be looked at.",
+            why=str(error),
+            fix="do without them: `--cpu`",
+        ) from None
+
+
+class ChildError(RuntimeError):
+    """What ended the work of `in_child`, in words."""
+
+
+def in_child(work: Callable[[], R]) -> R:
+    """Runs `work` in a forked process, and returns its result. An error of Paceline in it is raised here, too.
+
+    Raises:
+        ChildError: if something else ended it.
     """
     folder = temporary_folder()
     with tempfile.TemporaryFile(dir=folder) as parcel, tempfile.TemporaryFile("w+", dir=folder) as output:
@@ -163,11 +183,11 @@ def in_child(work: Callable[[], object]) -> tuple[str, Any]:
             renew_threads()
             # The child must never return into the code of its parent: every exception ends here, too.
             try:
-                outcome: tuple[str, Any] = ("result", work())
+                outcome: tuple[Any, Exception | None] = (work(), None)
             except PacelineError as error:
-                outcome = ("ours", error)
+                outcome = (None, error)
             except BaseException as error:
-                outcome = ("other", _words(error))
+                outcome = (None, ChildError(_words(error)))
             parcel.write(pickle.dumps(outcome))
             parcel.flush()
             sys.stdout.flush()
@@ -176,11 +196,14 @@ def in_child(work: Callable[[], object]) -> tuple[str, Any]:
         _, status = os.waitpid(child, 0)
         parcel.seek(0)
         data = parcel.read()
-        if data:
-            return pickle.loads(data)  # type: ignore[no-any-return]
-        output.seek(0)
-        tail = output.read().strip().splitlines()[-1:] or ["it said nothing"]
-        return "other", f"the process of the rehearsal ended ({os.waitstatus_to_exitcode(status)}): {tail[0]}"
+        if not data:
+            output.seek(0)
+            tail = output.read().strip().splitlines()[-1:] or ["it said nothing"]
+            raise ChildError(f"the process ended ({os.waitstatus_to_exitcode(status)}): {tail[0]}")
+        result, failure = pickle.loads(data)
+        if failure is not None:
+            raise failure
+        return result  # type: ignore[no-any-return]
 
 
 def _words(error: BaseException) -> str:

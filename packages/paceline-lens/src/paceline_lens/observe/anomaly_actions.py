@@ -49,47 +49,29 @@ _MOST_LOSSES = 4096  # of a script that calls backward and never steps, the last
 _JOURNAL_NAMES = {"nan": "nan", "loss_spike": "loss-spike", "gradient_norm": "gradient-norm"}
 
 
-def chosen(
-    anomalies: Mapping[str, Any] | None, options: Mapping[str, Mapping[str, Any]] | None
-) -> Mapping[str, Mapping[str, Any]] | None:
-    """Returns the options of all strategies together with those of `Accelerator(anomalies=...)`.
-
-    Raises:
-        ConfigError: `anomaly-options`, if `anomalies` is not a mapping.
-    """
-    if anomalies is None:
-        return options
-    if not isinstance(anomalies, Mapping):
-        raise ConfigError(
-            "anomaly-options",
-            f"anomalies cannot be {anomalies!r}.",
-            why="it is a mapping from each kind of anomaly to an action",
-            fix='write it as a mapping, such as anomalies={"nan": "skip"}',
-        )
-    others = dict(options or {})
-    others[NAME] = {**others.get(NAME, {}), **flattened(anomalies)}
-    return others
-
-
 Options = AnomalyOptions
 
 
 def overrides(argument: Any, overrides: Overrides) -> Overrides:
-    """See `paceline.run.observers`.
+    """Adds what `Accelerator(anomalies=...)` says to the options (`paceline.run.observers`).
 
     Raises:
-        ConfigError: `anomaly-options`.
+        ConfigError: `anomaly-options`, if the argument is not a mapping.
     """
-    return replace(overrides, options=chosen(argument, overrides.options))
+    if not isinstance(argument, Mapping):
+        raise ConfigError(
+            "anomaly-options",
+            f"anomalies cannot be {argument!r}.",
+            why="it is a mapping from each kind of anomaly to an action",
+            fix='write it as a mapping, such as anomalies={"nan": "skip"}',
+        )
+    options = dict(overrides.options or {})
+    options[NAME] = {**options.get(NAME, {}), **flattened(argument)}
+    return replace(overrides, options=options)
 
 
 def join(run: Run, states: States, joined: Mapping[str, Any]) -> Anomalies | None:
-    """See `paceline.run.observers`."""
-    return anomalies_of(run, states)
-
-
-def anomalies_of(run: Run, states: States) -> Anomalies | None:
-    """Returns the anomalies that the run looks for; None, without any cost for the run, if its options name none.
+    """Begins to look for anomalies (`paceline.run.observers`); None, at no cost for the run, if its options name none.
 
     Raises:
         ConfigError: `anomaly-options`, `anomaly-rollback`; all problems at once.

@@ -51,32 +51,6 @@ class ProfileOptions:
     comms_verbose: bool = option(False, YES_NO, "Tells each call.")
 
 
-def chosen(
-    profile: str | Sequence[str] | Mapping[str, Any] | None, options: Mapping[str, Mapping[str, Any]] | None
-) -> tuple[str | None, Mapping[str, Mapping[str, Any]] | None]:
-    """Returns the setting and the options that `Accelerator(profile=...)` asks for.
-
-    Args:
-        profile: names as text or as a list; or a mapping from names to mappings of options.
-        options: the options of strategies, to which those of profiles are added.
-    """
-    if profile is None or isinstance(profile, str):
-        return profile, options
-    names = ",".join(map(str, profile)) or "no"
-    if not isinstance(profile, Mapping):
-        return names, options
-    options_of_profiles: dict[str, Any] = {}
-    for name, chosen_options in profile.items():
-        if isinstance(chosen_options, Mapping):
-            prefix = str(name).replace("-", "_")
-            options_of_profiles |= {f"{prefix}_{key}": value for key, value in chosen_options.items()}
-    if not options_of_profiles:
-        return names, options
-    options = options or {}
-    merged = {**options.get(NAME, {}), **options_of_profiles}
-    return names, {**options, NAME: merged}
-
-
 class Profiles:
     """The profiles of one run.
 

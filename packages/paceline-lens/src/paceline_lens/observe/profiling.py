@@ -14,15 +14,31 @@ from paceline.run.prepared import PreparedModel
 from paceline.run.run import Run
 from paceline.run.states import States
 from paceline_lens.observe.phases import follow_phases
-from paceline_lens.observe.profiles import NAME, ProfileOptions, Profiles, chosen
+from paceline_lens.observe.profiles import NAME, ProfileOptions, Profiles
 
 Options = ProfileOptions
 
 
 def overrides(argument: Any, overrides: Overrides) -> Overrides:
-    """See `paceline.run.observers`."""
-    profile, options = chosen(argument, overrides.options)
-    return replace(overrides, profile=profile, options=options)
+    """Adds what `Accelerator(profile=...)` asks for (`paceline.run.observers`).
+
+    Args:
+        argument: names as text or as a list; or a mapping from names to mappings of options.
+        overrides: what the script gives besides.
+    """
+    if isinstance(argument, str):
+        return replace(overrides, profile=argument)
+    overrides = replace(overrides, profile=",".join(map(str, argument)) or "no")
+    options_of_profiles: dict[str, Any] = {}
+    for name, options in argument.items() if isinstance(argument, Mapping) else ():
+        if isinstance(options, Mapping):
+            prefix = str(name).replace("-", "_")
+            options_of_profiles |= {f"{prefix}_{key}": value for key, value in options.items()}
+    if not options_of_profiles:
+        return overrides
+    others = overrides.options or {}
+    merged = {**others.get(NAME, {}), **options_of_profiles}
+    return replace(overrides, options={**others, NAME: merged})
 
 
 def flattened(block: Mapping[str, Any]) -> dict[str, Any]:
@@ -31,12 +47,7 @@ def flattened(block: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def join(run: Run, states: States, joined: Mapping[str, Any]) -> Profiles | None:
-    """See `paceline.run.observers`."""
-    return profiles_of(run)
-
-
-def profiles_of(run: Run) -> Profiles | None:
-    """Returns the profiles that the setting `profile` asks for; None where it asks for none, and then nothing is joined.
+    """Joins the profiles that the setting `profile` asks for (`paceline.run.observers`); None where it asks for none.
 
     Raises:
         ConfigError: `profile-options`.

@@ -43,12 +43,7 @@ _OTHER_BYTES = 4 << 20  # there may be hundreds of these files
 
 
 def join(run: Run, states: States, joined: Mapping[str, Any]) -> Telemetry | None:
-    """See `paceline.run.observers`."""
-    return telemetry_of(run)
-
-
-def telemetry_of(run: Run) -> Telemetry | None:
-    """Begins to record a run; returns None if the setting `watch_dir` names no folder.
+    """Begins to record a run (`paceline.run.observers`); returns None if the setting `watch_dir` names no folder.
 
     Ranks: each by itself. A rank that cannot write to the folder logs a warning, and the run goes on.
     """

@@ -17,6 +17,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from paceline.base.followed_file import FollowedFile
+
 
 @dataclass(frozen=True)
 class DrillOrders:
@@ -105,19 +107,13 @@ class LineReader:
     def __init__(self, folder: Path) -> None:
         self.lines: list[DrillLine] = []
         self._folder = folder
-        self._offsets: dict[str, int] = {}
+        self._files: dict[str, FollowedFile] = {}
 
     def poll(self) -> Sequence[DrillLine]:
         """Reads on, and returns the new lines."""
         new: list[DrillLine] = []
         for path in self._folder.glob("rank-*.lines"):
-            offset = self._offsets.get(path.name, 0)
-            with path.open("rb") as file:
-                file.seek(offset)
-                data = file.read()
-            whole = data[: data.rfind(b"\n") + 1]
-            self._offsets[path.name] = offset + len(whole)
-            new += [_line_of(text) for text in whole.splitlines()]
+            new += map(_line_of, self._files.setdefault(path.name, FollowedFile(path)).read())
         new.sort(key=lambda line: line.t)
         self.lines += new
         # Files of other processes may have older lines than those that were read first.

@@ -37,7 +37,7 @@ from paceline.launch.launcher import LAUNCHERS, Outcome
 from paceline.planner.device import Device
 from paceline.planner.estimate import gib
 from paceline_lens.forecast.calibration import Calibration
-from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld, in_child, rehearse
+from paceline_lens.forecast.rehearsal import ChildError, Rehearsal, SimulatedWorld, in_child, rehearse
 from paceline_lens.tune.forecast import Forecaster
 from paceline_lens.tune.script_config import script_configs
 from paceline_lens.tune.search import Candidate, Forecast, Measured, SearchProgress, Space, Tuning, sort_out
@@ -428,8 +428,13 @@ def _load(modules: Sequence[str]) -> None:
         _import(modules)
         return len(os.listdir("/proc/self/task")) == 1
 
-    if modules and os.path.isdir("/proc/self/task") and in_child(stays_single_threaded) == ("result", True):
-        _import(modules)
+    if not modules or not os.path.isdir("/proc/self/task"):
+        return
+    try:
+        if in_child(stays_single_threaded):
+            _import(modules)
+    except (ChildError, PacelineError):
+        pass  # each trial imports them, and the failure of the first one is shown
 
 
 def _import(modules: Sequence[str]) -> None:

@@ -21,11 +21,13 @@ import re
 import threading
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from paceline.base.errors import ConfigError
 from paceline.base.files import expanded, replace_text
+from paceline.base.followed_file import FollowedFile
+from paceline.base.json_fields import read_file
 from paceline_lens.watch.records import VERSION, JournalRecord, line_of, record_of
 from paceline_lens.watch.thinning import thinned
 
@@ -36,7 +38,6 @@ _LIMIT_BYTES = 8 << 20  # the size of a file: about 8 hours with all ticks; olde
 _MOMENT = 1e-6  # the least difference between the times of two lines of a file, in seconds
 _TAIL_BYTES = 1 << 16
 _LATE_S = 30.0  # clocks of hosts differ by less than this, and ranks start within less than this
-_HEAD_BYTES = 100  # the first bytes of a file tell whether it is still the same one, since its first line has a time
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,11 @@ class RunHeader:
     started: float = 0.0
     procs: int = 1
     nodes: int = 1
+
+
+@dataclass(frozen=True)
+class _FormatVersion:
+    version: int
 
 
 def rank_file(rank: int) -> str:
@@ -94,9 +100,9 @@ def read_header(folder: Path) -> RunHeader:
     """
     path = folder / HEADER
     try:
-        header_values = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(header_values, dict) or not isinstance(header_values.get("version"), int):
-            raise ValueError("it has no version")
+        contents = json.loads(path.read_text(encoding="utf-8"))
+        version: int = read_file(_FormatVersion, contents, HEADER).version
+        header: RunHeader = read_file(RunHeader, contents if version <= VERSION else {}, HEADER)
     except (OSError, ValueError) as error:
         raise ConfigError(
             "watch-folder",
@@ -104,15 +110,14 @@ def read_header(folder: Path) -> RunHeader:
             why=f"{path}: {error.strerror if isinstance(error, OSError) else error}",
             fix="name the folder that `paceline launch --watch` printed; `paceline ps` lists the runs of this machine",
         ) from None
-    if header_values["version"] > VERSION:
+    if version > VERSION:
         raise ConfigError(
             "watch-version",
             f"the run in {folder} was recorded by a newer Paceline.",
-            why=f"{path} says version {header_values['version']}, and this Paceline reads up to version {VERSION}",
+            why=f"{path} says version {version}, and this Paceline reads up to version {VERSION}",
             fix="show it with the Paceline that recorded it, or update this one",
         )
-    field_names = {entry.name for entry in fields(RunHeader)}
-    return RunHeader(**{name: value for name, value in header_values.items() if name in field_names})
+    return header
 
 
 def watch_folder(path: str | Path) -> Path:
@@ -244,23 +249,18 @@ class JournalLine:
     record: JournalRecord
 
 
-@dataclass
-class _Followed:
-    """How far a file has been read.
+class _FollowedJournal(FollowedFile):
+    """A file of the journal.
 
     Attributes:
-        head: its first bytes; if they change, another file has replaced it.
-        state: the size and the time of the last change when it was last read.
-        offset: the position up to which it has been read.
         last: the time of the last line that was read.
         seen: lines up to this time were already read from the file that this one has replaced.
     """
 
-    head: bytes = b""
-    state: tuple[int, int] = (0, 0)
-    offset: int = 0
-    last: float = 0.0
-    seen: float = 0.0
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.last = 0.0
+        self.seen = 0.0
 
 
 class JournalReader:
@@ -288,7 +288,7 @@ class JournalReader:
         self.unknown = 0
         self.has_late_file = False
         self._newest = 0.0  # moment of the last line of all
-        self._files: dict[str, _Followed] = {}
+        self._files: dict[str, _FollowedJournal] = {}
 
     def read(self) -> list[JournalLine]:
         """Returns new lines of all files, in the order of their times. An incomplete last line is left for the next call."""
@@ -313,29 +313,12 @@ class JournalReader:
         return lines
 
     def _read_file(self, name: str, role: str, number: int) -> list[JournalLine]:
-        followed = self._files.setdefault(name, _Followed())
-        path = self.folder / name
-        try:
-            status = os.stat(path)
-            state = status.st_size, status.st_mtime_ns
-            if state == followed.state:
-                return []
-            with open(path, "rb") as file:
-                head = file.read(_HEAD_BYTES)
-                # The file was thinned and replaced. It is read from its beginning, without lines that were read before.
-                if not head.startswith(followed.head) or status.st_size < followed.offset:
-                    followed = _Followed(seen=followed.last, last=followed.last)
-                    self._files[name] = followed
-                followed.head = head
-                file.seek(followed.offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []  # while it is replaced, the file is missing for a moment on some network file systems
-        followed.state = state
-        whole = data[: data.rfind(b"\n") + 1]
-        followed.offset += len(whole)
+        followed = self._files.setdefault(name, _FollowedJournal(self.folder / name))
+        texts = followed.read()
+        if followed.begins_anew:
+            followed.seen = followed.last  # the file was thinned: it has lines again that were read before
         lines = []
-        for text in whole.splitlines():
+        for text in texts:
             line = self._line(text, role, number)
             if line is None or line.t <= followed.seen:
                 continue

@@ -1,14 +1,14 @@
-"""`PageProcess`: serves the page of a run from a process of its own, and writes `report.html` when the run ends.
+"""`PageProcess`: serves the page and the metrics of a run from a process of its own, which writes `report.html` at the end.
 
-A launcher has no threads, since its workers may be forks of it, and serving the page must not slow it down. So the page has a
-process of its own, which reads its standard input:
+A launcher has no threads, since its workers may be forks of it, and serving the page must not slow it down. So there is a
+process for it, which reads its standard input:
 
     launcher                          this process
-    starts it                         prints the URL of the page, serves it
+    starts it                         prints the URL of the page, serves it, and metrics where a port is named
     writes "end", or dies             writes report.html, shows the last state to pages that are open, ends
 
-The launcher starts it as `python -m paceline_lens.watch.page_process FOLDER`. The page has a button for the stacks of all
-ranks: it sends SIGUSR1 to the launcher, which writes them.
+The launcher starts it as `python -m paceline_lens.watch.page_process FOLDER [PORT OF METRICS]`. The page has a button for the
+stacks of all ranks: it sends SIGUSR1 to the launcher, which writes them.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -32,11 +33,14 @@ class PageProcess:
 
     Args:
         folder: the folder of the run's journal.
+        metrics_port: where Prometheus finds the metrics, on the loopback address (0: a free port); None for no metrics.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, metrics_port: int | None = None) -> None:
         self._folder = folder
         command = [sys.executable, "-m", "paceline_lens.watch.page_process", str(folder)]
+        if metrics_port is not None:
+            command.append(str(metrics_port))
         # Ctrl-C in a terminal signals all processes of the session. This process must outlive the launcher to write the report.
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
@@ -59,6 +63,8 @@ def main(arguments: list[str]) -> int:
     """Serves the page until the launcher ends; returns the exit code."""
     from paceline_lens.watch.following import FollowedRun
     from paceline_lens.watch.frozen import freeze_run
+    from paceline_lens.watch.journal import JournalReader
+    from paceline_lens.watch.metrics import MetricsServer
     from paceline_lens.watch.server import PageServer
 
     folder = Path(arguments[0])
@@ -71,6 +77,10 @@ def main(arguments: list[str]) -> int:
             os.kill(launcher, signal.SIGUSR1)
 
     try:
+        for port in arguments[1:]:
+            metrics = MetricsServer(JournalReader(folder), int(port))
+            say(f"metrics at {metrics.url}")
+            threading.Thread(target=metrics.serve, daemon=True).start()
         run = FollowedRun(folder)
         with PageServer(run.snapshot, write_stacks=write_stacks) as server:
             say(f"the page of the run: {server.url}")

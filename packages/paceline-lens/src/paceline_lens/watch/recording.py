@@ -5,8 +5,8 @@
 Every launcher writes one file to the registry of runs on this machine (`watch/registry.py`), with or without `--watch`. A
 watched run also has a folder with a journal (`watch/journal.py`). All hosts give that folder the same name, from the time at
 which the run began (in UTC) and the name of the script, so hosts with a shared working directory share the folder. The
-leader's launcher, which has the journals of all hosts (`journals.py`), also starts the processes that serve the live page
-(`page_process.py`) and the metrics.
+leader's launcher, which has the journals of all hosts (`journals.py`), also starts the process that serves the live page and
+the metrics (`page_process.py`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,6 @@ from paceline_lens.watch.journal import (
     read_header,
     write_header,
 )
-from paceline_lens.watch.metrics_process import MetricsProcess
 from paceline_lens.watch.page_process import PageProcess
 from paceline_lens.watch.registry import RegisteredRun, mark_ended, mark_watched, register
 
@@ -74,7 +73,6 @@ class LaunchRecording(LauncherRecording):
         self._failing = False
         self._status: StatusLine | None = None
         self.folder: Path | None = None
-        self._metrics: MetricsProcess | None = None
         if job.metrics_port is not None:
             check_metrics_port(job.metrics_port)
         if job.watch:
@@ -111,10 +109,10 @@ class LaunchRecording(LauncherRecording):
         """
         if self._job.watch and self._writer is None:
             self._open(decided, index, leads=leads)
-        if self.folder is not None and leads:
-            self._serve_page(self.folder)
-        elif self.folder is not None:
+        if not leads:
             self._end_page()  # from now on it would lack what other hosts write
+        elif self.folder is not None and self._page is None:
+            self._page = PageProcess(self.folder, self._job.metrics_port)
         members = {member.id: member.host for member in decided.members}
         before = members if self._members is None else self._members
         self._members = members
@@ -179,16 +177,7 @@ class LaunchRecording(LauncherRecording):
         if os.getpid() == self._pid:
             self._end_page()
 
-    def _serve_page(self, folder: Path) -> None:
-        if self._page is None:
-            self._page = PageProcess(folder)
-            if self._job.metrics_port is not None:
-                self._metrics = MetricsProcess(folder, self._job.metrics_port)
-
     def _end_page(self) -> None:
-        if self._metrics is not None:
-            self._metrics.end()
-            self._metrics = None
         if self._page is not None:
             self._page.end()
             self._page = None

@@ -9,16 +9,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from functools import partial
-from types import NoneType, UnionType
-from typing import Any, ClassVar, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar
+
+from paceline.base.json_fields import read_file
 
 # It increases when a reader of the older version would show something wrong. New kinds and keys need no new version.
 VERSION = 1
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -244,8 +242,8 @@ KINDS: dict[str, type[JournalRecord]] = {
 def line_of(record: JournalRecord, t: float) -> bytes:
     """Returns a record as a line of the journal, with its end of line."""
     contents: dict[str, Any] = {"t": round(t, 6), "kind": record.kind}
-    for name in _FIELDS[record.kind]:
-        contents[name] = _plain(getattr(record, name))
+    for entry in fields(record):
+        contents[entry.name] = _plain(getattr(record, entry.name))
     return json.dumps(contents, separators=(",", ":"), allow_nan=False).encode() + b"\n"
 
 
@@ -273,74 +271,16 @@ def record_of(line: bytes) -> tuple[float, JournalRecord | None]:
         contents = json.loads(line)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-    if not isinstance(contents, dict):
-        raise ValueError("it is no object")
-    t = _number(contents.get("t"))
-    if not math.isfinite(t):
+    stamp: _Stamp = read_file(_Stamp, contents, "line")
+    if not math.isfinite(stamp.t):
         raise ValueError("it has no moment")
-    name = _exactly(str, contents.get("kind"))
-    kind = KINDS.get(name)
-    if kind is None:
-        return t, None
-    values: dict[str, Any] = {}
-    for field_name, read in _FIELDS[name].items():
-        if field_name in contents:
-            values[field_name] = read(contents[field_name])
-    return t, kind(**values)
+    kind = KINDS.get(stamp.kind)
+    return stamp.t, None if kind is None else read_file(kind, contents, stamp.kind)
 
 
-_Reader = Callable[[object], Any]  # checks and converts values of one type; raises ValueError
+@dataclass(frozen=True)
+class _Stamp:
+    """What each line has."""
 
-
-def _reader_of(annotation: Any) -> _Reader:
-    """Returns the function that reads values of the type that a field's annotation names."""
-    if annotation is float:
-        return _number
-    origin = get_origin(annotation)
-    # The readers of the types in brackets, and of the types of a union.
-    readers = [_reader_of(argument) for argument in get_args(annotation) if argument is not NoneType]
-    if origin is UnionType:
-        return partial(_optional, readers[0])
-    if origin is list:
-        return partial(_list, readers[0])
-    if origin is dict:
-        return partial(_dict, readers[1])
-    return partial(_exactly, annotation)
-
-
-def _optional(read: _Reader, value: object) -> Any:
-    return None if value is None else read(value)
-
-
-def _list(read: _Reader, value: object) -> list[Any]:
-    return [read(item) for item in _exactly(list, value)]
-
-
-def _dict(read: _Reader, value: object) -> dict[str, Any]:
-    return {name: read(item) for name, item in _exactly(dict, value).items()}
-
-
-def _exactly(kind: type[_T], value: object) -> _T:
-    # `isinstance` would take True for an integer.
-    if type(value) is not kind:
-        raise ValueError(f"{value!r} is not of the type {kind}")
-    return value
-
-
-def _number(value: object) -> float:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number and value not in ("nan", "inf", "-inf"):
-        raise ValueError(f"{value!r} is no number")
-    try:
-        return float(value)  # type: ignore[arg-type]
-    except OverflowError:
-        return math.inf
-
-
-def _readers_of(kind: type[JournalRecord]) -> dict[str, _Reader]:
-    types = get_type_hints(kind)
-    return {entry.name: _reader_of(types[entry.name]) for entry in fields(kind)}
-
-
-# For each kind, the reader of each field.
-_FIELDS = {name: _readers_of(record) for name, record in KINDS.items()}
+    t: float
+    kind: str

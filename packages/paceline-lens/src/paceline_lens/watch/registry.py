@@ -12,12 +12,12 @@ import json
 import os
 import socket
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 from paceline.base import env as environment
 from paceline.base.files import replace_text
+from paceline.base.json_fields import read_file
 from paceline.base.process_name import process_exists, process_name
 from paceline.config.places import user_folder
 
@@ -130,15 +130,10 @@ def _write(path: Path, run: RegisteredRun) -> None:
 
 def _read(path: Path) -> RegisteredRun | None:
     try:
-        contents: Any = json.loads(path.read_text(encoding="utf-8"))
+        run: RegisteredRun = read_file(RegisteredRun, json.loads(path.read_text(encoding="utf-8")), path.name)
     except (OSError, ValueError):
         return None  # another command has removed it, or a crash of the system has damaged it
-    if not isinstance(contents, dict) or not isinstance(contents.get("pid"), int):
-        return None
-    if not isinstance(contents.get("started"), int | float):
-        return None  # runs are sorted by it
-    field_names = {entry.name for entry in fields(RegisteredRun)}
-    return RegisteredRun(**{name: value for name, value in contents.items() if name in field_names})
+    return run
 
 
 def _remove_oldest(folder: Path) -> None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import hmac
 import secrets
 import selectors
-import socket
 import sys
 import threading
 import time
@@ -33,7 +32,8 @@ from paceline_lens.watch.publication import Publication, Update
 
 FIRST_PORT = 8470  # the first port to try if the user names none
 _TRIED_PORTS = 20
-_LOOPBACK_NAMES = ("127.0.0.1", "localhost", "::1")
+_LOOPBACK = "127.0.0.1"
+_LOOPBACK_NAMES = (_LOOPBACK, "localhost", "::1")
 
 _MOST_CONNECTIONS = 128
 _MOST_STREAMS = 64
@@ -60,8 +60,8 @@ class PageServer:
 
     Args:
         snapshot: returns what is shown (`RunView.snapshot`), with the series of the given names.
-        port: the port to listen on; None takes the first free one from 8470 on.
-        host: the host name or address to listen on. The page is not encrypted, so that it should not leave the machine.
+        port: the port to listen on, on this machine alone, since the page is not encrypted; None takes the first free one
+            from 8470 on.
         write_stacks: asks the run for the stacks of all ranks; None if this process cannot.
         token: the secret word in the URL; None draws one at random.
         interval_s: seconds between two updates.
@@ -79,24 +79,21 @@ class PageServer:
         snapshot: Callable[[Sequence[str] | None], Mapping[str, Any]],
         *,
         port: int | None = None,
-        host: str = "127.0.0.1",
         write_stacks: Callable[[], None] | None = None,
         token: str | None = None,
         interval_s: float = 1.0,
     ) -> None:
         self.token = token or secrets.token_urlsafe(24)
         self.write_stacks = write_stacks
-        self.host_names = {*_LOOPBACK_NAMES, host.lower()}
         self.closing = threading.Event()
         self.streams = threading.BoundedSemaphore(_MOST_STREAMS)
         self._next_stacks = 0.0
         self._stacks_lock = threading.Lock()
         abilities = {"stacks": write_stacks is not None, "live": True}
         self.publication = Publication(lambda names: {**snapshot(names), "page": abilities}, interval_s)
-        self._listener = _listen(self, host, port)
+        self._listener = _listen(self, port)
         self.port = int(self._listener.server_address[1])
-        shown_host = f"[{host}]" if ":" in host else host
-        self.url = f"http://{shown_host}:{self.port}/{self.token}/"
+        self.url = f"http://{_LOOPBACK}:{self.port}/{self.token}/"
         self._thread = threading.Thread(
             target=self._listener.serve_forever, kwargs={"poll_interval": 0.25}, name="paceline-page", daemon=True
         )
@@ -134,12 +131,10 @@ class _PageListener(ThreadingHTTPServer):
     block_on_close = False  # a thread that waits for a slow client ends by itself
     request_queue_size = 64
 
-    def __init__(self, address: tuple[str, int], page: PageServer) -> None:
+    def __init__(self, port: int, page: PageServer) -> None:
         self.page = page
         self._connections = threading.BoundedSemaphore(_MOST_CONNECTIONS)
-        if ":" in address[0]:
-            self.address_family = socket.AF_INET6
-        super().__init__(address, _PageRequest)
+        super().__init__((_LOOPBACK, port), _PageRequest)
 
     def server_bind(self) -> None:
         # The method of `HTTPServer` looks up the host's name, which can take seconds.
@@ -202,7 +197,7 @@ class _PageRequest(BaseHTTPRequestHandler):
         token, separator, name = urlsplit(self.path).path.removeprefix("/").partition("/")
         right_token = hmac.compare_digest(token.encode(), self.server.page.token.encode())
         host_name = urlsplit(f"//{self.headers.get('Host', '')}").hostname
-        if right_token and separator and host_name in self.server.page.host_names:
+        if right_token and separator and host_name in _LOOPBACK_NAMES:
             return name
         self._answer(HTTPStatus.FORBIDDEN)
         return None
@@ -284,19 +279,19 @@ def _event(update: Update) -> bytes:
     return f"id: {update.id}\nevent: {name}\ndata: {update.data}\n\n".encode()
 
 
-def _listen(page: PageServer, host: str, port: int | None) -> _PageListener:
+def _listen(page: PageServer, port: int | None) -> _PageListener:
     """Listens on the given port or, without one, on the first free port of a range; after that on any free port."""
     tried = [port] if port is not None else [*range(FIRST_PORT, FIRST_PORT + _TRIED_PORTS), 0]
     problem: OSError | None = None
     for candidate in tried:
         try:
-            return _PageListener((host, candidate), page)
+            return _PageListener(candidate, page)
         except (OSError, OverflowError) as error:
             problem = error if isinstance(error, OSError) else OSError(str(error))
     assert problem is not None
     raise LaunchError(
         "watch-port",
-        f"the page of the run cannot be served at {host}, port {tried[0]}.",
+        f"the page of the run cannot be served at {_LOOPBACK}, port {tried[0]}.",
         why=problem.strerror or str(problem),
         fix="name another port, or none: then the first free one is taken",
     ) from problem

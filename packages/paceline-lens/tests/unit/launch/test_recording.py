@@ -27,7 +27,7 @@ class Page:
     served: list[Path] = []  # noqa: RUF012
     ended: list[Path] = []  # noqa: RUF012
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, metrics_port: int | None = None) -> None:
         self.folder = folder
         self.served.append(folder)
 

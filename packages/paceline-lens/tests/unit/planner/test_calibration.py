@@ -1,7 +1,7 @@
 """A calibration's rates and its file: what is used, what is not, and the reason that is given."""
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -136,7 +136,7 @@ def test_stale_and_foreign_files_are_not_used_and_the_reason_names_them(tmp_path
 def test_a_damaged_file_is_named_and_not_used(tmp_path, damage):
     path = save(CALIBRATION, tmp_path)
     if damage == "no rate":
-        damage = json.dumps({**CALIBRATION.json(), "memory": [[10, 0]]})
+        damage = json.dumps({**asdict(CALIBRATION), "memory": [[10, 0]]})
     path.write_text(damage)
     lookup = find(MACHINE, tmp_path, now=2000.0)
     assert lookup.calibration is None and f"{path} is not used: it cannot be read" in lookup.reason

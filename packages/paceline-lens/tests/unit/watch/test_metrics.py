@@ -18,7 +18,7 @@ from paceline.cli.main import main
 from paceline_lens.watch import records
 from paceline_lens.watch.journal import JournalReader, JournalWriter, RunHeader, rank_file, write_header
 from paceline_lens.watch.metrics import METRICS, MOST_NAMES, MetricsServer, text_of
-from paceline_lens.watch.metrics_process import MetricsProcess
+from paceline_lens.watch.page_process import PageProcess
 from paceline_lens.watch.recording import check_metrics_port
 
 
@@ -133,7 +133,7 @@ def test_it_is_served_as_the_run_goes_on(tmp_path: Path) -> None:
 def test_the_launcher_serves_them_in_a_process_beside_it(tmp_path: Path, port: int) -> None:
     folder = journal(tmp_path, ALL)
     check_metrics_port(port)
-    beside = MetricsProcess(folder, port)
+    beside = PageProcess(folder, port)
     try:
         deadline = time.monotonic() + 20
         text = ""

@@ -92,22 +92,26 @@ def misplaced_options(args: argparse.Namespace, command: str, flags: Collection[
 
 
 class ScriptProgress:
-    """Shows progress on standard error: in a terminal one line that changes, otherwise one line for each step."""
+    """Shows progress on standard error: in a terminal one line that changes, otherwise one line for each step.
+
+    Attributes:
+        is_terminal: whether standard error is one.
+    """
 
     def __init__(self, command: str) -> None:
         self._command = command
-        self._is_terminal = sys.stderr.isatty()
+        self.is_terminal = sys.stderr.isatty()
         self._begun = time.monotonic()
 
     def show(self, step: str) -> None:
         """Shows the seconds since the beginning, and the name of a step."""
         line = f"{self._command}: {time.monotonic() - self._begun:4.1f} s  {step}"
-        if self._is_terminal:
+        if self.is_terminal:
             print(f"\r\x1b[K{line} ...", end="", file=sys.stderr, flush=True)
         else:
             print(line, file=sys.stderr, flush=True)
 
     def clear(self) -> None:
         """Erases the line in a terminal."""
-        if self._is_terminal:
+        if self.is_terminal:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from paceline.base import env as environment
 from paceline.base.errors import LaunchError
 from paceline.base.exits import INTERRUPTED
+from paceline.base.followed_file import FollowedFile
 from paceline.base.terminal import say
 from paceline.launch.launcher import Outcome
 from paceline.launch.processes.output import show
@@ -210,9 +212,7 @@ class _OutputFollower:
         """
         records = _records_patiently(self._job)
         for record in records:
-            log = self._logs.setdefault(record.job, _Log())
-            log.record = record
-            log.copy()
+            self._logs.setdefault(record.job, _Log(record)).copy()
             line = _state_of(record)
             if line != self._news.get(record.job) and not record.has_ended:
                 say(line)
@@ -225,10 +225,10 @@ class _OutputFollower:
 
     def finish(self) -> None:
         """Shows what is left of the logs."""
-        for log in self._logs.values():
+        for job, log in self._logs.items():
             log.finish()
-            if not log.is_there and log.record.has_ended:
-                say(f"the log {log.record.log} is not there, or cannot be read from this host")
+            if not log.is_there and job in self._ended:
+                say(f"the log {self._ended[job].log} is not there, or cannot be read from this host")
 
     def outcome(self) -> Outcome:
         """Returns the outcome of the job, after its end.
@@ -306,45 +306,31 @@ def _state_of(record: QueueRecord) -> str:
     return line
 
 
-class _Log:
+class _Log(FollowedFile):
     """Shows the log file of a job, from where it was last read.
 
-    Attributes:
-        record: the job, as it was last seen.
-        is_there: whether the file could be read at least once.
+    Args:
+        record: the job.
     """
 
-    record: QueueRecord
-
-    def __init__(self) -> None:
-        self._position = 0
-        self._partial_line = b""
-        self.is_there = False
+    def __init__(self, record: QueueRecord) -> None:
+        super().__init__(record.log)
+        self._element = record.element
 
     def copy(self) -> None:
         """Shows the lines that are new."""
-        try:
-            with Path(self.record.log).open("rb") as file:
-                file.seek(self._position)
-                data = file.read()
-        except OSError:
-            # The file is not written yet, or not shared with this host. In the second case `finish` says so at the end.
-            return
-        self.is_there = True
-        self._position += len(data)
-        # The last piece is a line that the job has not finished; it is shown together with its rest.
-        *lines, self._partial_line = (self._partial_line + data).split(b"\n")
-        for line in lines:
-            self._show(line)
+        with suppress(OSError):  # this host may not read it; at the end `_OutputFollower.finish` says so
+            for line in self.read():
+                self._show(line)
 
     def finish(self) -> None:
-        """Shows what is left."""
+        """Shows what is left: also a last line that the job has not finished."""
         self.copy()
-        if self._partial_line:
-            self._show(self._partial_line)
+        if self.rest:
+            self._show(self.rest)
 
     def _show(self, line: bytes) -> None:
-        mark = f"{self.record.element}: ".encode() if self.record.element else b""
+        mark = f"{self._element}: ".encode() if self._element else b""
         show(sys.stdout, mark + line + b"\n")
 
 

@@ -28,7 +28,6 @@ _END_TIMEOUT_S = 5.0
 _SRUN_EXIT_TIMEOUT_S = 5.0
 # After one launcher has failed to start, how long to wait for the same failure on other nodes.
 _MORE_FAILURES_S = 1.0
-_UNKNOWN = -1  # the node of an answer that does not name its node
 _ENDED_TASK = re.compile(r"srun: error: (\S+): tasks? [\d,-]+: (.+)")
 _NO_PROGRAM = re.compile(r"execve\(\): (\S+): (.+)")
 
@@ -62,11 +61,11 @@ class SrunStep(RunChannels):
         while len(answers) < len(nodes) and time.monotonic() < deadline:
             self._read(0.2)
             for answer in channel.answers:
-                answers[answer.get("node", _UNKNOWN)] = answer
+                answers[answer["node"]] = answer
             channel.answers.clear()
             if channel.code is not None or self._ended_tasks():
                 break
-        if len(answers) < len(nodes) or _UNKNOWN in answers:
+        if len(answers) < len(nodes):
             self._raise_unanswered(answers, nodes)
         return answers
 
@@ -79,7 +78,7 @@ class SrunStep(RunChannels):
         ended = self._ended_tasks()
         channel.close_input()
         self._read_until_end(_SRUN_EXIT_TIMEOUT_S)
-        problems: dict[int, list[str]] = {node: answers[node].get("problems", []) for node in answers if node >= 0}
+        problems: dict[int, list[str]] = {node: answers[node].get("problems", []) for node in answers}
         for node in nodes:
             name = self.hosts[node]
             # If srun names nodes whose launcher has ended, the launchers of other nodes are fine.
@@ -89,8 +88,6 @@ class SrunStep(RunChannels):
                 problems[node] = [f"it did not answer within {self.job.reach.timeout_s:g} s"]
             else:
                 problems[node] = [self._why_ended(ended.get(name, ""))]
-        if _UNKNOWN in answers:  # an older version of Paceline does not name its node
-            problems.setdefault(min(set(nodes) - set(answers)), []).extend(answers[_UNKNOWN].get("problems", []))
         self.raise_if_any(problems)
 
     def _read_until_end(self, seconds: float) -> None:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Sequence
 
 from paceline.base.text_table import text_table
+from paceline.cli.script import ScriptProgress
 
 _EVERY_S = 0.1
 
@@ -44,7 +44,7 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(text_table(rows, "  "))
 
 
-class CopyProgress:
+class CopyProgress(ScriptProgress):
     """Shows on stderr, if it is a terminal, how many of the bytes have been read.
 
     Args:
@@ -52,21 +52,14 @@ class CopyProgress:
     """
 
     def __init__(self, total: int) -> None:
+        super().__init__("paceline checkpoint")
         self._total = max(total, 1)
         self._done = 0
         self._shown = time.monotonic()
-        self._live = sys.stderr.isatty()
 
     def __call__(self, count: int) -> None:
         """Counts `count` more bytes as read, and updates the line from time to time."""
         self._done += count
-        if self._live and time.monotonic() - self._shown > _EVERY_S:
+        if self.is_terminal and time.monotonic() - self._shown > _EVERY_S:
             self._shown = time.monotonic()
-            part = self._done / self._total
-            line = f"\r{'#' * int(30 * part):<30} {part:4.0%} of {size(self._total)} "
-            print(line, end="", file=sys.stderr, flush=True)
-
-    def clear(self) -> None:
-        """Erases the line."""
-        if self._live:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
+            self.show(f"{self._done / self._total:.0%} of {size(self._total)}")
