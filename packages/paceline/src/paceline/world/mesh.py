@@ -19,8 +19,9 @@ from paceline.world.world import World
 Group = Any
 
 
-# Of this process and not of one mesh: meshes that cover all ranks share the default group, and so its tags.
-_unit_names: list[str] = []
+# The units of each group, in the order of their numbers. Of this process and not of one mesh: meshes that cover all ranks share
+# the default group, and so its tags. Of each group and not of all: ranks of other stages of a pipeline have other units.
+_units: weakref.WeakKeyDictionary[Group, list[str]] = weakref.WeakKeyDictionary()
 # Of this process and not of one `Accelerator`: a group has threads, sockets and buffers of its own until the default group is
 # destroyed, so that a script which creates one `Accelerator` after another (folds, trials, a notebook) uses its groups again.
 _meshes: dict[tuple[Layout, World, str], Mesh] = {}
@@ -208,18 +209,19 @@ class Mesh:
         return self._groups[axes]
 
 
-def register_unit(name: str) -> int:
-    """Returns a number for a unit that ranks gather or reduce separately. The number is the tag of its messages.
+def register_unit(name: str, group: Group) -> int:
+    """Returns a number for a unit that the ranks of a group gather or reduce separately. The number is the tag of its messages.
 
-    Ranks: all register the same units, in the same order.
+    Ranks: all of the group register the same units, in the same order.
     """
-    _unit_names.append(name)
-    return len(_unit_names) - 1
+    names = _units.setdefault(group, [])
+    names.append(name)
+    return len(names) - 1
 
 
-def unit_name(number: int) -> str:
+def unit_name(number: int, group: Group) -> str:
     """Returns the name with which `register_unit` was called."""
-    return _unit_names[number]
+    return _units[group][number]
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:
