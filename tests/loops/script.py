@@ -394,7 +394,9 @@ def _plain_save(program: Program, folder: str) -> str:
 
 def _is_late(program: Program, kind: str, number: int) -> bool:
     """Whether a part is prepared by a statement of the loop."""
-    return program.late is not None and _models_of_part(program, kind, number) == {program.late}
+    if program.late is None or kind == "loader":
+        return False
+    return _models_of_part(program, kind, number) == {program.late}
 
 
 def _is_apart(program: Program, kind: str, number: int) -> bool:
