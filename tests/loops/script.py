@@ -506,7 +506,9 @@ def _loop(program: Program, saves: bool, folder: str) -> list[str]:
         if program.afterwards:
             names = ", ".join(f"{kind}{number}" for kind, number in _parts(program))
             lines.append(f"{INDENT * 2}if epoch == 1:")
-            again = ["accelerator.clear()", *replacing(program), f"{names} = accelerator.prepare({names})"]
+            models = [f"model{number}" for number in range(len(program.models))]
+            again = [f"{model} = accelerator.unwrap_model({model})" for model in models]
+            again += ["accelerator.clear()", *replacing(program), f"{names} = accelerator.prepare({names})"]
             lines += [INDENT * 3 + line for line in again]
         if loop.kind == "zip":
             names = ", ".join(f"loader{number}" for number in loop.loaders)
