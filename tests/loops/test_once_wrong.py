@@ -25,6 +25,7 @@ from loops.programs import (
     Slice,
     Step,
     When,
+    Write,
     Zero,
 )
 
@@ -269,6 +270,22 @@ STARTED_WITH_TWO_MODELS = Program(
     begun=1,
 )
 
+# Two backward passes after `p.data = value`: the second one gathers the new values into the memory that the forward pass has used.
+ASSIGNED_BEFORE_TWO_PASSES = replace(
+    UNFROZEN_BETWEEN,
+    seed=12,
+    body=(
+        Forward(0, 0, 0),
+        Forward(1, 0, 0),
+        When("every", 2, 0, (Write("assign", 0, "head"),)),
+        Backward((0,)),
+        Backward((1,)),
+        Clip("model", 0, 100.0),
+        Step(0),
+        Zero("optimizer", 0),
+    ),
+)
+
 # The stages of a pipeline have other numbers of units, and the next model's units had other numbers on each rank.
 STAGES = Program(
     seed=11,
@@ -311,6 +328,7 @@ def test_programs_that_were_wrong_once() -> None:
         replace(grows("int"), precision="fp16", save_at=None),
     ):
         cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
+    cases += [Case(ASSIGNED_BEFORE_TWO_PASSES, 2, plan) for plan in ("shard", "zero2")]
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(STARTED_WITH_TWO_MODELS, 2, "shard"))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
