@@ -112,6 +112,7 @@ class _Watch(threading.Thread):
                 is_asleep = True  # a thread or a process has ended meanwhile
             self.looks = self.looks + 1 if is_asleep else 0
         faulthandler.dump_traceback(all_threads=True)
+        time.sleep(2 * _LOOK_S)  # so that the others write their stacks, too
         os._exit(_ENDED)
 
 

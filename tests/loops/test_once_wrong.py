@@ -286,6 +286,15 @@ ASSIGNED_BEFORE_TWO_PASSES = replace(
     ),
 )
 
+# A gradient penalty: gradients of gradients travel to the experts, too.
+PENALTY_OF_EXPERTS = Program(
+    seed=13,
+    models=(Model("StackedMixture"),),
+    optimizers=(Optimizer("SGD", (Slice(0),)),),
+    loaders=(Loader(rows=31, batch=12),),
+    body=(Forward(0, 0, 0, penalty=True), Forward(1, 0, 0), Backward((0, 1)), Step(0), Zero("optimizer", 0)),
+)
+
 # The stages of a pipeline have other numbers of units, and the next model's units had other numbers on each rank.
 STAGES = Program(
     seed=11,
@@ -329,6 +338,8 @@ def test_programs_that_were_wrong_once() -> None:
     ):
         cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
     cases += [Case(ASSIGNED_BEFORE_TWO_PASSES, 2, plan) for plan in ("shard", "zero2")]
+    cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))
+    cases.append(Case(replace(PENALTY_OF_EXPERTS, models=(Model("ListedMixture"),)), 2, "ep"))
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(STARTED_WITH_TWO_MODELS, 2, "shard"))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
