@@ -226,7 +226,8 @@ class _Drawing:
         is_shared = any(each.body_of is not None for each in program.models)
         if is_shared or program.precision != "no" or program.models[model].side or not self.chance(0.12):
             return program
-        prepared = program.save_at is not None or self.chance(0.6)
+        # A stage of a pipeline has its own parameters, and a copy that is not prepared has all.
+        prepared = program.save_at is not None or uses(program, ForwardBackward) or self.chance(0.6)
         average = Average(model, self.random.choice(list(AVERAGES)), prepared)  # type: ignore[arg-type]
         number = len(program.loaders)
         loader = Loader(self.random.randint(13, 40), BATCH, self.random.choice(["map", "map", "iterable"]))
@@ -284,7 +285,10 @@ class _Drawing:
         for each in statements(program.body):
             if isinstance(each, Forward | ForwardBackward):
                 users.setdefault(each.loader, set()).add(each.model == 0)
-        if any(len(own) > 1 for own in users.values()):
+        ends = {program.loaders[number].batches for number in program.loop.loaders}
+        # The windows of each end with its own loader alone.
+        end_together = program.window == 1 or (program.loop.kind == "zip" and len(ends) == 1)
+        if any(len(own) > 1 for own in users.values()) or not end_together:
             return before
         return replace(program, apart=True)
 
