@@ -75,7 +75,9 @@ def adapted(program: Program) -> Program | None:
         loose=False,
         save_at=save_at,
         plain_save=False,
-        averages=tuple(replace(average, prepared=False) for average in program.averages),  # the methods of a wrapped one are hidden
+        averages=tuple(
+            replace(average, prepared=False) for average in program.averages
+        ),  # the methods of a wrapped one are hidden
         apart=False,
     )
 

@@ -243,9 +243,7 @@ class _Drawing:
             return program
         begin = self.random.randint(0, 2)
         restore = When("at", begin + self.random.randint(1, 3), body=(Restore(),))
-        return replace(
-            program, body=(When("at", begin, body=(Remember(self.chance(0.5)),)), restore, *program.body)
-        )
+        return replace(program, body=(When("at", begin, body=(Remember(self.chance(0.5)),)), restore, *program.body))
 
     def _is_divisible(self, program: Program, models: set[int]) -> bool:
         """Whether all parts and statements belong to these models, or to the others."""

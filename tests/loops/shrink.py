@@ -322,9 +322,7 @@ def _without_model(program: Program, gone: int) -> Program:
             body_of = None if body_of == gone else _moved(body_of, gone)
         models.append(replace(model, body_of=body_of))
     hooks = tuple(replace(hook, model=_moved(hook.model, gone)) for hook in program.hooks if hook.model != gone)
-    averages = tuple(
-        replace(each, model=_moved(each.model, gone)) for each in program.averages if each.model != gone
-    )
+    averages = tuple(replace(each, model=_moved(each.model, gone)) for each in program.averages if each.model != gone)
     late = None if program.late in (None, gone) else _moved(program.late, gone)
     result = replace(program, models=tuple(models), optimizers=tuple(optimizers), hooks=hooks)
     result = replace(result, averages=averages, late=late, apart=program.apart and len(models) > 1)

@@ -213,5 +213,7 @@ def test_a_loop_over_the_loader_of_another_accelerator(caplog):
 
     train()
     train()
-    told = [record.getMessage() for record in caplog.records if "another Accelerator has prepared" in record.getMessage()]
+    told = [
+        record.getMessage() for record in caplog.records if "another Accelerator has prepared" in record.getMessage()
+    ]
     assert len(told) == 1
