@@ -162,7 +162,7 @@ class _Drawing:
         return replace(program, loop=replace(loop, ahead=ahead))
 
     def _with_batches_again(self, program: Program) -> Program:
-        """A loop that uses batches again which it has kept. Not with windows: the last batch, which ends one, is not the last."""
+        """A loop that uses batches again which it has kept. Not with windows: more follows the batch that ends them."""
         loop = program.loop
         is_simple = loop.kind == "for" and not loop.ahead and program.window == 1
         if (

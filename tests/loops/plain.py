@@ -186,7 +186,8 @@ class Interpreter:
             for epoch in range(loop.epochs):
                 if epoch == 1 and self.program.afterwards:
                     self._replace_optimizers()
-                for batches, self.last in self._given():
+                for batches, is_last in self._given():
+                    self.last = is_last
                     self.batches.update(zip(loop.loaders, batches, strict=True))
                     self._iteration(epoch)
                 if any(window.micro for window in self.windows.values()):

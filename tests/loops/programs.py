@@ -336,7 +336,8 @@ class Write:
     """Weights that the script writes itself.
 
     Attributes:
-        kind: under `no_grad`: "multiply", "clip" to a range, "descend" by the gradient, "from" towards the same part of the model `source`;
+        kind: under `no_grad`: "multiply", "clip" to a range, "descend" by the gradient, "from" towards the same
+            part of the model `source`;
             through `data`: "data" multiplies, "copy", "clamp", "assign" replaces it; "constant" and "draw" make new
             initial values; "load" and "load all" load a state dict. "keep" copies the values, "average" moves the copy
             towards the values, "blend" the values towards the copy.
@@ -360,7 +361,8 @@ class When:
     """A condition that is the same on all ranks.
 
     Attributes:
-        kind: "every": `t % number == rest`; "at": `t == number`; "from": `t >= number`; "sync": the window ends; "large": the norm that was
+        kind: "every": `t % number == rest`; "at": `t == number`; "from": `t >= number`; "sync": the window
+            ends; "large": the norm that was
             clipped last is larger than `number`.
     """
 

@@ -59,7 +59,8 @@ class _Carry(Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         back = ctx.route.back()
-        # With `create_graph=True` all ranks take part in the second pass, also one whose experts got no rows: zeros have no graph.
+        # With `create_graph=True` all ranks take part in the second pass, also one whose experts got no rows: its gradients
+        # may have no graph.
         anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
         returned = []
         # All ranks have the same graph, so they all need the same of these.

@@ -224,10 +224,10 @@ class Steps:
             return
         warn_once(
             "data",
-            "`backward` was called in a loop over a loader that another Accelerator has prepared. This one does not know how many "
-            "samples each process has of a batch, nor where an epoch ends: uneven batches do not count as on one process, and a "
-            "window (gradient_accumulation_steps) stays open at the end of the loader. Prepare the loader and all models with "
-            "one Accelerator: it takes several models and optimizers.",
+            "`backward` was called in a loop over a loader that another Accelerator has prepared. This one does not know how "
+            "many samples each process has of a batch, nor where an epoch ends: uneven batches do not count as on one process, "
+            "and a window (gradient_accumulation_steps) stays open at the end of the loader. Prepare the loader and all models "
+            "with one Accelerator: it takes several models and optimizers.",
         )
 
     # -- gradients that are complete -----------------------------------------------------------------------------

@@ -290,8 +290,8 @@ def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> 
     freed: Callable[[], None] = group._to_sharded
     divided_again: Callable[[], None] = group._to_sharded_post_forward
     versions: dict[FSDPParam, tuple[int, ...]] = {}
-    # What forward passes before a `data = value` have computed with, until the next forward pass. `value` is other memory, which
-    # their backward passes do not see; the first one frees the memory that they see, and a second one gathers into it again.
+    # What forward passes before a `data = value` have computed with, until the next forward pass. `value` is other memory,
+    # which their backward passes do not see; the first one frees the memory that they see, and a second one gathers into it.
     replaced: dict[FSDPParam, torch.Tensor] = {}
 
     def to_unsharded() -> None:

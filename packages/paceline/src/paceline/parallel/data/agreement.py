@@ -52,8 +52,7 @@ class Agreement:
 
     Args:
         name: the name of the model, for errors.
-        group: the ranks that divide the model.
-        hosts: a group of the same ranks for tensors on the CPU; None where ranks make no statements.
+        hosts: a group of the ranks that divide the model, for tensors on the CPU; None where ranks make no statements.
         collectives: of all ranks, which begin an evaluation together; None in a pipeline, whose stages begin one after the
             other.
         others_answer: False in a rehearsal, which has no other ranks: it assumes that they would announce the same.
@@ -63,17 +62,11 @@ class Agreement:
     """
 
     def __init__(
-        self,
-        name: str,
-        group: dist.ProcessGroup,
-        hosts: dist.ProcessGroup | None,
-        collectives: Collectives | None,
-        others_answer: bool = True,
+        self, name: str, hosts: dist.ProcessGroup | None, collectives: Collectives | None, others_answer: bool = True
     ) -> None:
-        self.group = group
         self.hosts = hosts
         self._others_answer = others_answer
-        self._number = register_unit(name, group)
+        self._number = None if hosts is None else register_unit(hosts, name)
         self._collectives = collectives
         self._operation = f"evaluation of {name}, whose parameters are divided over all ranks"
         self._is_evaluating = False
@@ -81,18 +74,14 @@ class Agreement:
 
     def end_pass(self, flags: Sequence[int]) -> list[int]:
         """Returns the largest of each flag over the ranks, which have all ended a backward pass."""
-        if self.hosts is None:
+        if self._number is None:
             return list(flags)
         return self.state(END, self._number, flags).wait()
 
     def state(self, kind: int, unit: int, flags: Sequence[int] = ()) -> Statement:
         """Announces what this rank is about to do."""
         assert self.hosts is not None
-        return Statement(self.hosts, kind, unit, self.unit_name, flags, self._decline, self._others_answer)
-
-    def unit_name(self, number: int) -> str:
-        """Returns the name of a unit of this group, for errors."""
-        return unit_name(number, self.group)
+        return Statement(self.hosts, kind, unit, flags, self._decline, self._others_answer)
 
     def note_mode(self) -> None:
         """Called before parameters are gathered, in the script's mode: FSDP2 turns gradients off while it gathers."""
@@ -146,7 +135,6 @@ class Statement:
         group: a group for tensors on the CPU. All of its ranks must construct the same number of statements.
         kind: `GATHER`, `REDUCE`, `END`, `EVALUATE` or `BEGIN`.
         unit: the number of the unit, see `register_unit`.
-        name_of: gives the name of a unit.
         flags: small numbers of this rank; ranks with equal `kind` and `unit` have the same number of them.
         decline: called with what this rank does, if others begin an evaluation and this rank does not.
         others_answer: see `Agreement`.
@@ -157,7 +145,6 @@ class Statement:
         group: dist.ProcessGroup,
         kind: int,
         unit: int,
-        name_of: Callable[[int], str],
         flags: Sequence[int] = (),
         decline: Callable[[str], object] = lambda what: None,
         others_answer: bool = True,
@@ -166,7 +153,6 @@ class Statement:
         self._own_statement = [kind, unit]
         self._own_flags = list(flags)
         self._decline = decline
-        self._name_of = name_of
         size = self._transport.size
         statement = torch.tensor(self._own_statement)
         own = torch.tensor(self._own_flags, dtype=torch.uint8)
@@ -221,7 +207,7 @@ class Statement:
     def _in_words(self, rank: int, statement: Sequence[int]) -> str:
         kind, unit = statement
         global_rank = dist.get_global_rank(self._transport.group, rank)
-        return f"rank {global_rank} {_DOES[kind].format(self._name_of(unit))}"
+        return f"rank {global_rank} {_DOES[kind].format(unit_name(self._transport.group, unit))}"
 
 
 def _evaluation_of_some(why: str | Sequence[str]) -> PlanError:
@@ -246,7 +232,7 @@ def announce(parameters: FSDPParamGroup, agreement: Agreement, name: str) -> Non
     if agreement.hosts is None:
         internals.call_before_gathering(parameters, agreement.begin_if_evaluation)
         return
-    unit = register_unit(name, agreement.group)
+    unit = register_unit(agreement.hosts, name)
     gather_class, scatter_class = internals.communication_classes()
     plain_gather, plain_scatter = internals.communication_of(parameters)
 

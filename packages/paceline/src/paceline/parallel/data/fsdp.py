@@ -455,7 +455,7 @@ class Units(AppliedStrategy):
         """
         kind = type(self.module).__name__.removeprefix("FSDP")
         hosts = cpu_group(self._group) if with_statements else None
-        self._agreement = Agreement(kind, self._group, hosts, collectives, others_answer)
+        self._agreement = Agreement(kind, hosts, collectives, others_answer)
         names = {module: name for name, module in self.module.named_modules()}
         for group in self._groups:
             unit_name = kind
