@@ -116,7 +116,7 @@ def _has(program: Program, name: str) -> bool:
         "Kept": bool(program.loop.again),
         "Loose": program.loose,
         "Begun": program.begun > 0,
-        "Average": bool(program.averages),
+        "AveragedCopy": bool(program.averages),
         "Penalty": any(isinstance(each, Forward) and each.penalty for each in statements(program.body)),
         "Apart": program.apart,
         "Afterwards": bool(program.afterwards),

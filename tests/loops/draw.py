@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from loops.programs import (
     Accumulate,
     AddGroup,
-    Average,
+    AveragedCopy,
     Backward,
     Clip,
     Continue,
@@ -41,9 +41,9 @@ from loops.programs import (
     Program,
     Rate,
     Read,
+    Recall,
     Record,
     Remember,
-    Restore,
     Scheduler,
     SchedulerStep,
     Slice,
@@ -228,7 +228,7 @@ class _Drawing:
             return program
         # A stage of a pipeline has its own parameters, and a copy that is not prepared has all.
         prepared = program.save_at is not None or uses(program, ForwardBackward) or self.chance(0.6)
-        average = Average(model, self.random.choice(list(AVERAGES)), prepared)  # type: ignore[arg-type]
+        average = AveragedCopy(model, self.random.choice(list(AVERAGES)), prepared)  # type: ignore[arg-type]
         number = len(program.loaders)
         loader = Loader(self.random.randint(13, 40), BATCH, self.random.choice(["map", "map", "iterable"]))
         looks: Body = (UpdateBatchNorm(0, number), EvaluateAverage(0, number))
@@ -242,12 +242,12 @@ class _Drawing:
         if not is_simple or not self.chance(0.08):
             return program
         begin = self.random.randint(0, 2)
-        restore = When("at", begin + self.random.randint(1, 3), body=(Restore(),))
+        restore = When("at", begin + self.random.randint(1, 3), body=(Recall(),))
         return replace(program, body=(When("at", begin, body=(Remember(self.chance(0.5)),)), restore, *program.body))
 
     def _is_divisible(self, program: Program, models: set[int]) -> bool:
         """Whether all parts and statements belong to these models, or to the others."""
-        flat = [each for each in statements(program.body) if not isinstance(each, Remember | Restore)]
+        flat = [each for each in statements(program.body) if not isinstance(each, Remember | Recall)]
         named = [models_of(program, each) for each in flat]
         named += [{part.model for part in optimizer.slices} for optimizer in program.optimizers]
         is_shared = any(each.body_of is not None for each in program.models)

@@ -42,9 +42,9 @@ from loops.programs import (
     Program,
     Rate,
     Read,
+    Recall,
     Record,
     Remember,
-    Restore,
     SchedulerStep,
     Slice,
     Statement,
@@ -304,7 +304,7 @@ class Interpreter:
                     group["lr"] *= factor
             case Remember():
                 self.remembered = copy.deepcopy([each.state_dict() for each in (*self.models, *self.optimizers)])
-            case Restore():
+            case Recall():
                 for each, state in zip((*self.models, *self.optimizers), self.remembered, strict=True):
                     each.load_state_dict(copy.deepcopy(state))
             case UpdateAverage(number):

@@ -51,7 +51,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True)
-class Average:
+class AveragedCopy:
     """torch's `AveragedModel` of a model, copied before `prepare`.
 
     Attributes:
@@ -236,7 +236,7 @@ class Remember:
 
 
 @dataclass(frozen=True)
-class Restore:
+class Recall:
     """Loads what `Remember` kept."""
 
 
@@ -381,7 +381,7 @@ class Accumulate:
 Statement = (
     Forward | Backward | ForwardBackward | Record | Clip | Read | Step | SchedulerStep | Zero | Freeze | AddGroup
     | Write | Next | Evaluate | EvaluateBatch | Continue | When | Accumulate
-    | Edit | Rate | Remember | Restore | UpdateAverage | EvaluateAverage | UpdateBatchNorm | Prepare
+    | Edit | Rate | Remember | Recall | UpdateAverage | EvaluateAverage | UpdateBatchNorm | Prepare
 )  # fmt: skip
 Block = When | Accumulate
 
@@ -420,7 +420,7 @@ class Program:
     begun: int = 0
     save_at: int | None = None
     plain_save: bool = False
-    averages: tuple[Average, ...] = ()
+    averages: tuple[AveragedCopy, ...] = ()
     late: int | None = None
     apart: bool = False
     afterwards: tuple[str, ...] = ()

@@ -31,9 +31,9 @@ from loops.programs import (
     Program,
     Rate,
     Read,
+    Recall,
     Record,
     Remember,
-    Restore,
     SchedulerStep,
     Slice,
     Statement,
@@ -607,7 +607,7 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             models = [f"accelerator.get_state_dict(model{number})" for number in range(len(program.models))]
             optimizers = [f"optimizer{number}.state_dict()" for number in range(len(program.optimizers))]
             return [f"states = remembered([{', '.join(models + optimizers)}], file={file})"]
-        case Restore():
+        case Recall():
             names = [f"model{number}" for number in range(len(program.models))]
             names += [f"optimizer{number}" for number in range(len(program.optimizers))]
             loop = f"for each, state in zip([{', '.join(names)}], states):"

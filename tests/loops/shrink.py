@@ -32,9 +32,9 @@ from loops.programs import (
     Program,
     Rate,
     Read,
+    Recall,
     Record,
     Remember,
-    Restore,
     SchedulerStep,
     Slice,
     Statement,
@@ -394,7 +394,7 @@ def _tidied(program: Program) -> Program | None:
                 return replace(statement, names=left) if left else None
             case Record(name):
                 return statement if name in computed else None
-            case Restore():
+            case Recall():
                 return statement if remembers else None
             case Prepare():
                 return statement if program.late is not None else None

@@ -65,7 +65,10 @@ class _Carry(Function):
         returned = []
         # All ranks have the same graph, so they all need the same of these.
         for gradient, needed in zip(gradients, ctx.needs_input_grad[2:], strict=True):
-            returned.append(_CarryGradient.apply(back, ctx.factor, gradient, anchor) if needed else None)
+            carried: Tensor | None = None
+            if needed:
+                carried = _CarryGradient.apply(back, ctx.factor, gradient, anchor)  # type: ignore[no-untyped-call]
+            returned.append(carried)
         return None, None, *returned
 
 
