@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 _NOTHING = nullcontext()
-_LOOKS = 3  # backward passes outside of all loops that look whether another `Accelerator` has prepared the loader
+_LOOKS = 3  # backward passes at the beginning that look whether another `Accelerator` has prepared the loader
 
 
 class Steps:
@@ -211,9 +211,10 @@ class Steps:
         # Outside of all loops over prepared loaders, the script may have forgotten to prepare its loader.
         if self._unprepared is not None and loaders.top is None and self._run.plan.layout.width > 1:
             self._unprepared.look(self._prepared.loaders)
-        if self._looks_left and loaders.top is None:
+        if self._looks_left:
             self._looks_left -= 1
-            self._tell_of_another()
+            if loaders.top is None:
+                self._tell_of_another()
         if self._run.settings.debug and self._gradients.sync:
             self._run.collectives.check("backward")
         return loss

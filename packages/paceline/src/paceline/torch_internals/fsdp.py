@@ -296,10 +296,11 @@ def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> 
 
     def to_unsharded() -> None:
         gathered()
-        if group._training_state.name != "PRE_BACKWARD":
-            replaced.clear()
-        for parameter, values in replaced.items():
-            unnoticed(parameter._unsharded_param).copy_(values)
+        if replaced:
+            if group._training_state.name != "PRE_BACKWARD":
+                replaced.clear()
+            for parameter, values in replaced.items():
+                unnoticed(parameter._unsharded_param).copy_(values)
         for parameter in group.fsdp_params:
             _stand_for_shard(parameter, group)
             versions[parameter] = _versions(parameter)
