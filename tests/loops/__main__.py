@@ -15,7 +15,7 @@ from typing import get_args
 from loops.check import DOORS, PLANS, Case, cases_of_door, check, references
 from loops.compare import Outcome
 from loops.draw import draw
-from loops.programs import Program, Statement, uses
+from loops.programs import Forward, Program, Statement, statements, uses
 from loops.report import Tally, page
 from loops.script import standalone
 from loops.shrink import shrink
@@ -34,7 +34,16 @@ def main() -> int:
     # Forked, so that each has imported torch already.
     with ProcessPoolExecutor(options.jobs, multiprocessing.get_context("fork")) as pool:
         running = [
-            pool.submit(run_chunk, chunk, options.widths, options.plans, options.shuffle, options.using, options.door)
+            pool.submit(
+                run_chunk,
+                chunk,
+                options.widths,
+                options.plans,
+                options.shuffle,
+                options.using,
+                options.door,
+                options.in_turn,
+            )
             for chunk in chunks
         ]
         for number, future in enumerate(running, 1):
@@ -63,29 +72,57 @@ def _report(tally: Tally, options: argparse.Namespace) -> str:
 
 
 def run_chunk(
-    seeds: Sequence[int], widths: Sequence[int], plans: Sequence[str], shuffle: bool, using: str = "", door: str = ""
+    seeds: Sequence[int],
+    widths: Sequence[int],
+    plans: Sequence[str],
+    shuffle: bool,
+    using: str = "",
+    door: str = "",
+    in_turn: bool = False,
 ) -> Tally:
-    """Draws and runs the programs of some seeds; with `using`, only those that have a statement of this name."""
+    """Draws and runs the programs of some seeds; with `using`, only those that have a statement of this name.
+
+    Args:
+        in_turn: on more than two ranks, each program runs under one plan of each width.
+    """
     programs = [draw(seed, shuffle) for seed in seeds]
     if using:
         programs = [program for program in programs if _has(program, using)]
     programs = [program for program in map(DOORS[door].adapted, programs) if program is not None]
     wants = references(programs, door)
     valid = [program for program, want in zip(programs, wants, strict=True) if want is not None]
-    cases = [case for program in valid for case in cases_of_door(door, program, widths, plans)]
+    cases = []
+    for program in valid:
+        own = cases_of_door(door, program, widths, plans)
+        cases += _in_turn(own) if in_turn else own
     tally = Tally(programs=len(valid), unclear=len(programs) - len(valid))
     tally.add(cases, check(cases, dict(zip(programs, wants, strict=True))))
     return tally
 
 
+def _in_turn(cases: Sequence[Case]) -> list[Case]:
+    chosen = [case for case in cases if case.world <= 2]
+    for world in sorted({case.world for case in cases} - {1, 2}):
+        wide = [case for case in cases if case.world == world]
+        chosen.append(wide[wide[0].program.seed % len(wide)])
+    return chosen
+
+
 def _has(program: Program, name: str) -> bool:
-    """Whether a program has a statement of this name; "Hook", "Kept", "Loose" and "Begun" are facts of it."""
+    """Whether a program has a statement of this name, or a part or a way that `parts` names."""
     kinds = [kind for kind in get_args(Statement) if kind.__name__ == name]
     parts = {
         "Hook": bool(program.hooks),
         "Kept": bool(program.loop.again),
         "Loose": program.loose,
         "Begun": program.begun > 0,
+        "AveragedCopy": bool(program.averages),
+        "Penalty": any(isinstance(each, Forward) and each.penalty for each in statements(program.body)),
+        "Apart": program.apart,
+        "Afterwards": bool(program.afterwards),
+        "PlainSave": program.plain_save,
+        "KeptSave": bool(program.loop.again) and program.save_at is not None,
+        "Low": program.precision != "no",
     }
     return parts.get(name, False) or any(uses(program, kind) for kind in kinds)
 
@@ -127,6 +164,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--widths", type=_numbers, default=[1, 2, 3, 4], help="numbers of ranks: 1,2")
     parser.add_argument("--plans", type=_words, default=[], help=f"some of {', '.join(names)}")
+    parser.add_argument("--in-turn", action="store_true", help="on more than two ranks, one plan for each program")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="groups of ranks at the same time")
     parser.add_argument("--shrink", type=int, default=5, help="how many failures are made smaller")
     parser.add_argument("--using", default="", help="only programs that have this statement: Write")

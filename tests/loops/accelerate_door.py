@@ -58,7 +58,8 @@ def adapted(program: Program) -> Program | None:
         elif number in evaluated:
             rows = loader.rows
         loaders.append(replace(loader, rows=rows, drop_last=False, taken=""))
-    loop = replace(program.loop, ahead=0, again="")  # each loss has the same weight
+    # Each loss has the same weight. A batch that is used again behind the last one would begin a window.
+    loop = replace(program.loop, ahead=0, again=program.loop.again if program.window == 1 else "")
     save_at = None
     if program.save_at is not None and loop.kind == "for" and not uses(program, Next):
         loop = replace(loop, epochs=2)
@@ -73,6 +74,11 @@ def adapted(program: Program) -> Program | None:
         offload="",
         loose=False,
         save_at=save_at,
+        plain_save=False,
+        averages=tuple(
+            replace(average, prepared=False) for average in program.averages
+        ),  # the methods of a wrapped one are hidden
+        apart=False,
     )
 
 

@@ -49,6 +49,7 @@ Body = tuple[Statement, ...]
 
 STAGES = (0, 1, 2, 3)
 _BATCH = 12  # of all ranks together; each takes as many rows
+_DTYPES = {"bf16": "torch.bfloat16", "fp16": "torch.float16"}  # of a model, and of what a script gives to it
 _BY_LOSS = 3  # every third program calls `loss.backward()`, which DeepSpeed takes from stage 1 on
 _NAME = 99  # of a loss that `forward_backward` has computed natively
 
@@ -74,7 +75,7 @@ def adapted(program: Program) -> Program | None:
         replace(loader, batch=_BATCH, rows=max(1, loader.rows // _BATCH) * _BATCH, drop_last=False, taken="")
         for loader in program.loaders
     )
-    loop, save_at = replace(program.loop, ahead=0, again=""), None
+    loop, save_at = replace(program.loop, ahead=0), None
     if program.save_at is not None and loop.kind == "for" and not uses(program, Next):
         loop = replace(loop, epochs=2)
         save_at = loaders[0].rows // _BATCH - 1
@@ -86,10 +87,14 @@ def adapted(program: Program) -> Program | None:
         loop=loop,
         body=body,
         hooks=(),
-        precision="no",
         offload="",
         loose=False,
         save_at=save_at,
+        plain_save=False,
+        averages=(),
+        late=None,
+        apart=False,
+        afterwards=(),
     )
 
 
@@ -102,7 +107,9 @@ def _flat(body: Body, inside: bool = False) -> Iterable[Statement]:
                 yield from _flat(statement.body, inside)
             case ForwardBackward(model, loader):
                 yield from (Forward(_NAME, model, loader), Backward((_NAME,)))
-            case Forward(through=None) | Record() | Next() | Evaluate() | EvaluateBatch():
+            case Forward(through=None):
+                yield replace(statement, penalty=False)
+            case Record() | Next() | Evaluate() | EvaluateBatch():
                 yield statement
             case Backward(names) if not _goes_through(body, names):
                 trained = True
@@ -262,7 +269,7 @@ def deepspeed_script(
         text.append(_engine(program, number, int(plan["stage"])))
     loaders = ", ".join(f"loader{number}" for number in range(len(program.loaders)))
     text += [f"iterators, loaders = {{}}, [{loaders}]\n", "losses, norms, metrics, gradients = [], [], [], []\n\n\n"]
-    by_loss = program.seed % _BY_LOSS == 0 and plan["stage"] != 0
+    by_loss = program.seed % _BY_LOSS == 0 and plan["stage"] != 0 and program.precision == "no"
     text.append("\n".join(_loop(program, by_loss, phase, folder)) + "\n\n\n")
     engines = [f"engine{number}" for number in range(len(program.models))]
     if phase == "resume":
@@ -285,6 +292,10 @@ def _engine(program: Program, number: int, stage: int) -> str:
     for place, scheduler in enumerate(program.schedulers):
         if scheduler.optimizer == number:
             given.append(f"lr_scheduler=scheduler{place}")
+    if program.precision == "bf16":
+        config["bf16"] = {"enabled": True}
+    if program.precision == "fp16":
+        config["fp16"] = {"enabled": True, "initial_scale_power": 8}
     config_text = f"{{'train_micro_batch_size_per_gpu': {_BATCH} // world, **{config}}}"
     return (
         f"engine{number}, *_ = initialize({', '.join(given)}, config={config_text})\nmodel{number} = engine{number}\n"
@@ -301,12 +312,14 @@ def _loop(program: Program, by_loss: bool, phase: str, folder: str) -> Iterable[
     else:
         yield f"{INDENT}for epoch in range(first_epoch, {loop.epochs}):"
         names = ", ".join(f"loader{number}" for number in loop.loaders)
+        if loop.again:
+            names = f'again({names}, "{loop.again}")'
         batches = ", ".join(f"batch{number}" for number in loop.loaders)
         yield f"{INDENT * 2}for {batches}, in zip({names}):"
     yield f"{INDENT * depth}t += 1"
     if loop.kind != "next":
         for number in loop.loaders:
-            yield INDENT * depth + _rows_of_rank(number, f"batch{number}")
+            yield INDENT * depth + _rows_of_rank(program, number, f"batch{number}")
     for statement in program.body:
         for line in _statement(program, statement, by_loss):
             yield INDENT * depth + line
@@ -317,8 +330,12 @@ def _loop(program: Program, by_loss: bool, phase: str, folder: str) -> Iterable[
         yield f"{INDENT * (depth + 1)}return"
 
 
-def _rows_of_rank(loader: int, batch: str) -> str:
-    return f"x{loader}, y{loader}, w{loader} = (each[rank::world] for each in {batch})"
+def _rows_of_rank(program: Program, loader: int, batch: str) -> str:
+    return f"x{loader}, y{loader}, w{loader} = (each[rank::world]{_cast(program)} for each in {batch})"
+
+
+def _cast(program: Program) -> str:
+    return f".to({_DTYPES[program.precision]})" if program.precision != "no" else ""
 
 
 def _statement(program: Program, statement: Statement, by_loss: bool) -> list[str]:
@@ -347,9 +364,9 @@ def _statement(program: Program, statement: Statement, by_loss: bool) -> list[st
                 f"{INDENT}norms.append(float(engine{model}.get_global_grad_norm()))",
             ]
         case Next(loader):
-            return [_rows_of_rank(loader, f"following({loader})")]
+            return [_rows_of_rank(program, loader, f"following({loader})")]
         case Evaluate(model, loader):
-            rows = f"torch.cat([per_row(model{model}(x), y) for x, y, w in loader{loader}])"
+            rows = f"torch.cat([per_row(model{model}(x{_cast(program)}), y) for x, y, w in loader{loader}])"
             return _evaluation(model, f"float({rows}.mean())")
         case EvaluateBatch(model, loader):
             return _evaluation(model, f"mean_of_ranks(per_row(model{model}(x{loader}), y{loader}).mean())")

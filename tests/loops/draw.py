@@ -19,10 +19,13 @@ from dataclasses import dataclass, replace
 from loops.programs import (
     Accumulate,
     AddGroup,
+    AveragedCopy,
     Backward,
     Clip,
     Continue,
+    Edit,
     Evaluate,
+    EvaluateAverage,
     EvaluateBatch,
     Forward,
     ForwardBackward,
@@ -34,21 +37,29 @@ from loops.programs import (
     Model,
     Next,
     Optimizer,
+    Prepare,
     Program,
+    Rate,
     Read,
+    Recall,
     Record,
+    Remember,
     Scheduler,
     SchedulerStep,
     Slice,
     Statement,
     Step,
+    UpdateAverage,
+    UpdateBatchNorm,
     When,
     Write,
     WriteKind,
     Zero,
+    models_of,
     statements,
+    uses,
 )
-from loops.script import OPTIMIZERS, SCHEDULERS
+from loops.script import AVERAGES, EDITS, OPTIMIZERS, SCHEDULERS
 from loops.zoo import BODIES, TIES
 
 Body = tuple[Statement, ...]
@@ -132,7 +143,10 @@ class _Drawing:
         # Last, so that the programs of earlier seeds stay the same.
         program = self._with_batches_ahead(self._with_masks(self._with_offload(self._with_muon(program))))
         program = self._with_loose_parameter(self._with_batches_again(self._with_kept_batches(program)))
-        return replace(program, begun=self.random.choice([1, 2]) if self.chance(0.15) else 0)
+        program = replace(program, begun=self.random.choice([1, 2]) if self.chance(0.15) else 0)
+        program = self._with_memory(self._with_average(self._with_penalty(self._with_edits(program))))
+        program = self._with_new_optimizers(self._with_two_accelerators(self._with_late_model(program)))
+        return self._with_plain_save(program)
 
     def _with_batches_ahead(self, program: Program) -> Program:
         """A loop that takes batches before it uses them. It is not saved: at the end of an epoch a save leaves them out."""
@@ -148,9 +162,9 @@ class _Drawing:
         return replace(program, loop=replace(loop, ahead=ahead))
 
     def _with_batches_again(self, program: Program) -> Program:
-        """A loop that uses batches again which it has kept. Where a window ends then, or a save goes on, is not clear."""
+        """A loop that uses batches again which it has kept. Not with windows: more follows the batch that ends them."""
         loop = program.loop
-        is_simple = loop.kind == "for" and not loop.ahead and program.save_at is None and program.window == 1
+        is_simple = loop.kind == "for" and not loop.ahead and program.window == 1
         if (
             not is_simple
             or any(isinstance(each, Continue) for each in statements(program.body))
@@ -176,6 +190,127 @@ class _Drawing:
             if number in taken and is_repeated and self.chance(0.4):
                 loaders[number] = replace(loader, taken=self.random.choice(["fresh", "cycle"]))
         return replace(program, loaders=tuple(loaders))
+
+    def _with_edits(self, program: Program) -> Program:
+        """Gradients, learning rates and weights that a script changes by hand, behind the last backward pass."""
+        body = program.body
+        flat = list(statements(body))
+        behind = flat[flat.index(self._last_backward(flat)) :]
+        places = [each for each in behind if isinstance(each, Clip | Step)]
+        if places and self.chance(0.12):
+            target = self.random.choice(places)
+            model = self.random.choice(sorted(models_of(program, target)))
+            kind = self.random.choice(list(EDITS))
+            edit: Statement = Edit(kind, model, self.random.choice(["all", "body", "head"]))  # type: ignore[arg-type]
+            if program.window > 1:
+                edit = When("sync", body=(edit,))
+            body = _before(body, target, edit)
+        if self.chance(0.08):
+            rate = Rate(self.random.randrange(len(program.optimizers)), self.random.choice([0.5, 2.0]))
+            body = (When("at", self.random.randint(1, 4), body=(rate,)), *body)
+        if self.chance(0.06):
+            body = (*body, Write("clip", self.random.randrange(len(program.models))))
+        return replace(program, body=body)
+
+    def _with_penalty(self, program: Program) -> Program:
+        """The loss of some rows becomes a gradient penalty."""
+        forwards = [each for each in statements(program.body) if isinstance(each, Forward) and each.through is None]
+        if not forwards or program.precision != "no" or not self.chance(0.06):
+            return program
+        chosen = self.random.choice(forwards)
+        return replace(program, body=_replaced(program.body, chosen, replace(chosen, penalty=True)))
+
+    def _with_average(self, program: Program) -> Program:
+        """An average of a model's weights, its batch norms and its loss on data of its own."""
+        model = self.random.randrange(len(program.models))
+        is_shared = any(each.body_of is not None for each in program.models)
+        if is_shared or program.precision != "no" or program.models[model].side or not self.chance(0.12):
+            return program
+        # A stage of a pipeline has its own parameters, and a copy that is not prepared has all.
+        prepared = program.save_at is not None or uses(program, ForwardBackward) or self.chance(0.6)
+        average = AveragedCopy(model, self.random.choice(list(AVERAGES)), prepared)  # type: ignore[arg-type]
+        number = len(program.loaders)
+        loader = Loader(self.random.randint(13, 40), BATCH, self.random.choice(["map", "map", "iterable"]))
+        looks: Body = (UpdateBatchNorm(0, number), EvaluateAverage(0, number))
+        looks = looks if self.chance(0.6) else looks[1:]
+        body = (*program.body, UpdateAverage(0), When("at", self.random.randint(1, 4), body=looks))
+        return replace(program, averages=(average,), loaders=(*program.loaders, loader), body=body)
+
+    def _with_memory(self, program: Program) -> Program:
+        """States that are kept and loaded again later in the run, as after a loss that grew."""
+        is_simple = program.precision == "no" and program.save_at is None and not uses(program, AddGroup)
+        if not is_simple or not self.chance(0.08):
+            return program
+        begin = self.random.randint(0, 2)
+        restore = When("at", begin + self.random.randint(1, 3), body=(Recall(),))
+        return replace(program, body=(When("at", begin, body=(Remember(self.chance(0.5)),)), restore, *program.body))
+
+    def _is_divisible(self, program: Program, models: set[int]) -> bool:
+        """Whether all parts and statements belong to these models, or to the others."""
+        flat = [each for each in statements(program.body) if not isinstance(each, Remember | Recall)]
+        named = [models_of(program, each) for each in flat]
+        named += [{part.model for part in optimizer.slices} for optimizer in program.optimizers]
+        is_shared = any(each.body_of is not None for each in program.models)
+        return not is_shared and not any(own & models and own - models for own in named)
+
+    def _with_late_model(self, program: Program) -> Program:
+        """The last model is prepared in the loop, and trained from then on."""
+        late = len(program.models) - 1
+        is_simple = program.window == 1 and program.precision == "no" and program.save_at is None
+        if not late or not is_simple or program.hooks or program.loose or uses(program, Remember | Write):
+            return program
+        if not self._is_divisible(program, {late}) or not self.chance(0.4):
+            return program
+        begin = self.random.randint(0, 3)
+        body = (When("at", begin, body=(Prepare(late),)), *_from(program, program.body, late, begin))
+        return replace(program, late=late, body=body)
+
+    def _with_two_accelerators(self, program: Program) -> Program:
+        """Each has a loader of its own: neither knows the batches of the other's."""
+        is_simple = program.precision == "no" and program.save_at is None and program.late is None
+        if len(program.models) < 2 or not is_simple or program.loose or uses(program, Remember):
+            return program
+        if not self._is_divisible(program, {0}) or not self.chance(0.4):
+            return program
+        before = program
+        if program.loop.kind == "for" and not program.loop.again and len(self.training) == 1:
+            number = len(program.loaders)
+            rows = replace(program.loaders[0], kind="map")
+            loop = replace(program.loop, kind="zip", loaders=(0, number), ahead=0)
+            body = _from_loader(program.body, number)
+            program = replace(program, loop=loop, loaders=(*program.loaders, rows), body=body)
+        users: dict[int, set[bool]] = {}
+        for each in statements(program.body):
+            if isinstance(each, Forward | ForwardBackward):
+                users.setdefault(each.loader, set()).add(each.model == 0)
+        ends = {program.loaders[number].batches for number in program.loop.loaders}
+        # The windows of each end with its own loader alone.
+        end_together = program.window == 1 or (program.loop.kind == "zip" and len(ends) == 1)
+        if any(len(own) > 1 for own in users.values()) or not end_together:
+            return before
+        return replace(program, apart=True)
+
+    def _with_new_optimizers(self, program: Program) -> Program:
+        """Other optimizers from the second epoch on."""
+        is_simple = program.precision == "no" and program.save_at is None and program.loop.kind != "next"
+        is_plain = not (program.hooks or program.schedulers or program.loose or program.averages or program.apart)
+        is_early = any(isinstance(each, Write) and each.early for each in statements(program.body))
+        if program.late is not None or is_early or uses(program, AddGroup | Remember) or not uses(program, Zero):
+            return program
+        if not is_simple or not is_plain or not self.chance(0.12):
+            return program
+        kinds = tuple(self.random.choice(list(OPTIMIZERS)) for _ in program.optimizers)
+        return replace(program, afterwards=kinds, loop=replace(program.loop, epochs=2))
+
+    def _with_plain_save(self, program: Program) -> Program:
+        """A file of state dicts at the end of an epoch; the next run begins with an epoch."""
+        if program.save_at is None or program.loop.kind == "next" or uses(program, Next) or not self.chance(0.5):
+            return program
+        batches = min(program.loaders[number].batches or 1 for number in program.loop.loaders)
+        if program.loop.again:
+            return program
+        loop = replace(program.loop, epochs=2)
+        return replace(program, plain_save=True, loop=loop, save_at=batches - 1)
 
     # -- parts -------------------------------------------------------------------------------------------------
 
@@ -668,4 +803,47 @@ def _at(body: Body, place: int, new: Statement) -> Body:
         place -= count
     if place == 0:
         result.append(new)
+    return tuple(result)
+
+
+def _before(body: Body, target: Statement, new: Statement) -> Body:
+    """The body with a statement before another one."""
+    result: list[Statement] = []
+    for statement in body:
+        if isinstance(statement, Accumulate | When):
+            statement = replace(statement, body=_before(statement.body, target, new))
+        result += [new, statement] if statement is target else [statement]
+    return tuple(result)
+
+
+def _replaced(body: Body, target: Statement, new: Statement) -> Body:
+    result: list[Statement] = []
+    for statement in body:
+        if isinstance(statement, Accumulate | When):
+            statement = replace(statement, body=_replaced(statement.body, target, new))
+        result.append(new if statement is target else statement)
+    return tuple(result)
+
+
+def _from(program: Program, body: Body, model: int, begin: int) -> Body:
+    """The body where what names a model begins at a step."""
+    result: list[Statement] = []
+    for statement in body:
+        if isinstance(statement, When):
+            statement = replace(statement, body=_from(program, statement.body, model, begin))
+        elif model in models_of(program, statement):
+            statement = When("from", begin, body=(statement,))
+        result.append(statement)
+    return tuple(result)
+
+
+def _from_loader(body: Body, loader: int) -> Body:
+    """The body where models but the first one get batches of a loader."""
+    result: list[Statement] = []
+    for statement in body:
+        if isinstance(statement, Accumulate | When):
+            statement = replace(statement, body=_from_loader(statement.body, loader))
+        elif isinstance(statement, Forward | EvaluateBatch) and statement.model and statement.loader == 0:
+            statement = replace(statement, loader=loader)
+        result.append(statement)
     return tuple(result)

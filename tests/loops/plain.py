@@ -16,6 +16,7 @@ zero, right before a save: checkpoints hold only gradients that wait for a step.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
@@ -29,26 +30,35 @@ from loops.programs import (
     Backward,
     Clip,
     Continue,
+    Edit,
     Evaluate,
+    EvaluateAverage,
     EvaluateBatch,
     Forward,
     ForwardBackward,
     Freeze,
     Next,
+    Prepare,
     Program,
+    Rate,
     Read,
+    Recall,
     Record,
+    Remember,
     SchedulerStep,
     Slice,
     Statement,
     Step,
+    UpdateAverage,
+    UpdateBatchNorm,
     When,
     Write,
     Zero,
     statements,
 )
-from loops.script import construction, definitions
+from loops.script import construction, definitions, replacing
 from torch import nn
+from torch.optim.swa_utils import update_bn
 
 Counts = dict[tuple[Any, ...], float]
 
@@ -119,10 +129,12 @@ class Interpreter:
         self.program, self.counts, self.counting = program, counts, counting
         names: dict[str, Any] = {}
         exec(definitions(program) + construction(program), names)
+        self.names = names
         self.models = [names[f"model{number}"] for number in range(len(program.models))]
         self.optimizers = [names[f"optimizer{number}"] for number in range(len(program.optimizers))]
         self.schedulers = [names[f"scheduler{number}"] for number in range(len(program.schedulers))]
         self.loaders = [names[f"loader{number}"] for number in range(len(program.loaders))]
+        self.averages = [names[f"average{number}"] for number in range(len(program.averages))]
         self.scale: nn.Parameter | None = names.get("scale")
         self.rows: dict[int, torch.Tensor] = {}
         self.batches: dict[int, tuple[torch.Tensor, ...]] = {}
@@ -133,6 +145,7 @@ class Interpreter:
         self.sync = True
         self.last = False  # whether the head of the loop gave its last batch
         self.kept: dict[tuple[int, str], list[torch.Tensor]] = {}  # copies of weights, by model and part
+        self.remembered: list[dict[str, Any]] = []  # states of models and optimizers
         self.norm = 0.0
         self.t = -1
         self.notes: dict[str, Any] = {"losses": [], "norms": [], "metrics": [], "gradients": [], "saved_in": None}
@@ -171,9 +184,10 @@ class Interpreter:
                 self._iteration(0)
         else:
             for epoch in range(loop.epochs):
-                loaders = [self.loaders[number] for number in loop.loaders]
-                given = _with_kept(zip(*loaders, strict=False), loop.again)
-                for batches, self.last in _with_last(given):
+                if epoch == 1 and self.program.afterwards:
+                    self._replace_optimizers()
+                for batches, is_last in self._given():
+                    self.last = is_last
                     self.batches.update(zip(loop.loaders, batches, strict=True))
                     self._iteration(epoch)
                 if any(window.micro for window in self.windows.values()):
@@ -181,9 +195,33 @@ class Interpreter:
         self.notes["weights"] = [_copied(model.state_dict()) for model in self.models]
         if self.scale is not None:
             self.notes["weights"].append({"scale": self.scale.detach().clone()})
+        self.notes["weights"] += [_copied(average.state_dict()) for average in self.averages]
         self.notes["states"] = [states_of(optimizer) for optimizer in self.optimizers]
         self.notes["rates"] = [[group["lr"] for group in optimizer.param_groups] for optimizer in self.optimizers]
         return self.notes
+
+    def _given(self) -> Iterator[tuple[Any, bool]]:
+        """The batches of an epoch, and whether each is the last. A run that goes on after a save has kept none."""
+        loop = self.program.loop
+        loaders = [self.loaders[number] for number in loop.loaders]
+        if not loop.again:
+            yield from _with_last(zip(*loaders, strict=False))
+            return
+        batches = list(enumerate(zip(*loaders, strict=True)))
+        while batches:
+            before = self.notes["saved_in"]
+            taken = 0
+            for (number, batch), is_last in _with_last(_with_kept(iter(batches), loop.again)):
+                taken = max(taken, number)
+                yield batch, is_last
+                if self.notes["saved_in"] != before:
+                    break
+            batches = [each for each in batches if each[0] > taken]
+
+    def _replace_optimizers(self) -> None:
+        """The second optimizers; gradients that wait are those of the models, and stay."""
+        exec("\n".join(replacing(self.program)), self.names)
+        self.optimizers = [self.names[f"optimizer{number}"] for number in range(len(self.program.optimizers))]
 
     def _iteration(self, epoch: int) -> None:
         self.t += 1
@@ -193,7 +231,8 @@ class Interpreter:
             return
         if self.t == self.program.save_at:
             self.notes["saved_in"] = epoch
-            for parameter in self.stale:
+            every = [parameter for model in self.models for parameter in model.parameters()]
+            for parameter in every if self.program.plain_save else self.stale:
                 if parameter.grad is not None:
                     self.not_saved[parameter] = not bool(parameter.grad.any())
 
@@ -224,12 +263,17 @@ class Interpreter:
     def _compute(self, statement: Statement) -> None:
         """Statements that neither direct the program nor count rows."""
         match statement:
-            case Forward(name, model, loader, through, detach):
+            case Forward(name, model, loader, through, detach, penalty):
                 x, y, _ = self.batches[loader]
                 if through is not None:
                     x = self._call(through, x)
                     x = x.detach() if detach else x
-                rows = _per_row(self._call(model, x), y)
+                if penalty:
+                    x = x.clone().requires_grad_()
+                    (slopes,) = torch.autograd.grad(self._call(model, x).sum(), x, create_graph=True)
+                    rows = slopes.square().mean(1)
+                else:
+                    rows = _per_row(self._call(model, x), y)
                 self.rows[name] = rows if self.scale is None else self.scale * rows
             case Record(name):
                 self.notes["losses"].append(float(self.rows[name].detach().mean()))
@@ -253,10 +297,28 @@ class Interpreter:
                 self.optimizers[optimizer].add_param_group({"params": self._parameters(each)})
             case Write():
                 self._write(statement)
+            case Edit():
+                self._edit(statement)
+            case Rate(optimizer, factor):
+                for group in self.optimizers[optimizer].param_groups:
+                    group["lr"] *= factor
+            case Remember():
+                self.remembered = copy.deepcopy([each.state_dict() for each in (*self.models, *self.optimizers)])
+            case Recall():
+                for each, state in zip((*self.models, *self.optimizers), self.remembered, strict=True):
+                    each.load_state_dict(copy.deepcopy(state))
+            case UpdateAverage(number):
+                self.averages[number].update_parameters(self.models[self.program.averages[number].model])
+            case UpdateBatchNorm(number, loader):
+                update_bn(self.loaders[loader], self.averages[number])
+            case EvaluateAverage(number, loader):
+                self._evaluate(self.averages[number], list(self.loaders[loader]))
             case Evaluate(model, loader):
-                self._evaluate(model, list(self.loaders[loader]))
+                self._evaluate(self.models[model], list(self.loaders[loader]))
             case EvaluateBatch(model, loader):
-                self._evaluate(model, [self.batches[loader]])
+                self._evaluate(self.models[model], [self.batches[loader]])
+            case Prepare():
+                pass
             case _:
                 raise AssertionError(statement)
 
@@ -427,6 +489,8 @@ class Interpreter:
             return self.t % int(when.number) == when.rest
         if when.kind == "at":
             return self.t == when.number
+        if when.kind == "from":
+            return self.t >= when.number
         if when.kind == "sync":
             return self.sync
         return not self.counting and self.norm > when.number
@@ -451,6 +515,22 @@ class Interpreter:
             return
         self.norm = float(nn.utils.clip_grad_norm_(parameters, clip.limit))
         self.notes["norms"].append(self.norm)
+
+    def _edit(self, edit: Edit) -> None:
+        parameters = self._parameters(Slice(edit.model, edit.part))
+        self._use(parameters)
+        for p in parameters:
+            if p.grad is None:
+                continue
+            match edit.kind:
+                case "scale":
+                    p.grad.mul_(0.5)
+                case "decay":
+                    p.grad.add_(p.detach(), alpha=0.01)
+                case "assign":
+                    p.grad = 0.5 * p.grad
+                case "centre":
+                    p.grad -= p.grad.mean()
 
     def _write(self, write: Write) -> None:
         model = self.models[write.model]
@@ -496,6 +576,9 @@ class Interpreter:
             case "multiply":
                 for p in parameters:
                     p.mul_(0.9)
+            case "clip":
+                for p in parameters:
+                    p.clamp_(-0.3, 0.3)
             case "from":
                 others = self._parameters(Slice(write.source or 0, write.part))
                 for p, other in zip(parameters, others, strict=True):
@@ -516,11 +599,11 @@ class Interpreter:
     def _parameters(self, each: Slice) -> list[nn.Parameter]:
         return list(_part(self.models[each.model], each.part).parameters())
 
-    def _evaluate(self, model: int, batches: list[tuple[torch.Tensor, ...]]) -> None:
-        self.models[model].eval()
+    def _evaluate(self, model: nn.Module, batches: list[tuple[torch.Tensor, ...]]) -> None:
+        model.eval()
         with torch.no_grad():
-            rows = [_per_row(self.models[model](x), y) for x, y, _ in batches]
-        self.models[model].train()
+            rows = [_per_row(model(x), y) for x, y, _ in batches]
+        model.train()
         self.notes["metrics"].append(float(torch.cat(rows).mean()))
 
 

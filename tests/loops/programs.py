@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from types import UnionType
 from typing import Literal
 
 ModelPart = Literal["all", "body", "head"]
@@ -47,6 +48,20 @@ class Optimizer:
 
     kind: str
     slices: tuple[Slice, ...]
+
+
+@dataclass(frozen=True)
+class AveragedCopy:
+    """torch's `AveragedModel` of a model, copied before `prepare`.
+
+    Attributes:
+        kind: "mean" and "moving" of the parameters; "mean with buffers", "moving with buffers".
+        prepared: whether the copy is prepared, too.
+    """
+
+    model: int
+    kind: Literal["mean", "moving", "mean with buffers", "moving with buffers"] = "mean"
+    prepared: bool = False
 
 
 @dataclass(frozen=True)
@@ -134,6 +149,7 @@ class Forward:
     Attributes:
         through: the model whose output is the input of `model`, as a generator's is a critic's.
         detach: whether no gradient reaches `through`.
+        penalty: whether the loss of a row is the mean square of the gradient of the row's output by its input.
     """
 
     name: int
@@ -141,6 +157,7 @@ class Forward:
     loader: int
     through: int | None = None
     detach: bool = False
+    penalty: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,6 +202,68 @@ class Clip:
 @dataclass(frozen=True)
 class Read:
     """`unscale_gradients`, and a note of the size of a model's gradients."""
+
+    model: int
+
+
+@dataclass(frozen=True)
+class Edit:
+    """Changes a model's gradients by hand, behind `unscale_gradients`.
+
+    Attributes:
+        kind: "scale" `p.grad.mul_(0.5)`, "decay" adds a part of the weight, "assign" another tensor, "centre" takes the mean
+            of the whole gradient away.
+    """
+
+    kind: Literal["scale", "decay", "assign", "centre"]
+    model: int
+    part: ModelPart = "all"
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Multiplies the learning rates of an optimizer."""
+
+    optimizer: int
+    factor: float = 0.5
+
+
+@dataclass(frozen=True)
+class Remember:
+    """Keeps copies of the states of all models and optimizers; `file`: through `torch.save` and `torch.load`."""
+
+    file: bool = False
+
+
+@dataclass(frozen=True)
+class Recall:
+    """Loads what `Remember` kept."""
+
+
+@dataclass(frozen=True)
+class UpdateAverage:
+    average: int
+
+
+@dataclass(frozen=True)
+class EvaluateAverage:
+    """Notes the mean loss of an average over a whole loader."""
+
+    average: int
+    loader: int
+
+
+@dataclass(frozen=True)
+class UpdateBatchNorm:
+    """torch's `update_bn` of an average over a loader."""
+
+    average: int
+    loader: int
+
+
+@dataclass(frozen=True)
+class Prepare:
+    """Prepares a model of `Program.late`, and its optimizers and schedulers."""
 
     model: int
 
@@ -248,7 +327,7 @@ class EvaluateBatch:
 
 WriteKind = Literal[
     "multiply", "data", "copy", "clamp", "assign", "constant", "draw", "load", "load all", "from", "descend",
-    "keep", "average", "blend",
+    "keep", "average", "blend", "clip",
 ]  # fmt: skip
 
 
@@ -257,7 +336,8 @@ class Write:
     """Weights that the script writes itself.
 
     Attributes:
-        kind: under `no_grad`: "multiply", "descend" by the gradient, "from" towards the same part of the model `source`;
+        kind: under `no_grad`: "multiply", "clip" to a range, "descend" by the gradient, "from" towards the same
+            part of the model `source`;
             through `data`: "data" multiplies, "copy", "clamp", "assign" replaces it; "constant" and "draw" make new
             initial values; "load" and "load all" load a state dict. "keep" copies the values, "average" moves the copy
             towards the values, "blend" the values towards the copy.
@@ -281,11 +361,12 @@ class When:
     """A condition that is the same on all ranks.
 
     Attributes:
-        kind: "every": `t % number == rest`; "at": `t == number`; "sync": the window ends; "large": the norm that was
+        kind: "every": `t % number == rest`; "at": `t == number`; "from": `t >= number`; "sync": the window
+            ends; "large": the norm that was
             clipped last is larger than `number`.
     """
 
-    kind: Literal["every", "at", "sync", "large"]
+    kind: Literal["every", "at", "from", "sync", "large"]
     number: float = 0
     rest: int = 0
     body: tuple[Statement, ...] = ()
@@ -300,6 +381,7 @@ class Accumulate:
 Statement = (
     Forward | Backward | ForwardBackward | Record | Clip | Read | Step | SchedulerStep | Zero | Freeze | AddGroup
     | Write | Next | Evaluate | EvaluateBatch | Continue | When | Accumulate
+    | Edit | Rate | Remember | Recall | UpdateAverage | EvaluateAverage | UpdateBatchNorm | Prepare
 )  # fmt: skip
 Block = When | Accumulate
 
@@ -315,6 +397,11 @@ class Program:
         loose: whether losses are multiplied by a parameter that is in no model; the first optimizer has it, too.
         begun: the steps that all models and optimizers have taken before they are prepared, as after a plain checkpoint.
         save_at: the step after which the run is saved, and goes on in new processes; None if it is not.
+        plain_save: whether the save is a file of state dicts that `torch.save` writes, which are loaded before `prepare`.
+        averages: copies of models that are averages of their weights.
+        late: the model that a second call of `prepare` gets, by the statement `Prepare`.
+        apart: whether models but the first one, and what belongs to them alone, are prepared by a second `Accelerator`.
+        afterwards: the kinds of the optimizers that replace the first ones after the first epoch.
     """
 
     seed: int
@@ -332,6 +419,11 @@ class Program:
     loose: bool = False
     begun: int = 0
     save_at: int | None = None
+    plain_save: bool = False
+    averages: tuple[AveragedCopy, ...] = ()
+    late: int | None = None
+    apart: bool = False
+    afterwards: tuple[str, ...] = ()
 
 
 def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:
@@ -348,7 +440,7 @@ def size(program: Program) -> int:
     return 3 * parts + len(program.hooks) + len(list(statements(program.body)))
 
 
-def uses(program: Program, kind: type) -> bool:
+def uses(program: Program, kind: type | UnionType) -> bool:
     """Whether any statement is of this kind."""
     return any(isinstance(statement, kind) for statement in statements(program.body))
 
@@ -356,3 +448,32 @@ def uses(program: Program, kind: type) -> bool:
 def with_body(block: Block, body: tuple[Statement, ...]) -> Block:
     """The same block around other statements."""
     return replace(block, body=body)
+
+
+def models_of(program: Program, statement: Statement) -> set[int]:
+    """The models that a statement names, itself or by an optimizer, scheduler, average or loss."""
+    forwards = {each.name: each for each in statements(program.body) if isinstance(each, Forward)}
+    match statement:
+        case Forward(model=model, through=through):
+            return {model} if through is None else {model, through}
+        case Backward(names):
+            return set().union(*(models_of(program, forwards[name]) for name in names))
+        case Record(name):
+            return models_of(program, forwards[name])
+        case Step(number) | Rate(number) | Clip("optimizer", number) | Zero("optimizer", number):
+            return {part.model for part in program.optimizers[number].slices}
+        case SchedulerStep(number):
+            return models_of(program, Step(program.schedulers[number].optimizer))
+        case Clip("model", number) | Zero(_, number):
+            return {number}
+        case Clip():
+            return set(range(len(program.models)))
+        case AddGroup(number, each):
+            return {each.model} | models_of(program, Step(number))
+        case UpdateAverage(number) | EvaluateAverage(number) | UpdateBatchNorm(number):
+            return {program.averages[number].model}
+        case Accumulate(models):
+            return set(models)
+        case Write(model=model, source=source) if source is not None:
+            return {model, source}
+    return {statement.model} if hasattr(statement, "model") else set()

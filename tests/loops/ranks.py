@@ -3,6 +3,7 @@
     run_jobs     parent: starts a group of ranks with the jobs that are left, until none is
     _work        rank: one script after the other; each result goes into a file of this rank
     _Board       shared memory: how far each rank is, so that all leave together after a failure
+    _Watch       a thread of each rank, which ends it where nothing moves any more
 
 A script that failed ends its group: a rank may have left a collective that others wait in.
 """
@@ -40,6 +41,8 @@ _LIMIT_S = 60.0  # one script takes 1 to 3 s on 4 processes of a very busy machi
 _GRACE_S = 1.5  # how long the others may take after one rank has failed
 _MOST_JOBS = 80  # for one group; each script leaves process groups behind
 _ENDED = 77
+_LOOK_S = 0.5
+_LOOKS = 16  # so many looks one after the other that find every rank asleep are a hang
 
 
 @dataclass(frozen=True)
@@ -58,17 +61,59 @@ class Job:
 
 
 class _Board:
-    """For each rank the number of jobs that it has finished, and whether the last one failed."""
+    """For each rank the number of jobs that it has finished, and whether the last one failed; and who it is, for `_Watch`."""
 
     def __init__(self, world: int) -> None:
         self.world = world
-        self.memory = mmap.mmap(-1, 16 * world)
+        self.memory = mmap.mmap(-1, 32 * world)
 
     def write(self, rank: int, finished: int, failed: bool) -> None:
-        struct.pack_into("qq", self.memory, 16 * rank, finished, failed)
+        struct.pack_into("qq", self.memory, 32 * rank, finished, failed)
 
     def read(self) -> list[tuple[int, bool]]:
-        return [struct.unpack_from("qq", self.memory, 16 * rank) for rank in range(self.world)]
+        return [struct.unpack_from("qq", self.memory, 32 * rank) for rank in range(self.world)]
+
+    def enter(self, rank: int, process: int, watch: int) -> None:
+        struct.pack_into("qq", self.memory, 32 * rank + 16, process, watch)
+
+    def all_are_asleep(self) -> bool:
+        """Whether no thread of any rank computes, wants to, or waits for a disk; those of the watches do not count.
+
+        A rank of a busy machine that gets no processor is not asleep.
+        """
+        for rank in range(self.world):
+            process, watch = struct.unpack_from("qq", self.memory, 32 * rank + 16)
+            for state in Path(f"/proc/{process}/task").glob("*/stat"):
+                if state.parent.name != str(watch) and state.read_text().rpartition(")")[2].split()[0] in "RD":
+                    return False
+        return True
+
+
+class _Watch(threading.Thread):
+    """Ends this rank where a job takes too long, or where all ranks wait."""
+
+    def __init__(self, board: _Board, rank: int, limit_s: float) -> None:
+        super().__init__(daemon=True)
+        self.board, self.rank, self.limit_s = board, rank, limit_s
+        self.begun = time.monotonic()
+        self.looks = 0
+
+    def begin_job(self) -> None:
+        self.begun = time.monotonic()
+        self.looks = 0
+
+    def run(self) -> None:
+        self.board.enter(self.rank, os.getpid(), threading.get_native_id())
+        while time.monotonic() - self.begun < self.limit_s and self.looks < _LOOKS:
+            time.sleep(_LOOK_S)
+            try:
+                is_asleep = self.board.all_are_asleep()
+            except OSError:
+                is_asleep = True  # a thread or a process has ended meanwhile
+            self.looks = self.looks + 1 if is_asleep else 0
+        faulthandler.dump_traceback(all_threads=True)
+        time.sleep(2 * _LOOK_S)  # so that the others write their stacks, too
+        os._exit(_ENDED)
 
 
 def run_jobs(jobs: Sequence[Job], world: int, limit_s: float = _LIMIT_S) -> list[Results]:
@@ -110,26 +155,19 @@ def _work(jobs: Sequence[Job], folder: str, board: _Board, limit_s: float) -> No
     rank = int(os.environ["RANK"])
     warnings.simplefilter("ignore")
     with (Path(folder) / f"{rank}.results").open("wb") as file:
+        watch = _Watch(board, rank, limit_s)
+        watch.start()
         for number, job in enumerate(jobs, 1):
-            watch = threading.Timer(limit_s, _give_up)
-            watch.daemon = True
-            watch.start()
+            watch.begin_job()
             result = run_plain(job.program, job.reference) if job.program is not None else run_script(job)
             pickle.dump(result, file)
             file.flush()
             # A refusal before the loop came before the first collective, and one process waits for nobody.
             harmless = board.world == 1 or (result.get("early") and result["code"] is not None)
             board.write(rank, number, "error" in result and not harmless)
-            failed = _wait_for_all(board, number, limit_s)
-            watch.cancel()
-            if failed:
+            if _wait_for_all(board, number, limit_s):
                 # Not a return: leaving a group takes part in collectives, which others may not.
                 os._exit(_ENDED)
-
-
-def _give_up() -> None:
-    faulthandler.dump_traceback(all_threads=True)
-    os._exit(_ENDED)
 
 
 def _wait_for_all(board: _Board, number: int, limit_s: float) -> bool:
@@ -173,9 +211,10 @@ def run_script(job: Job) -> dict[str, Any]:
         result = {**_error(error), "early": "train" not in names}
     finally:
         torch.set_default_dtype(dtype)
-        accelerator = names.pop("accelerator", None)
-    if accelerator is not None and ("error" not in result or result["early"]):
-        accelerator.free_memory()
+        accelerators = [names.pop(name) for name in ("accelerator2", "accelerator") if name in names]
+    if "error" not in result or result["early"]:
+        for accelerator in accelerators:
+            accelerator.free_memory()
     names.clear()
     sys.stdout.flush()
     return result
@@ -186,16 +225,23 @@ def _numbers(names: dict[str, Any], job: Job) -> dict[str, Any]:
     if "weights" in names:  # a door whose scripts have no accelerator
         return {**result, "weights": names["weights"], "rates": names["rates"]}
     accelerator = names["accelerator"]
+    others = names.get("accelerator2", accelerator)  # of `Program.apart`
     models = [names[name] for name in _numbered(names, "model")]
+    averages = [names[name] for name in _numbered(names, "average")]
     optimizers = [names[name] for name in _numbered(names, "optimizer")]
-    weights = [accelerator.get_state_dict(model) for model in models]
-    result["weights"] = [{name: value.detach().cpu().clone() for name, value in each.items()} for each in weights]
+    weights = [(others if number else accelerator).get_state_dict(model) for number, model in enumerate(models)]
+    result["weights"] = [_copied(each) for each in weights]
     if "scale" in names:  # of `Program.loose`
         result["weights"].append({"scale": names["scale"].detach().clone()})
+    result["weights"] += [_copied(accelerator.get_state_dict(average)) for average in averages]
     if job.states:
         result["states"] = _whole_states(accelerator, optimizers)
         result["rates"] = [[group["lr"] for group in optimizer.param_groups] for optimizer in optimizers]
     return result
+
+
+def _copied(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: value.detach().cpu().clone() for name, value in state.items()}
 
 
 def _numbered(names: dict[str, Any], kind: str) -> list[str]:

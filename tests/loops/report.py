@@ -17,6 +17,9 @@ JUDGEMENTS = {
     "data-assigned": "no: torch loses the value of a divided parameter; the error names a way that works",
     "shard-written": "partly: in mixed precision the weights of a pass have less precision; the error names a way that works",
     "data-interleaved": "partly: of two loops at once, nobody knows whose values were gathered; a call for each loader works",
+    "shard-double-backward": "partly: a gradient penalty under FSDP2; the error names stage 2, which works",
+    "batch-norm-double-backward": "partly: local statistics work, but are not those of one process",
+    "pipeline-blocks": "no: there are more stages than blocks",
     "tensor-nothing": "no: nobody but the user knows how these layers could be divided",
 }
 

@@ -18,23 +18,32 @@ from loops.programs import (
     Backward,
     Clip,
     Continue,
+    Edit,
     Evaluate,
+    EvaluateAverage,
     EvaluateBatch,
     Forward,
     ForwardBackward,
     Freeze,
     Next,
     Optimizer,
+    Prepare,
     Program,
+    Rate,
     Read,
+    Recall,
     Record,
+    Remember,
     SchedulerStep,
     Slice,
     Statement,
     Step,
+    UpdateAverage,
+    UpdateBatchNorm,
     When,
     Write,
     Zero,
+    models_of,
     statements,
     uses,
 )
@@ -57,6 +66,12 @@ SCHEDULERS = {
     "StepLR": "torch.optim.lr_scheduler.StepLR({}, 2, gamma=0.5)",
     "ExponentialLR": "torch.optim.lr_scheduler.ExponentialLR({}, 0.8)",
     "CosineAnnealingLR": "torch.optim.lr_scheduler.CosineAnnealingLR({}, 5)",
+}
+AVERAGES = {
+    "mean": "AveragedModel({})",
+    "moving": "AveragedModel({}, multi_avg_fn=get_ema_multi_avg_fn(0.9))",
+    "mean with buffers": "AveragedModel({}, use_buffers=True)",
+    "moving with buffers": "AveragedModel({}, avg_fn=get_ema_avg_fn(0.9), use_buffers=True)",
 }
 _STREAM = '''
 class Stream(torch.utils.data.IterableDataset):
@@ -128,6 +143,21 @@ def again(loader, which):
             yield from kept
             kept = [batch]
 """
+_PENALTY = """
+def penalty_of(function, x):
+    x = x.clone().requires_grad_()
+    (slopes,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    return slopes.square().mean(1)
+"""
+_REMEMBERED = """
+def remembered(states, file):
+    if not file:
+        return copy.deepcopy(states)
+    buffer = io.BytesIO()
+    torch.save(states, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+"""
 _GRADIENT_SIZE = """
 def size_of_gradients(model):
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
@@ -179,6 +209,14 @@ def definitions(program: Program) -> str:
         text.append(_ELEMENTS)
     if any(hook.kind == "fused" for hook in program.hooks):
         text.append(_FUSED)
+    if program.averages:
+        names = "AveragedModel, get_ema_avg_fn, get_ema_multi_avg_fn, update_bn"
+        text.insert(1, f"from torch.optim.swa_utils import {names}\n")
+    if any(isinstance(each, Forward) and each.penalty for each in statements(program.body)):
+        text.append(_PENALTY)
+    if uses(program, Remember):
+        text.insert(1, "import copy\nimport io\n")
+        text.append(_REMEMBERED)
     if any(optimizer.kind in OPTIMIZERS_OF_MODULES for optimizer in program.optimizers):
         text.insert(1, "from paceline_large.optim.muon import Muon, newton_schulz, shape_scale\n")
         text.append(_MUON)
@@ -202,12 +240,7 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
         lines.append(f"model{number} = Net({body}{side})")
         if model.frozen:
             lines.append(f"model{number}.{model.frozen}.requires_grad_(False)")
-    for number, optimizer in enumerate(program.optimizers):
-        if optimizer.kind in OPTIMIZERS_OF_MODULES:
-            made = OPTIMIZERS_OF_MODULES[optimizer.kind].format(_modules(optimizer))
-        else:
-            made = OPTIMIZERS[optimizer.kind].format(_groups(optimizer))
-        lines.append(f"optimizer{number} = {made}")
+    lines += [_made(number, optimizer) for number, optimizer in enumerate(program.optimizers)]
     if program.loose:
         lines.append("scale = nn.Parameter(torch.tensor(0.9))")
         lines.append('optimizer0.add_param_group({"params": [scale]})')
@@ -216,6 +249,8 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
     for number, scheduler in enumerate(program.schedulers):
         made = SCHEDULERS[scheduler.kind].format(f"optimizer{scheduler.optimizer}")
         lines.append(f"scheduler{number} = {made}")
+    for number, average in enumerate(program.averages):
+        lines.append(f"average{number} = {AVERAGES[average.kind].format(f'model{average.model}')}")
     for number, loader in enumerate(program.loaders):
         data = f"rows_of({loader.rows}, {program.seed + number})"
         if loader.kind != "map":
@@ -225,6 +260,19 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
         options = ", shuffle=True" * loader.shuffle + ", drop_last=True" * loader.drop_last
         lines.append(f"loader{number} = DataLoader({data}, batch_size={size}{options})")
     return "\n".join(lines) + "\n"
+
+
+def _made(number: int, optimizer: Optimizer) -> str:
+    """The line that makes an optimizer."""
+    if optimizer.kind in OPTIMIZERS_OF_MODULES:
+        return f"optimizer{number} = {OPTIMIZERS_OF_MODULES[optimizer.kind].format(_modules(optimizer))}"
+    return f"optimizer{number} = {OPTIMIZERS[optimizer.kind].format(_groups(optimizer))}"
+
+
+def replacing(program: Program) -> list[str]:
+    """The lines that make the optimizers of `Program.afterwards`."""
+    kinds = zip(program.optimizers, program.afterwards, strict=True)
+    return [_made(number, replace(optimizer, kind=kind)) for number, (optimizer, kind) in enumerate(kinds)]
 
 
 def _begun(program: Program) -> list[str]:
@@ -271,14 +319,20 @@ def script(
     if not program.split_batches:
         width = "accelerator.plan.layout.width"
         batches = {number: f"{loader.batch} // {width}" for number, loader in enumerate(program.loaders)}
-    names = [f"{kind}{number}" for kind, number in _parts(program)] + ["scale"] * program.loose
+    parts = [part for part in _parts(program) if not _is_late(program, *part)]
+    first = [f"{kind}{number}" for kind, number in parts if not _is_apart(program, kind, number)]
+    second = [f"{kind}{number}" for kind, number in parts if _is_apart(program, kind, number)]
+    first += ["scale"] * program.loose
     text = [
         definitions(program).replace("\nfrom torch.utils", "\nfrom paceline import Accelerator\nfrom torch.utils", 1),
         following(program),
         "" if not uses(program, Read) else _GRADIENT_SIZE + "\n",
         f"accelerator = Accelerator({', '.join(options)})\n",
+        f"accelerator2 = Accelerator({', '.join(options)})\n" * program.apart,
         construction(program, batches),
-        f"{', '.join(names)} = accelerator.prepare({', '.join(names)})\n",
+        _loading(program, folder) if program.plain_save and phase == "resume" else "",
+        _prepared("accelerator", first),
+        _prepared("accelerator2", second) if second else "",
     ]
     for hook in program.hooks:
         text.append(f"head = accelerator.unwrap_model(model{hook.model}).head\n")
@@ -297,11 +351,71 @@ def script(
         text.append(f"{written(write)} = list({given})\n")
     text.append("losses, norms, metrics, gradients = [], [], [], []\n\n\n")
     text.append("\n".join(_loop(program, phase == "save", folder)) + "\n\n\n")
-    if phase == "resume":
+    if phase == "resume" and program.plain_save:
+        text.append(f"train(first_epoch={epoch + 1}, t={program.save_at})\n")
+    elif phase == "resume":
         text.append(f'accelerator.load_state("{folder}")\ntrain(first_epoch={epoch}, t={program.save_at})\n')
     else:
         text.append("train()\n")
     return "".join(text)
+
+
+def _prepared(accelerator: str, names: list[str]) -> str:
+    return f"{', '.join(names)} = {accelerator}.prepare({', '.join(names)})\n"
+
+
+def _is_of_second(program: Program, statement: Statement) -> bool:
+    """Whether a statement is one of the second accelerator's; evaluation is that of its loader's."""
+    if isinstance(statement, Evaluate | EvaluateAverage | EvaluateBatch):
+        return _is_apart(program, "loader", statement.loader)
+    models = models_of(program, statement)
+    return program.apart and bool(models) and 0 not in models
+
+
+def _stateful(program: Program) -> list[str]:
+    """The names of what a plain checkpoint holds."""
+    return [f"{kind}{number}" for kind, number in _parts(program) if kind != "loader"]
+
+
+def _loading(program: Program, folder: str) -> str:
+    lines = [f'states = torch.load("{folder}.pt", weights_only=False)']
+    lines += [f'{name}.load_state_dict(states["{name}"])' for name in _stateful(program)]
+    return "\n".join(lines) + "\n"
+
+
+def _plain_save(program: Program, folder: str) -> str:
+    states = []
+    for name in _stateful(program):
+        model = name.startswith(("model", "average"))
+        state = f"accelerator.get_state_dict({name})" if model else f"{name}.state_dict()"
+        states.append(f'"{name}": {state}')
+    return f'accelerator.save({{{", ".join(states)}}}, "{folder}.pt")'
+
+
+def _is_late(program: Program, kind: str, number: int) -> bool:
+    """Whether a part is prepared by a statement of the loop."""
+    if program.late is None or kind == "loader":
+        return False
+    return _models_of_part(program, kind, number) == {program.late}
+
+
+def _is_apart(program: Program, kind: str, number: int) -> bool:
+    """Whether a part is prepared by the second accelerator: what belongs to other models than the first one alone."""
+    models = _models_of_part(program, kind, number)
+    return program.apart and bool(models) and 0 not in models
+
+
+def _models_of_part(program: Program, kind: str, number: int) -> set[int]:
+    if kind == "model":
+        return {number}
+    if kind == "average":
+        return {program.averages[number].model}
+    if kind == "optimizer":
+        return models_of(program, Step(number))
+    if kind == "scheduler":
+        return models_of(program, SchedulerStep(number))
+    users = [each for each in statements(program.body) if isinstance(each, Forward) and each.loader == number]
+    return set().union(*(models_of(program, each) for each in users))
 
 
 def standalone(case: Case, result: Outcome) -> str:
@@ -332,7 +446,8 @@ def _names(program: Program, kind: str) -> str:
 def _parts(program: Program) -> list[tuple[str, int]]:
     kinds = {"model": program.models, "optimizer": program.optimizers, "scheduler": program.schedulers}
     kinds["loader"] = program.loaders  # type: ignore[assignment]
-    return [(kind, number) for kind, parts in kinds.items() for number in range(len(parts))]
+    averages = [("average", number) for number, each in enumerate(program.averages) if each.prepared]
+    return [*averages, *((kind, number) for kind, parts in kinds.items() for number in range(len(parts)))]
 
 
 def _early_writes(program: Program) -> list[Write]:
@@ -379,12 +494,22 @@ def _parameters(each: Slice, model: str = "model{}") -> str:
 def _loop(program: Program, saves: bool, folder: str) -> list[str]:
     loop = program.loop
     lines = ["def train(first_epoch=0, t=-1):"]
+    assigned = _assigned_in_loop(program)
+    if assigned:
+        lines.append(f"{INDENT}global {', '.join(assigned)}")
     batches = [f"x{number}, y{number}, w{number}" for number in loop.loaders]
     if loop.kind == "next":
         lines.append(f"{INDENT}while t < {loop.steps - 1}:")
         depth = 2
     else:
         lines.append(f"{INDENT}for epoch in range(first_epoch, {loop.epochs}):")
+        if program.afterwards:
+            names = ", ".join(f"{kind}{number}" for kind, number in _parts(program))
+            lines.append(f"{INDENT * 2}if epoch == 1:")
+            models = [f"model{number}" for number in range(len(program.models))]
+            again = [f"{model} = accelerator.unwrap_model({model})" for model in models]
+            again += ["accelerator.clear()", *replacing(program), f"{names} = accelerator.prepare({names})"]
+            lines += [INDENT * 3 + line for line in again]
         if loop.kind == "zip":
             names = ", ".join(f"loader{number}" for number in loop.loaders)
             lines.append(f"{INDENT * 2}for ({'), ('.join(batches)}) in zip({names}):")
@@ -406,25 +531,43 @@ def _loop(program: Program, saves: bool, folder: str) -> list[str]:
         lines.append(INDENT * depth + line)
     if saves:
         lines.append(f"{INDENT * depth}if t == {program.save_at}:")
-        lines += [f'{INDENT * (depth + 1)}accelerator.save_state("{folder}")', f"{INDENT * (depth + 1)}return"]
+        save = _plain_save(program, folder) if program.plain_save else f'accelerator.save_state("{folder}")'
+        lines += [f"{INDENT * (depth + 1)}{save}", f"{INDENT * (depth + 1)}return"]
     return lines
+
+
+def _assigned_in_loop(program: Program) -> list[str]:
+    """The names outside of the loop's function that it assigns."""
+    names = []
+    if program.afterwards:
+        names += [f"{kind}{number}" for kind, number in _parts(program)]
+    if program.late is not None:
+        names += [f"{kind}{number}" for kind, number in _parts(program) if _is_late(program, kind, number)]
+    if uses(program, Remember):
+        names.append("states")
+    return names
 
 
 def _body(program: Program, body: Iterable[Statement], inside: bool) -> list[str]:
     lines = []
     for statement in body:
-        lines += _statement(program, statement, inside)
+        own = _statement(program, statement, inside)
+        if _is_of_second(program, statement):
+            own = [line.replace("accelerator.", "accelerator2.") for line in own]
+        lines += own
     return lines or ["pass"]
 
 
 def _statement(program: Program, statement: Statement, inside: bool) -> list[str]:
     """The lines of one statement; `inside` of `accumulate` or not."""
     match statement:
-        case Forward(name, model, loader, through, detach):
+        case Forward(name, model, loader, through, detach, penalty):
             given = f"x{loader}"
             if through is not None:
                 given = _call(program, through, given) + ".detach()" * detach
             scaled = "scale * " * program.loose
+            if penalty:
+                return [f"rows{name} = {scaled}penalty_of(lambda x: {_call(program, model, 'x')}, {given})"]
             return [f"rows{name} = {scaled}per_row({_call(program, model, given)}, y{loader})"]
         case Backward(names, None):
             loss = " + ".join(f"rows{name}.mean()" for name in names)
@@ -454,6 +597,29 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             return [f"norm = accelerator.clip_grad_norm_({parameters}, {limit})", *_indented(noted)]
         case Read(model):
             return ["accelerator.unscale_gradients()", f"gradients.append(size_of_gradients(model{model}))"]
+        case Edit(kind, model, part):
+            given = written(Write("multiply", model, part))
+            edit = [f"for p in {given}:", f"{INDENT}if p.grad is not None:", INDENT * 2 + EDITS[kind]]
+            return ["accelerator.unscale_gradients()", *edit]
+        case Rate(optimizer, factor):
+            return [f"for group in optimizer{optimizer}.param_groups:", f'{INDENT}group["lr"] *= {factor}']
+        case Remember(file):
+            models = [f"accelerator.get_state_dict(model{number})" for number in range(len(program.models))]
+            optimizers = [f"optimizer{number}.state_dict()" for number in range(len(program.optimizers))]
+            return [f"states = remembered([{', '.join(models + optimizers)}], file={file})"]
+        case Recall():
+            names = [f"model{number}" for number in range(len(program.models))]
+            names += [f"optimizer{number}" for number in range(len(program.optimizers))]
+            loop = f"for each, state in zip([{', '.join(names)}], states):"
+            return [loop, f"{INDENT}each.load_state_dict(copy.deepcopy(state))"]
+        case UpdateAverage(average):
+            return [f"average{average}.update_parameters(model{program.averages[average].model})"]
+        case UpdateBatchNorm(average, loader):
+            return [f"update_bn(loader{loader}, average{average})"]
+        case Prepare(model):
+            parts = [part for part in _parts(program) if _is_late(program, *part)]
+            names = ", ".join(f"{kind}{number}" for kind, number in parts)
+            return [f"{names} = accelerator.prepare({names})"]
         case Step(optimizer):
             return [f"optimizer{optimizer}.step()"]
         case SchedulerStep(scheduler):
@@ -475,23 +641,25 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             if program.loaders[loader].taken == "fresh":
                 taken = f"next(iter(loader{loader}))"
             return [f"x{loader}, y{loader}, w{loader} = {taken}"]
-        case Evaluate(model, loader):
+        case Evaluate(number, loader) | EvaluateAverage(number, loader):
+            model = f"average{number}" if isinstance(statement, EvaluateAverage) else f"model{number}"
             return _evaluation(
                 model,
                 "seen = []",
                 f"for x, y, w in loader{loader}:",
-                f"{INDENT}seen.append(accelerator.gather_for_metrics(per_row(model{model}(x), y)))",
+                f"{INDENT}seen.append(accelerator.gather_for_metrics(per_row({model}(x), y)))",
                 "metrics.append(float(torch.cat(seen).mean()))",
             )
         case EvaluateBatch(model, loader):
             seen = f"accelerator.gather_for_metrics(per_row(model{model}(x{loader}), y{loader}))"
-            return _evaluation(model, f"metrics.append(float({seen}.mean()))")
+            return _evaluation(f"model{model}", f"metrics.append(float({seen}.mean()))")
         case Continue():
             return ["continue"]
         case When(kind, number, rest, body):
             conditions = {
                 "every": f"t % {number:g} == {rest}",
                 "at": f"t == {number:g}",
+                "from": f"t >= {number:g}",
                 "sync": "accelerator.sync_gradients",
                 "large": f"norm > {number}",
             }
@@ -510,6 +678,13 @@ _WRITES = {
     "clamp": "p.data.clamp_(-0.3, 0.3)",
     "assign": "p.data = 0.9 * p.data",
     "constant": "nn.init.constant_(p, 0.1)",
+    "clip": "p.clamp_(-0.3, 0.3)",
+}
+EDITS = {
+    "scale": "p.grad.mul_(0.5)",
+    "decay": "p.grad.add_(p.detach(), alpha=0.01)",
+    "assign": "p.grad = 0.5 * p.grad",
+    "centre": "p.grad -= p.grad.mean()",
 }
 
 
@@ -549,7 +724,7 @@ def _write(write: Write) -> list[str]:
             return _without_gradients(pairs, "slow.lerp_(p, 0.2)")
         case "blend":
             return _without_gradients(pairs, "p.lerp_(slow, 0.5)")
-        case "multiply":
+        case "multiply" | "clip":
             return _without_gradients(f"for p in {parameters}:", _WRITES[write.kind])
     return [f"for p in {parameters}:", INDENT + _WRITES[write.kind]]
 
@@ -572,13 +747,8 @@ def _indented(text: str) -> list[str]:
     return [first, *(INDENT + line for line in others)]
 
 
-def _evaluation(model: int, *lines: str) -> list[str]:
-    return [
-        f"model{model}.eval()",
-        "with torch.no_grad():",
-        *(INDENT + line for line in lines),
-        f"model{model}.train()",
-    ]
+def _evaluation(model: str, *lines: str) -> list[str]:
+    return [f"{model}.eval()", "with torch.no_grad():", *(INDENT + line for line in lines), f"{model}.train()"]
 
 
 def _call(program: Program, model: int, given: str) -> str:

@@ -17,7 +17,9 @@ from loops.programs import (
     Backward,
     Block,
     Clip,
+    Edit,
     Evaluate,
+    EvaluateAverage,
     EvaluateBatch,
     Forward,
     ForwardBackward,
@@ -26,13 +28,19 @@ from loops.programs import (
     Model,
     Next,
     Optimizer,
+    Prepare,
     Program,
+    Rate,
     Read,
+    Recall,
     Record,
+    Remember,
     SchedulerStep,
     Slice,
     Statement,
     Step,
+    UpdateAverage,
+    UpdateBatchNorm,
     When,
     Write,
     Zero,
@@ -146,9 +154,15 @@ def _plainer_statements(statement: Statement) -> Iterator[Statement]:
                 yield replace(statement, by="norm")
             if over == "all":
                 yield replace(statement, over="model", number=0)
+        case Forward(penalty=True):
+            yield replace(statement, penalty=False)
+        case Edit("decay" | "assign" | "centre"):
+            yield replace(statement, kind="scale")
+        case Remember(file=True):
+            yield Remember()
         case Write(early=True):
             yield replace(statement, early=False)
-        case Write("data" | "copy" | "clamp"):
+        case Write("data" | "copy" | "clamp" | "clip"):
             yield replace(statement, kind="multiply")
         case Zero(how, _, to_none):
             if not to_none:
@@ -177,7 +191,9 @@ def _plainer_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
 def _plainer_settings(program: Program) -> Iterator[Program]:
     if program.save_at is not None:
         yield replace(program, save_at=None)
-        if program.save_at > 0:
+        if program.plain_save:
+            yield replace(program, plain_save=False)
+        elif program.save_at > 0:
             yield replace(program, save_at=program.save_at - 1)
     for place in range(len(program.hooks)):
         yield replace(program, hooks=program.hooks[:place] + program.hooks[place + 1 :])
@@ -191,6 +207,16 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
         yield replace(program, precision="no")
     if program.loose:
         yield replace(program, loose=False)
+    if program.averages:
+        yield replace(program, averages=())
+        if program.averages[0].prepared:
+            yield replace(program, averages=(replace(program.averages[0], prepared=False),))
+    if program.late is not None:
+        yield replace(program, late=None)
+    if program.apart:
+        yield replace(program, apart=False)
+    if program.afterwards:
+        yield replace(program, afterwards=())
     if program.begun:
         yield replace(program, begun=0)
     if program.offload:
@@ -268,7 +294,7 @@ def _without_model(program: Program, gone: int) -> Program:
                     return None
                 through = None if through is None else _moved(through, gone)
                 return replace(statement, model=_moved(model, gone), through=through)
-            case ForwardBackward() | Read() | Freeze() | Evaluate() | EvaluateBatch():
+            case ForwardBackward() | Read() | Freeze() | Evaluate() | EvaluateBatch() | Edit() | Prepare():
                 if statement.model == gone:
                     return None
                 return replace(statement, model=_moved(statement.model, gone))
@@ -296,14 +322,17 @@ def _without_model(program: Program, gone: int) -> Program:
             body_of = None if body_of == gone else _moved(body_of, gone)
         models.append(replace(model, body_of=body_of))
     hooks = tuple(replace(hook, model=_moved(hook.model, gone)) for hook in program.hooks if hook.model != gone)
+    averages = tuple(replace(each, model=_moved(each.model, gone)) for each in program.averages if each.model != gone)
+    late = None if program.late in (None, gone) else _moved(program.late, gone)
     result = replace(program, models=tuple(models), optimizers=tuple(optimizers), hooks=hooks)
+    result = replace(result, averages=averages, late=late, apart=program.apart and len(models) > 1)
     return replace(result, body=_mapped(program.body, change))
 
 
 def _without_optimizer(program: Program, gone: int) -> Program:
     def change(statement: Statement) -> Statement | None:
         match statement:
-            case Step() | AddGroup():
+            case Step() | AddGroup() | Rate():
                 if statement.optimizer == gone:
                     return None
                 return replace(statement, optimizer=_moved(statement.optimizer, gone))
@@ -312,6 +341,7 @@ def _without_optimizer(program: Program, gone: int) -> Program:
         return statement
 
     result = replace(program, optimizers=_without(program.optimizers, gone), body=_mapped(program.body, change))
+    result = replace(result, afterwards=_without(program.afterwards, gone))
     for number in reversed(range(len(program.schedulers))):
         if program.schedulers[number].optimizer == gone:
             result = _without_scheduler(result, number)
@@ -330,7 +360,8 @@ def _without_scheduler(program: Program, gone: int) -> Program:
 
 def _without_loader(program: Program, gone: int) -> Program:
     def change(statement: Statement) -> Statement | None:
-        if isinstance(statement, Forward | ForwardBackward | Next | Evaluate | EvaluateBatch):
+        named = Forward | ForwardBackward | Next | Evaluate | EvaluateBatch | EvaluateAverage | UpdateBatchNorm
+        if isinstance(statement, named):
             if statement.loader == gone:
                 return None
             return replace(statement, loader=_moved(statement.loader, gone))
@@ -351,6 +382,10 @@ def _tidied(program: Program) -> Program | None:
         empty = next(number for number, optimizer in enumerate(program.optimizers) if not optimizer.slices)
         return _tidied(_without_optimizer(program, empty)) if len(program.optimizers) > 1 else None
     computed = {each.name for each in statements(program.body) if isinstance(each, Forward)}
+    remembers = uses(program, Remember)
+    is_late = uses(program, Prepare)
+    if program.late is not None and not is_late:
+        return _tidied(replace(program, late=None))
 
     def change(statement: Statement) -> Statement | None:
         match statement:
@@ -359,6 +394,12 @@ def _tidied(program: Program) -> Program | None:
                 return replace(statement, names=left) if left else None
             case Record(name):
                 return statement if name in computed else None
+            case Recall():
+                return statement if remembers else None
+            case Prepare():
+                return statement if program.late is not None else None
+            case UpdateAverage() | EvaluateAverage() | UpdateBatchNorm():
+                return statement if program.averages else None
             case When() | Accumulate():
                 return statement if statement.body else None
         return statement
@@ -378,7 +419,8 @@ def _has_batches(program: Program) -> bool:
     taken |= {each.loader for each in statements(program.body) if isinstance(each, Next)}
     users = [each for each in statements(program.body) if isinstance(each, Forward | ForwardBackward | EvaluateBatch)]
     endless = any(program.loaders[number].kind == "endless" for number in program.loop.loaders)
-    evaluated = [each for each in statements(program.body) if isinstance(each, Evaluate)]
+    kinds = Evaluate | EvaluateAverage | UpdateBatchNorm
+    evaluated = [each for each in statements(program.body) if isinstance(each, kinds)]
     endless |= any(program.loaders[each.loader].kind == "endless" for each in evaluated)
     return not endless and all(each.loader in taken for each in users)
 

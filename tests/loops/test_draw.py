@@ -7,7 +7,7 @@ import typing
 from loops import programs
 from loops.draw import draw
 from loops.programs import Program, statements
-from loops.script import OPTIMIZERS, OPTIMIZERS_OF_MODULES, SCHEDULERS, script
+from loops.script import AVERAGES, EDITS, OPTIMIZERS, OPTIMIZERS_OF_MODULES, SCHEDULERS, script
 from loops.zoo import BODIES
 
 SEEDS = range(1500)
@@ -31,6 +31,7 @@ def features(program: Program) -> set[str]:
     names |= {f"ahead {program.loop.ahead}", f"again {program.loop.again}" * bool(program.loop.again)}
     names |= {f"loader {loader.kind}" for loader in program.loaders}
     names |= {f"taken {loader.taken}" * bool(loader.taken) for loader in program.loaders}
+    names |= {f"average {average.kind}, prepared {average.prepared}" for average in program.averages}
     names |= {"short last batch" * any(loader.rows % loader.batch for loader in program.loaders)}
     names |= {"drop_last" * any(loader.drop_last for loader in program.loaders)}
     names |= {f"hook {hook.kind}" for hook in program.hooks}
@@ -38,6 +39,11 @@ def features(program: Program) -> set[str]:
     names |= {
         "loose" * program.loose,
         "begun" * (program.begun > 0),
+        "plain save" * program.plain_save,
+        "late" * (program.late is not None),
+        "apart" * program.apart,
+        "other optimizers afterwards" * bool(program.afterwards),
+        "kept batches and a save" * (bool(program.loop.again) and program.save_at is not None),
         "save" * (program.save_at is not None),
         "batch of a rank" * (not program.split_batches),
     }
@@ -55,6 +61,12 @@ def features(program: Program) -> set[str]:
                 names |= {f"write {kind}", "write early" * early}
             case programs.When(kind):
                 names.add(f"when {kind}")
+            case programs.Edit(kind):
+                names.add(f"edit {kind}")
+            case programs.Remember(file):
+                names.add(f"remember file {file}")
+            case programs.Forward(penalty=True):
+                names.add("penalty")
             case programs.Forward(through=through, detach=detach) if through is not None:
                 names.add(f"through another, detached {detach}")
     return names - {""}
@@ -77,6 +89,10 @@ EXPECTED = {
         "2 optimizers",
         "3 optimizers",
     ),
+    *(f"average {kind}, prepared {prepared}" for kind in AVERAGES for prepared in (True, False)),
+    *(f"edit {kind}" for kind in EDITS),
+    *("remember file True", "remember file False", "penalty", "plain save", "late", "apart", "kept batches and a save"),
+    "other optimizers afterwards",
     *("loose", "begun", "tied", "shared", "side unused", "side branch", "frozen body", "frozen head"),
     *("loop for", "loop zip", "loop next", "loader map", "loader iterable", "loader sized", "loader endless"),
     *(
@@ -110,6 +126,7 @@ EXPECTED = {
     *(
         "when every",
         "when at",
+        "when from",
         "when sync",
         "when large",
         "through another, detached True",

@@ -25,6 +25,7 @@ from loops.programs import (
     Slice,
     Step,
     When,
+    Write,
     Zero,
 )
 
@@ -269,6 +270,31 @@ STARTED_WITH_TWO_MODELS = Program(
     begun=1,
 )
 
+# Two backward passes after `p.data = value`: the second one gathers the new values into the memory of the forward pass.
+ASSIGNED_BEFORE_TWO_PASSES = replace(
+    UNFROZEN_BETWEEN,
+    seed=12,
+    body=(
+        Forward(0, 0, 0),
+        Forward(1, 0, 0),
+        When("every", 2, 0, (Write("assign", 0, "head"),)),
+        Backward((0,)),
+        Backward((1,)),
+        Clip("model", 0, 100.0),
+        Step(0),
+        Zero("optimizer", 0),
+    ),
+)
+
+# A gradient penalty: gradients of gradients travel to the experts, too.
+PENALTY_OF_EXPERTS = Program(
+    seed=13,
+    models=(Model("StackedMixture"),),
+    optimizers=(Optimizer("SGD", (Slice(0),)),),
+    loaders=(Loader(rows=31, batch=12),),
+    body=(Forward(0, 0, 0, penalty=True), Forward(1, 0, 0), Backward((0, 1)), Step(0), Zero("optimizer", 0)),
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -301,6 +327,9 @@ def test_programs_that_were_wrong_once() -> None:
         replace(grows("int"), precision="fp16", save_at=None),
     ):
         cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
+    cases += [Case(ASSIGNED_BEFORE_TWO_PASSES, 2, plan) for plan in ("shard", "zero2")]
+    cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))
+    cases.append(Case(replace(PENALTY_OF_EXPERTS, models=(Model("ListedMixture"),)), 2, "ep"))
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(STARTED_WITH_TWO_MODELS, 2, "shard"))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))

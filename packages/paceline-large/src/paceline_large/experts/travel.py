@@ -57,14 +57,37 @@ class _Carry(Function):
         return tuple(route.carry(tensor) for tensor in tensors)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         back = ctx.route.back()
+        # With `create_graph=True` all ranks take part in the second pass, also one whose experts got no rows: its gradients
+        # may have no graph.
+        anchor = torch.empty(0, requires_grad=torch.is_grad_enabled())
         returned = []
         # All ranks have the same graph, so they all need the same of these.
         for gradient, needed in zip(gradients, ctx.needs_input_grad[2:], strict=True):
-            returned.append(back.carry(gradient * ctx.factor) if needed else None)
+            carried: Tensor | None = None
+            if needed:
+                carried = _CarryGradient.apply(back, ctx.factor, gradient, anchor)  # type: ignore[no-untyped-call]
+            returned.append(carried)
         return None, None, *returned
+
+
+class _CarryGradient(Function):
+    """`Route.carry` of a gradient that is multiplied by a factor, as a penalty on gradients needs it (`create_graph=True`).
+
+    The factors of a pair of ways cancel out, but for what reaches an expert between them: its gradients, and those of its
+    gradients alike. So on the way back nothing is multiplied once more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, factor: float, gradient: Tensor, anchor: Tensor) -> Tensor:
+        ctx.route = route
+        return route.carry(gradient * factor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        return None, None, ctx.route.back().carry(gradient), None
 
 
 @dataclass(frozen=True)

@@ -234,6 +234,11 @@ def live_runs() -> list[Run]:
     return runs
 
 
+def is_in_loop_of_another(run: Run) -> bool:
+    """Returns whether a loader is being iterated that another `Accelerator` of this process has prepared."""
+    return any(other is not run and other.active_loaders.top is not None for other in live_runs())
+
+
 def steps_prepared_model(optimizer: Optimizer) -> bool:
     """Returns whether an optimizer steps a model that any `Accelerator` of this process has prepared."""
     return any(run.prepared.is_stepped_by(optimizer) for run in live_runs())

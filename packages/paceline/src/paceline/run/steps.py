@@ -15,8 +15,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError
+from paceline.base.log import warn_once
 from paceline.parallel.microbatches import BatchPart, Microbatches
-from paceline.run.run import Run
+from paceline.run.run import Run, is_in_loop_of_another
 from paceline.world.tree import first_rows
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 
 _NOTHING = nullcontext()
+_LOOKS = 3  # backward passes at the beginning that look whether another `Accelerator` has prepared the loader
 
 
 class Steps:
@@ -41,6 +43,7 @@ class Steps:
         self._gradients = run.gradients
         self._unprepared: UnpreparedLoaders | None = None
         semantics = run.plan.semantics
+        self._looks_left = _LOOKS if semantics.unprepared_loaders == "warned" else 0
         # Both look for what only several ranks can do wrong.
         if run.world.size > 1 and semantics.unprepared_loaders == "warned":
             from paceline.data.unprepared import UnpreparedLoaders
@@ -208,9 +211,25 @@ class Steps:
         # Outside of all loops over prepared loaders, the script may have forgotten to prepare its loader.
         if self._unprepared is not None and loaders.top is None and self._run.plan.layout.width > 1:
             self._unprepared.look(self._prepared.loaders)
+        if self._looks_left:
+            self._looks_left -= 1
+            if loaders.top is None:
+                self._tell_of_another()
         if self._run.settings.debug and self._gradients.sync:
             self._run.collectives.check("backward")
         return loss
+
+    def _tell_of_another(self) -> None:
+        """Warns if the loop is over a loader that another `Accelerator` has prepared."""
+        if not is_in_loop_of_another(self._run):
+            return
+        warn_once(
+            "data",
+            "`backward` was called in a loop over a loader that another Accelerator has prepared. This one does not know how "
+            "many samples each process has of a batch, nor where an epoch ends: uneven batches do not count as on one process, "
+            "and a window (gradient_accumulation_steps) stays open at the end of the loader. Prepare the loader and all models "
+            "with one Accelerator: it takes several models and optimizers.",
+        )
 
     # -- gradients that are complete -----------------------------------------------------------------------------
 

@@ -289,9 +289,17 @@ def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> 
     freed: Callable[[], None] = group._to_sharded
     divided_again: Callable[[], None] = group._to_sharded_post_forward
     versions: dict[FSDPParam, tuple[int, ...]] = {}
+    # What forward passes before a `data = value` have computed with, until the next forward pass. `value` is other memory,
+    # which their backward passes do not see; the first one frees the memory that they see, and a second one gathers into it.
+    replaced: dict[FSDPParam, torch.Tensor] = {}
 
     def to_unsharded() -> None:
         gathered()
+        if replaced:
+            if group._training_state.name != "PRE_BACKWARD":
+                replaced.clear()
+            for parameter, values in replaced.items():
+                unnoticed(parameter._unsharded_param).copy_(values)
         for parameter in group.fsdp_params:
             _stand_for_shard(parameter, group)
             versions[parameter] = _versions(parameter)
@@ -303,7 +311,9 @@ def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> 
         versions.clear()
         refused = [parameter for parameter in written if not _take_values(parameter)]
         for parameter in group.fsdp_params:
-            _forget_written(parameter)
+            before = _forget_written(parameter)
+            if before is not None:
+                replaced.setdefault(parameter, before)
         for parameter in refused:
             refuse(parameter)
 
@@ -339,15 +349,18 @@ def _versions(parameter: FSDPParam) -> tuple[int, ...]:
     return (whole._version, whole._gathered is not None, times_written)
 
 
-def _forget_written(parameter: FSDPParam) -> None:
-    """Makes a whole parameter what it was when it was gathered, but for its values."""
+def _forget_written(parameter: FSDPParam) -> torch.Tensor | None:
+    """Makes a whole parameter what it was when it was gathered; returns a copy of its values if `data` was set since."""
     whole = parameter._unsharded_param
     if not isinstance(whole, WholeParameter):
-        return
+        return None
     whole._given_out = None
-    if whole._gathered is not None:
-        _PLAIN_DATA.__set__(whole, whole._gathered)
-        whole._gathered = None
+    gathered = whole._gathered
+    if gathered is None:
+        return None
+    _PLAIN_DATA.__set__(whole, gathered)
+    whole._gathered = None
+    return gathered.clone()
 
 
 def _take_values(parameter: FSDPParam) -> bool:

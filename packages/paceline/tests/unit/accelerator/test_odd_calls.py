@@ -197,3 +197,23 @@ def test_tied_parameters_stay_tied_where_a_move_makes_new_ones(monkeypatch):
     assert model[0].weight is not before
     assert model[1].weight is model[0].weight
     assert any(parameter is model[0].weight for parameter in optimizer.param_groups[0]["params"])
+
+
+def test_a_loop_over_the_loader_of_another_accelerator(caplog):
+    first, second = Accelerator(cpu=True), Accelerator(cpu=True, gradient_accumulation_steps=2)
+    loader = first.prepare(torch.utils.data.DataLoader(torch.ones(6, 2), batch_size=2))
+    net = nn.Linear(2, 1)
+    net, optimizer = second.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    def train():
+        for batch in loader:
+            with second.accumulate(net):
+                second.backward(net(batch).sum())
+                optimizer.step()
+
+    train()
+    train()
+    told = [
+        record.getMessage() for record in caplog.records if "another Accelerator has prepared" in record.getMessage()
+    ]
+    assert len(told) == 1
