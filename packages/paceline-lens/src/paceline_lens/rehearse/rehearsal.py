@@ -144,26 +144,33 @@ class FailureRehearsal:
                 why=f"exit code {record.codes[-1]}; it printed last:\n{last_lines}",
                 fix="correct that first: `paceline launch` with the same options and script shows all of it",
             )
+        ran = f"the script ran for {self._limits.alone_s / 60:g} minutes (--minutes)"
+        if record.end == "over":
+            ran = "the script ran to its end"
         reference = undisturbed(record.lines)
         if reference is None:
+            steps = "one step" if any(line.event == "step" for line in record.lines) else "no step"
             raise LaunchError(
                 "rehearse-script",
                 "the job took fewer than two optimizer steps, so there is nothing to compare.",
-                why=f"it ran for at most {self._limits.alone_s / 60:g} minutes (--minutes), and printed last:\n{last_lines}",
+                why=f"{ran}, with {steps} of a prepared optimizer; it printed last:\n{last_lines or '(nothing)'}",
                 fix="let `accelerator.prepare` prepare the optimizer, and let the script take some steps",
             )
-        self._need_checkpoint(reference, is_over=record.end == "over")
+        self._need_checkpoint(reference, ran)
         return reference
 
-    def _need_checkpoint(self, reference: Undisturbed, *, is_over: bool) -> None:
+    def _need_checkpoint(self, reference: Undisturbed, ran: str) -> None:
         """Checks that there is a checkpoint to go on from, before the last steps.
+
+        Args:
+            reference: the run without a failure.
+            ran: how long the script ran, in words.
 
         Raises:
             TrainError: `rehearse-no-checkpoint`.
         """
-        how = "to its end" if is_over else f"for {self._limits.alone_s / 60:g} minutes (--minutes)"
         if reference.first_save is None:
-            why = f"the script ran {how}, did {reference.steps} steps, and saved nothing"
+            why = f"{ran}, did {reference.steps} steps, and saved nothing"
         elif reference.first_save + 2 > reference.steps:
             why = f"its first checkpoint was complete after step {reference.first_save} of {reference.steps}: the end"
         else:
