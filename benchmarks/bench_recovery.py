@@ -212,11 +212,10 @@ def commands(procs: int, torchft: str = "") -> dict[str, list[str]]:
     return found
 
 
-LIMIT_S = 240.0  # torchrun's new ranks once waited for each other for ever, in the constructor of gloo's group
 PHASES = ("begins", "imported", "prepared", "restored", "step")
 
 
-def measured(jobs: dict[str, list[str]]) -> dict[str, dict[str, float]]:
+def measured(jobs: dict[str, list[str]], limit_s: float) -> dict[str, dict[str, float]]:
     """Runs the jobs side by side to their ends, and returns the figures of each."""
     with tempfile.TemporaryDirectory() as text:
         running = {}
@@ -230,7 +229,7 @@ def measured(jobs: dict[str, list[str]]) -> dict[str, dict[str, float]]:
         rows = {}
         for name, job in running.items():
             try:
-                output, _ = job.communicate(timeout=LIMIT_S)
+                output, _ = job.communicate(timeout=limit_s)
             finally:
                 job.terminate()
             if job.returncode:
@@ -273,6 +272,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--procs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
+    # torchrun's new ranks once waited for each other for ever, in the constructor of gloo's group.
+    parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for a job")
     parser.add_argument("--torchft", default="", help="the Python of an environment with torchft")
     parser.add_argument("--job", default="")
     parser.add_argument("--supervise", default=None)
@@ -287,7 +288,7 @@ def main() -> None:
     found: dict[str, dict[str, list[float]]] = {}
     jobs = commands(options.procs, options.torchft)
     for _ in range(options.rounds):
-        for name, row in measured(jobs).items():
+        for name, row in measured(jobs, options.limit_s).items():
             for what, value in row.items():
                 found.setdefault(what, {}).setdefault(name, []).append(value)
     print(f"| what | {' | '.join(jobs)} |\n|---|{'---|' * len(jobs)}")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.base.errors import CheckpointError, ConfigError, LaunchError
+from paceline.base.errors import CheckpointError, LaunchError
 from paceline.cli._parser import Parser
 from paceline.cli.main import main
 from paceline.config import schema
@@ -95,17 +95,17 @@ def test_store_apart_writes_nowhere_else(tmp_path: Path) -> None:
         (["--minutes", "0"], "rehearse-value"),
         (["--nodes", "1:2"], "rehearse-value"),
         (["--folder", "."], "rehearse-value"),
+        (["absent.py"], "launch-script"),
         pytest.param(["--compat", "accelerate"], "rehearse-folder", marks=pytest.mark.needs("accelerate")),
     ],
 )
-def test_options_without_sense(words: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_rehearses_nothing_ends_with_two(
+    words: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
-    parser = Parser("paceline rehearse", "")
-    rehearse.configure(parser)
-    with pytest.raises(ConfigError) as error:
-        rehearse.run(parser.parse_args([*words, "train.py"]))
-    assert error.value.code == code
+    assert main(["rehearse", *words, "train.py"]) == 2
+    assert f"[{code}]" in capsys.readouterr().err
 
 
 def test_failures_per_day_are_those_of_the_first_number_of_devices() -> None:

@@ -119,6 +119,11 @@ class DrillRecord:
     ended: dict[int, float] = field(default_factory=dict)
     text: str = ""
 
+    def last_lines(self, number: int) -> str:
+        """Returns the last lines of `text`, marked, since they may be an error with a fix of its own."""
+        lines = [line for line in self.text.splitlines() if line.strip()]
+        return "\n".join(f"    | {line}" for line in lines[-number:]) or "    | (nothing)"
+
 
 class Drill:
     """One run of the job.

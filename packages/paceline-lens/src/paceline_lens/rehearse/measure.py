@@ -319,8 +319,7 @@ def _verdict(record: DrillRecord, struck: float, resumed: int | None, has_new_st
 
 def _failure(record: DrillRecord, otherwise: str) -> tuple[str, str]:
     """Returns why a job ended or stands, with the last lines that it printed, and a fix."""
-    words = [line for line in record.text.splitlines() if line.strip()]
-    last = "\n".join(words[-_TEXT_LINES:])
+    last = record.last_lines(_TEXT_LINES)
     if record.end == "failed":
         return f"the job ended with exit code {record.codes[-1]}:\n{last}", "correct what these lines say"
     if record.end == "late":

@@ -136,7 +136,7 @@ class FailureRehearsal:
         """Runs the job without a failure until there is enough to compare with."""
         self._show("without a failure")
         record = Drill(self._job, self._folder / "alone").run(_has_enough, self._limits.alone_s)
-        last_lines = "\n".join([line for line in record.text.splitlines() if line.strip()][-_LAST_LINES:])
+        last_lines = record.last_lines(_LAST_LINES)
         if record.end == "failed":
             raise LaunchError(
                 "rehearse-script",
@@ -153,7 +153,7 @@ class FailureRehearsal:
             raise LaunchError(
                 "rehearse-script",
                 "the job took fewer than two optimizer steps, so there is nothing to compare.",
-                why=f"{ran}, with {steps} of a prepared optimizer; it printed last:\n{last_lines or '(nothing)'}",
+                why=f"{ran}, with {steps} of a prepared optimizer; it printed last:\n{last_lines}",
                 fix="let `accelerator.prepare` prepare the optimizer, and let the script take some steps",
             )
         self._need_checkpoint(reference, ran)
