@@ -140,6 +140,7 @@ def by_torchft(folder: Path) -> None:
         inner.load_state_dict(state["optimizer"])
         note(folder, "restored")
 
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     manager = Manager(
         pg=ProcessGroupGloo(),
         load_state_dict=load,
@@ -148,7 +149,7 @@ def by_torchft(folder: Path) -> None:
         # A step ends when all have voted on it, so that a replica that is restored takes part at once.
         use_async_quorum=False,
         store_addr="localhost",
-        store_port=dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False).port,
+        store_port=store.port,
         rank=0,
         world_size=1,
         replica_id=f"replica {rank}",
