@@ -204,23 +204,36 @@ class FailureRehearsal:
 
     def _drill(self, job: RehearsedJob, strike: Strike, reference: Undisturbed) -> Recovery:
         self._show(f"{strike.kind.name}: {strike.kind.what}, after step {strike.step}")
-        goal = max(reference.steps, strike.step + 1)
 
-        def reached(lines: Sequence[DrillLine]) -> bool:
-            own = [line for line in lines if line.rank == 0]
-            begun = [line.t for line in own if line.event == "ready"]
-            # Only a link can be cut without a new start. Before that, a rank may still end the step that was under way.
-            if strike.kind.strike and not begun:
-                return False
-            steps = [line.values["step"] for line in own if line.event == "step" and line.t > max(begun, default=0.0)]
-            return bool(steps) and steps[-1] >= goal
+        def reached(lines: Sequence[DrillLine], since: float) -> bool:
+            return has_gone_on(lines, since, reference.steps, starts_again=bool(strike.kind.strike))
 
         limit_s = 120 + 3 * reference.seconds + 2 * (job.timeout_s or 0)
         drill = Drill(job, self._folder / strike.kind.name, strike)
         return recovery(strike, drill.run(reached, limit_s), reference)
 
 
-def _has_enough(lines: Sequence[DrillLine]) -> bool:
+def has_gone_on(lines: Sequence[DrillLine], since: float, least: int, *, starts_again: bool) -> bool:
+    """Returns whether a run has done a step, after a failure, that is new and not below `least`.
+
+    Args:
+        lines: of the whole drill.
+        since: when the failure was over.
+        least: a number of steps.
+        starts_again: whether the failure ends the processes. Only a link can be cut without that.
+    """
+    own = [line for line in lines if line.rank == 0]
+    begun = [line.t for line in own if line.event == "ready" and line.t > since]
+    if starts_again and not begun:
+        return False
+    # Before the new start, a rank may still end the step that was under way, or several.
+    began = max(begun, default=since)
+    before = [line.values["step"] for line in own if line.event == "step" and line.t <= began]
+    after = [line.values["step"] for line in own if line.event == "step" and line.t > began]
+    return bool(after) and after[-1] >= max(least, max(before, default=0) + 1)
+
+
+def _has_enough(lines: Sequence[DrillLine], since: float) -> bool:
     """Returns whether a run has saved twice, and gone on for some steps."""
     saves = [line for line in lines if line.event == "saved" and line.values["ok"]]
     if len(saves) < _SAVES:
