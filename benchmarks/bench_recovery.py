@@ -50,10 +50,11 @@ def asleep() -> float:
     return time.monotonic() - (int(ran) + int(queued)) / 1e9
 
 
-def strike(folder: Path, step: int, rank: int, ranks: int) -> None:
-    """Kills this process if it is the one, the first time."""
-    if step == KILL_AT and rank == ranks - 1 and not (folder / "struck").exists():
-        (folder / "struck").touch()
+def strike(folder: Path, step: int, rank: int, ranks: int, done: int | None = None) -> None:
+    """Kills this process if it is the one, the first time. `done`: steps of all ranks together, if not all that were done."""
+    struck = folder / "struck"
+    if (step if done is None else done) >= KILL_AT and rank == ranks - 1 and not struck.exists():
+        struck.write_text(str(step))
         note(folder, "strikes", step=step, ranks=ranks)
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -156,16 +157,18 @@ def by_torchft(folder: Path) -> None:
     )
     whole, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
     note(folder, "prepared")
-    # The others do not wait for the new process: all end some steps after it has come, and all know when that was.
-    end = 2**31
+    # No replica waits for others: the kill counts steps that all have done together, and all end some steps after the new
+    # process has come.
+    together, end, struck = 0, 2**31, folder / "struck"
     while manager.current_step() < end:
         optimizer.zero_grad()
         step, place, number = manager.current_step(), manager.participating_rank(), manager.num_participants()
-        if end == 2**31 and number == ranks and step > KILL_AT + 1:
+        if end == 2**31 and number == ranks and struck.exists() and step > int(struck.read_text()) + 1:
             end = step + SAVE_EVERY
+        together += number == ranks
         begin = step % STEPS * ROWS
         whole(rows[begin : begin + ROWS][place::number]).square().mean().backward()
-        strike(folder, step, rank, ranks)
+        strike(folder, step, rank, ranks, together)
         optimizer.step()
         note(folder, "step" if manager.current_step() > step else "dropped", step=step + 1, ranks=number)
     manager.shutdown(wait=False)
@@ -262,7 +265,9 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, float]:
         "killed to the script of a new process, s": min(line["t"] for line in begun) - struck,
         "killed to the first step of a new process, s": min(line["t"] for line in after) - struck,
         "killed to the first new step of any, s": min(line["t"] for line in by_others) - struck,
-        "steps without all ranks": len({line["step"] for line in steps if line.get("ranks", 2**31) < strike["ranks"]}),
+        "steps without all ranks": len(
+            {line["step"] for line in by_others if line.get("ranks", 2**31) < strike["ranks"]}
+        ),
     }
     first = {(line["pid"], line["event"]): line for line in reversed(lines)}
     for start, end in pairwise(PHASES):
