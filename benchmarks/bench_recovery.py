@@ -234,15 +234,17 @@ def measured(jobs: dict[str, list[str]], limit_s: float) -> dict[str, dict[str, 
             words = [*command, "--folder", str(folder)]
             if "--supervise" not in command:
                 words = [*command, __file__, "--job", name, "--folder", str(folder)]
-            running[name] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            # A pipe that nobody reads would stop a job that prints much, as torchft does.
+            with (folder / "output").open("w") as output:
+                running[name] = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
         rows = {}
         for name, job in running.items():
             try:
-                output, _ = job.communicate(timeout=limit_s)
+                job.wait(limit_s)
             finally:
                 job.terminate()
             if job.returncode:
-                raise RuntimeError(f"{name}: {output[-2000:]}")
+                raise RuntimeError(f"{name}: {(Path(text) / name / 'output').read_text()[-2000:]}")
             lines = (Path(text) / name / "lines").read_text().splitlines()
             rows[name] = figures([json.loads(line) for line in lines])
     return rows
