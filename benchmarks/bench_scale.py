@@ -3,7 +3,8 @@
     python benchmarks/bench_scale.py [PART ...] [--sizes 2,4,8] [--rounds 12]
 
 PART: operations (processes over gloo), starting (threads that meet at a store), metadata (worlds that do not exist),
-membership (a simulation), and leading (the leader of launchers alone); all of them where none is named. `docs/concepts/scale.md` says what follows.
+membership (a simulation), and leading (the leader of launchers alone); all of them where none is named.
+`docs/concepts/scale.md` says what follows.
 """
 
 from __future__ import annotations

@@ -122,7 +122,10 @@ def phases(hosts: int) -> dict[str, float]:
 def table(hosts: tuple[int, ...] = HOSTS) -> str:
     """Times by hosts, as Markdown."""
     by_hosts = {number: phases(number) for number in hosts}
-    lines = [f"| phase | {' | '.join(f'{number:,}' for number in hosts)} | exponent |", "|---|" + "---|" * (len(hosts) + 1)]
+    lines = [
+        f"| phase | {' | '.join(f'{number:,}' for number in hosts)} | exponent |",
+        "|---|" + "---|" * (len(hosts) + 1),
+    ]
     for phase in PHASES:
         seconds = {number: by_hosts[number][phase] for number in hosts}
         cells = " | ".join(f"{value:.2f} s" for value in seconds.values())

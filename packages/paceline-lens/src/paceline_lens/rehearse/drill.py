@@ -146,7 +146,8 @@ class Drill:
         # When the fault was over; None before that.
         self._counts_from: float | None = 0.0 if strike is None else None
         self._env = {**job.env, "PACELINE_RUN_SECRET": secrets.token_hex(32)}
-        self._port = host.free_port()
+        # Nobody else is given this port in the seconds until a launcher listens there.
+        self._held_port = host.hold_port(0)
 
     def run(self, reached: Callable[[Sequence[DrillLine], float], bool], limit_s: float) -> DrillRecord:
         """Runs the job to its goal, or until it ends by itself, or `limit_s` is over.
@@ -164,6 +165,7 @@ class Drill:
             self._record.end = self._follow(reached, time.monotonic() + limit_s)
         finally:
             self._stop()
+            self._held_port.close()
             if self._cable is not None:
                 self._cable.remove()
         self._reader.poll()
@@ -179,7 +181,8 @@ class Drill:
             words += ["--timeout-s", f"{job.timeout_s:g}"]
         if job.nodes > 1:
             address = "127.0.0.1" if self._cable is None else self._cable.address(0)
-            words += ["--node-rank", str(node), "--main-address", address, "--main-port", str(self._port)]
+            port = self._held_port.getsockname()[1]
+            words += ["--node-rank", str(node), "--main-address", address, "--main-port", str(port)]
         data = self._folder / "data"
         data.mkdir(exist_ok=True)
         args = [word.replace(FOLDER_WORD, str(data)) for word in job.args]
