@@ -1,11 +1,15 @@
 """A rank is killed in the same job under `paceline launch` and under torchrun: when training goes on, and what is lost.
 
-    python benchmarks/bench_recovery.py [--procs 2] [--rounds 1]
+    python benchmarks/bench_recovery.py [--procs 2] [--rounds 1] [--torchft PYTHON]
 
-Both sides run at the same time, so that they see the same load, and save every 4 steps; the last rank is killed by SIGKILL
+All sides run at the same time, so that they see the same load, and save every 4 steps; the last rank is killed by SIGKILL
 after 10 steps, once. Each process appends its steps to one file. torchrun's job is DDP with `torch.save` by rank 0, and
 begins where the newest checkpoint says. Seconds by the clock depend on the load of the machine, CPU seconds less. A main
 thread is asleep while it neither runs nor waits for a core: as it waits for a file or for another rank.
+
+`--torchft` adds torchft, of an environment that has it: each rank is a replica of its own, the others go on without the
+one that was killed, and its new process gets the weights from one of them. Nothing is saved. Once with torchft's own
+timeouts, and once ("short") with a second for each.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ import argparse
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -45,11 +50,12 @@ def asleep() -> float:
     return time.monotonic() - (int(ran) + int(queued)) / 1e9
 
 
-def strike(folder: Path, step: int, rank: int, ranks: int) -> None:
-    """Kills this process if it is the one, the first time."""
-    if step == KILL_AT and rank == ranks - 1 and not (folder / "struck").exists():
-        (folder / "struck").touch()
-        note(folder, "strikes", step=step)
+def strike(folder: Path, step: int, rank: int, ranks: int, done: int | None = None) -> None:
+    """Kills this process if it is the one, the first time. `done`: steps of all ranks together, if not all that were done."""
+    struck = folder / "struck"
+    if (step if done is None else done) >= KILL_AT and rank == ranks - 1 and not struck.exists():
+        struck.write_text(str(step))
+        note(folder, "strikes", step=step, ranks=ranks)
         os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -117,37 +123,128 @@ def by_torch(folder: Path) -> None:
     dist.destroy_process_group()
 
 
-def commands(procs: int) -> dict[str, list[str]]:
+def by_torchft(folder: Path) -> None:
+    """The job in replicas that may come and go. `RANK` is the number of this one, whose rows depend on who takes part."""
+    import torch
+    import torch.distributed as dist
+    from torchft import DistributedDataParallel, Manager, Optimizer, ProcessGroupGloo
+
+    note(folder, "imported")
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    rows = torch.randn(ROWS * STEPS, 4)
+    inner = torch.optim.AdamW(model.parameters())
+
+    def load(state: dict[str, Any]) -> None:
+        model.load_state_dict(state["model"])
+        inner.load_state_dict(state["optimizer"])
+        note(folder, "restored")
+
+    store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    manager = Manager(
+        pg=ProcessGroupGloo(),
+        load_state_dict=load,
+        state_dict=lambda: {"model": model.state_dict(), "optimizer": inner.state_dict()},
+        min_replica_size=1,
+        # A step ends when all have voted on it, so that a replica that is restored takes part at once.
+        use_async_quorum=False,
+        store_addr="localhost",
+        store_port=store.port,
+        rank=0,
+        world_size=1,
+        replica_id=f"replica {rank}",
+    )
+    whole, optimizer = DistributedDataParallel(manager, model), Optimizer(manager, inner)
+    note(folder, "prepared")
+    # No replica waits for others: the kill counts steps that all have done together, and all end some steps after the new
+    # process has come.
+    together, end, struck = 0, 2**31, folder / "struck"
+    while manager.current_step() < end:
+        optimizer.zero_grad()
+        step, place, number = manager.current_step(), manager.participating_rank(), manager.num_participants()
+        if end == 2**31 and number == ranks and struck.exists() and step > int(struck.read_text()) + 1:
+            end = step + SAVE_EVERY
+        together += number == ranks
+        begin = step % STEPS * ROWS
+        whole(rows[begin : begin + ROWS][place::number]).square().mean().backward()
+        strike(folder, step, rank, ranks, together)
+        optimizer.step()
+        note(folder, "step" if manager.current_step() > step else "dropped", step=step + 1, ranks=number)
+    manager.shutdown(wait=False)
+    os._exit(0)  # its threads wait for a lighthouse that may have ended
+
+
+def supervise(folder: Path, procs: int, timeouts: list[str]) -> int:
+    """Starts a lighthouse and the replicas, and a replica again that was killed; returns the first other exit code."""
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    binary = str(Path(sys.executable).parent / "torchft_lighthouse")
+    lighthouse = subprocess.Popen([binary, "--min_replicas", "1", "--bind", f"[::]:{port}", *timeouts])
+    words = [sys.executable, __file__, "--job", "torchft", "--folder", str(folder)]
+    shared = {**os.environ, "TORCHFT_LIGHTHOUSE": f"http://localhost:{port}", "WORLD_SIZE": str(procs)}
+
+    def start(rank: int) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(words, env={**shared, "RANK": str(rank)})
+
+    running = {rank: start(rank) for rank in range(procs)}
+    codes = []
+    try:
+        while running:
+            time.sleep(0.05)
+            for rank, process in list(running.items()):
+                code = process.poll()
+                if code == -signal.SIGKILL:
+                    running[rank] = start(rank)
+                elif code is not None:
+                    codes.append(code)
+                    del running[rank]
+    finally:
+        lighthouse.kill()
+        for process in running.values():
+            process.kill()
+    return next(filter(None, codes), 0)
+
+
+def commands(procs: int, torchft: str = "") -> dict[str, list[str]]:
     """The commands by their names; the script and its words follow."""
     python = sys.executable
     torchrun = ["torch.distributed.run", "--nproc-per-node", str(procs), "--max-restarts", "3"]
-    return {
+    found = {
         "paceline": [python, "-m", "paceline", "launch", "--cpu", "--procs", str(procs), "--max-restarts", "3"],
         "torchrun": [python, "-m", *torchrun, "--monitor-interval", "0.1"],
     }
+    if torchft:
+        supervised = [torchft, __file__, "--procs", str(procs), "--supervise"]
+        found["torchft"] = [*supervised, ""]
+        found["torchft, short"] = [*supervised, "--heartbeat_timeout_ms 1000 --join_timeout_ms 1000"]
+    return found
 
 
-LIMIT_S = 240.0  # torchrun's new ranks once waited for each other for ever, in the constructor of gloo's group
 PHASES = ("begins", "imported", "prepared", "restored", "step")
 
 
-def measured(jobs: dict[str, list[str]]) -> dict[str, dict[str, float]]:
+def measured(jobs: dict[str, list[str]], limit_s: float) -> dict[str, dict[str, float]]:
     """Runs the jobs side by side to their ends, and returns the figures of each."""
     with tempfile.TemporaryDirectory() as text:
         running = {}
         for name, command in jobs.items():
             folder = Path(text) / name
             folder.mkdir()
-            words = [*command, __file__, "--job", name, "--folder", str(folder)]
-            running[name] = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            words = [*command, "--folder", str(folder)]
+            if "--supervise" not in command:
+                words = [*command, __file__, "--job", name, "--folder", str(folder)]
+            # A pipe that nobody reads would stop a job that prints much, as torchft does.
+            with (folder / "output").open("w") as output:
+                running[name] = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
         rows = {}
         for name, job in running.items():
             try:
-                output, _ = job.communicate(timeout=LIMIT_S)
+                job.wait(limit_s)
             finally:
                 job.terminate()
             if job.returncode:
-                raise RuntimeError(f"{name}: {output[-2000:]}")
+                raise RuntimeError(f"{name}: {(Path(text) / name / 'output').read_text()[-2000:]}")
             lines = (Path(text) / name / "lines").read_text().splitlines()
             rows[name] = figures([json.loads(line) for line in lines])
     return rows
@@ -155,25 +252,31 @@ def measured(jobs: dict[str, list[str]]) -> dict[str, dict[str, float]]:
 
 def figures(lines: list[dict[str, Any]]) -> dict[str, float]:
     """Returns the figures of one job: those of a phase are the mean of its new processes."""
-    struck = next(line["t"] for line in lines if line["event"] == "strikes")
+    strike = next(line for line in lines if line["event"] == "strikes")
+    struck = strike["t"]
     begun = [line for line in lines if line["event"] == "begins" and line["t"] > struck]
     new_ones = {line["pid"] for line in begun}
     steps = [line for line in lines if line["event"] == "step"]
     after = [line for line in steps if line["pid"] in new_ones]
     # A rank that was not struck may end the step in which the other one was.
-    done = max(line["step"] for line in steps if line["pid"] not in new_ones)
-    resumed = min(line["step"] for line in after) - 1
+    done = max(line["step"] for line in steps if line["pid"] not in new_ones and line["step"] <= strike["step"] + 1)
+    by_others = [line for line in steps if line["t"] > struck and line["step"] > done]
+    resumed = min(line["step"] for line in by_others + after) - 1
+    dropped = [line for line in lines if line["event"] == "dropped"]
     found = {
         "killed to the script of a new process, s": min(line["t"] for line in begun) - struck,
-        "killed to the first step, s": min(line["t"] for line in after) - struck,
-        "killed to the first new step, s": min(line["t"] for line in after if line["step"] > done) - struck,
+        "killed to the first step of a new process, s": min(line["t"] for line in after) - struck,
+        "killed to the first new step of any, s": min(line["t"] for line in by_others) - struck,
+        "steps without all ranks": len(
+            {line["step"] for line in by_others if line.get("ranks", 2**31) < strike["ranks"]}
+        ),
     }
     first = {(line["pid"], line["event"]): line for line in reversed(lines)}
     for start, end in pairwise(PHASES):
         for unit, what in (("t", "by the clock"), ("cpu", "of CPU"), ("asleep", "asleep")):
             spans = [first[pid, end][unit] - first[pid, start][unit] for pid in new_ones]
             found[f"{start} to {end}, s {what}"] = sum(spans) / len(spans)
-    found["samples computed twice"] = (done - resumed) * ROWS
+    found["samples computed twice"] = max(0, done - resumed) * ROWS + sum(ROWS // line["ranks"] for line in dropped)
     return found
 
 
@@ -182,21 +285,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--procs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=1)
+    # torchrun's new ranks once waited for each other for ever, in the constructor of gloo's group.
+    parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for a job")
+    parser.add_argument("--torchft", default="", help="the Python of an environment with torchft")
     parser.add_argument("--job", default="")
+    parser.add_argument("--supervise", default=None)
     parser.add_argument("--folder", type=Path)
     options = parser.parse_args()
     if options.job:
         note(options.folder, "begins")
-        (by_paceline if options.job == "paceline" else by_torch)(options.folder)
+        {"paceline": by_paceline, "torchrun": by_torch, "torchft": by_torchft}[options.job](options.folder)
         return
+    if options.supervise is not None:
+        raise SystemExit(supervise(options.folder, options.procs, options.supervise.split()))
     found: dict[str, dict[str, list[float]]] = {}
+    jobs = commands(options.procs, options.torchft)
     for _ in range(options.rounds):
-        for name, row in measured(commands(options.procs)).items():
+        for name, row in measured(jobs, options.limit_s).items():
             for what, value in row.items():
                 found.setdefault(what, {}).setdefault(name, []).append(value)
-    print("| what | paceline | torchrun |\n|---|---|---|")
+    print(f"| what | {' | '.join(jobs)} |\n|---|{'---|' * len(jobs)}")
     for what, by_name in found.items():
-        cells = (" ".join(f"{value:.2f}" for value in by_name[name]) for name in commands(options.procs))
+        cells = (" ".join(f"{value:.2f}" for value in by_name[name]) for name in jobs)
         print(f"| {what} | {' | '.join(cells)} |")
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/bench_scale.py [PART ...] [--sizes 2,4,8] [--rounds 12]
 
-PART: operations (processes over gloo), starting (threads that meet at a store), metadata (worlds that do not exist), and
-membership (a simulation); all of them where none is named. `docs/concepts/scale.md` says what follows.
+PART: operations (processes over gloo), starting (threads that meet at a store), metadata (worlds that do not exist),
+membership (a simulation), and leading (the leader of launchers alone); all of them where none is named.
+`docs/concepts/scale.md` says what follows.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import argparse
 import os
 
 import torch
-from scale import membership, metadata, operations, starting
+from scale import leading, membership, metadata, operations, starting
 
-PARTS = ("operations", "starting", "metadata", "membership")
+PARTS = ("operations", "starting", "metadata", "membership", "leading")
 
 
 def sizes_of(text: str) -> tuple[int, ...]:
@@ -38,8 +39,10 @@ def main() -> None:
             print(starting.table(options.sizes or starting.SIZES))
         elif part == "metadata":
             print(metadata.table(options.sizes or metadata.SIZES))
-        else:
+        elif part == "membership":
             print(membership.table(options.sizes or membership.HOSTS))
+        else:
+            print(leading.table(options.sizes or leading.HOSTS))
         print(flush=True)
 
 

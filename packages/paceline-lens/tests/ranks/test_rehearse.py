@@ -162,7 +162,7 @@ def test_state_that_is_not_saved_shows_in_the_losses(rehearsed) -> None:
         ({"accelerator.save_state()": "pass", "40)": "1)"}, 1, "rehearse-no-checkpoint", "saved nothing"),
         ({"step % 4": "step % 16", "40)": "1)"}, 1, "rehearse-no-checkpoint", "the end"),
         ({"step += 1": "raise ValueError('broken')"}, 2, "rehearse-script", "broken"),
-        ({"range(start.epoch, 40)": "()"}, 2, "rehearse-script", "fewer than two"),
+        ({"range(start.epoch, 40)": "()"}, 2, "rehearse-script", "the script ran to its end, with no step"),
     ],
     ids=["saves nothing", "saves at its end", "fails by itself", "takes no step"],
 )

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from paceline.base.errors import CheckpointError, ConfigError, LaunchError
+from paceline.base.errors import CheckpointError, LaunchError
 from paceline.cli._parser import Parser
 from paceline.cli.main import main
 from paceline.config import schema
@@ -17,10 +17,11 @@ from paceline.config.sources import resolve_launch
 from paceline_lens.cli import rehearse
 from paceline_lens.rehearse import cable, report
 from paceline_lens.rehearse.apart import StoreApart
-from paceline_lens.rehearse.drill import RehearsedJob
+from paceline_lens.rehearse.drill import KINDS, DrillRecord, RehearsedJob, Strike
 from paceline_lens.rehearse.intervals import JobCosts, daly_interval, forecast, useful_share, young_interval
-from paceline_lens.rehearse.measure import Undisturbed
-from paceline_lens.rehearse.rehearsal import ProposedSettings, RehearsalResult
+from paceline_lens.rehearse.lines import DrillLine
+from paceline_lens.rehearse.measure import Undisturbed, recovery
+from paceline_lens.rehearse.rehearsal import ProposedSettings, RehearsalResult, has_gone_on
 
 HOUR, MINUTE = 3600.0, 60.0
 
@@ -95,17 +96,17 @@ def test_store_apart_writes_nowhere_else(tmp_path: Path) -> None:
         (["--minutes", "0"], "rehearse-value"),
         (["--nodes", "1:2"], "rehearse-value"),
         (["--folder", "."], "rehearse-value"),
+        (["absent.py"], "launch-script"),
         pytest.param(["--compat", "accelerate"], "rehearse-folder", marks=pytest.mark.needs("accelerate")),
     ],
 )
-def test_options_without_sense(words: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_that_rehearses_nothing_ends_with_two(
+    words: list[str], code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").write_text("")
-    parser = Parser("paceline rehearse", "")
-    rehearse.configure(parser)
-    with pytest.raises(ConfigError) as error:
-        rehearse.run(parser.parse_args([*words, "train.py"]))
-    assert error.value.code == code
+    assert main(["rehearse", *words, "train.py"]) == 2
+    assert f"[{code}]" in capsys.readouterr().err
 
 
 def test_failures_per_day_are_those_of_the_first_number_of_devices() -> None:
@@ -158,3 +159,35 @@ def test_proposed_settings_work_when_pasted(
     told = capsys.readouterr().out
     assert "'a b'" in told
     assert "12" in told
+
+
+def steps_from(t: float, steps: range, pid: int) -> list[DrillLine]:
+    """One step a second, of four samples."""
+    values = [{"step": step, "samples": 4 * step, "loss": float(step).hex()} for step in steps]
+    return [DrillLine(t + number, "step", 0, pid, each) for number, each in enumerate(values)]
+
+
+def cut_link() -> DrillRecord:
+    """A link that was to be cut after step 3 and was cut after step 8, where the undisturbed run has 6 steps."""
+    ready = [DrillLine(t, "ready", 0, pid, {"born": t}) for t, pid in ((0.0, 1), (30.0, 2))]
+    loops = [DrillLine(0.5, "loop", 0, 1, {"step": 0}), DrillLine(30.5, "loop", 0, 2, {"step": 5})]
+    saved = DrillLine(5.5, "saved", 0, 1, {"step": 5, "ok": True})
+    lines = [*ready, *loops, saved, *steps_from(1.0, range(1, 9), 1), *steps_from(31.0, range(6, 10), 2)]
+    return DrillRecord(sorted(lines, key=lambda line: line.t), end="reached", struck=9.0, ended={1: 15.0})
+
+
+def test_a_link_that_is_cut_later_than_was_drawn() -> None:
+    losses = {(0, step): float(step).hex() for step in range(1, 7)}
+    alone = Undisturbed(6, 1, 1.0, 2, 2, 3, 0.1, 0.1, 10, 1.0, 6.0, losses, {step: 4 * step for step in range(1, 7)})
+    found = recovery(Strike(KINDS["link"], 3), cut_link(), alone)
+    assert (found.survived, found.step, found.resumed_step) == (True, 8, 5)
+    assert (found.steps_twice, found.samples_twice) == (3, 12)
+    # Six steps, one of them twice; the two that the undisturbed run does not have are compared with their first time.
+    assert (found.compared, found.change) == (6 + 1 + 2, None)
+
+
+def test_a_drill_goes_on_until_a_step_is_new() -> None:
+    lines = cut_link().lines
+    assert not has_gone_on([line for line in lines if line.t < 33.5], 17.0, 6, starts_again=False)  # step 8 again
+    assert has_gone_on(lines, 17.0, 6, starts_again=False)
+    assert not has_gone_on([line for line in lines if line.t < 30], 9.0, 6, starts_again=True)

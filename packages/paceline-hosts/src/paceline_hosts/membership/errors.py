@@ -22,14 +22,14 @@ _ANSWERS = {"stranger": "is not a launcher of Paceline", "secret": "has another 
 
 
 def disagreement(
-    me: Member, mine: Rules, present: Sequence[Member], other: Member, theirs: Sequence[Any]
+    me: Member, mine: Rules, namesake: Member | None, other: Member, theirs: Sequence[Any]
 ) -> Problem | None:
     """Returns the setting in which a launcher that wants to join differs; None for no difference.
 
     Args:
         me: the launcher that was asked.
         mine: its settings.
-        present: the members so far.
+        namesake: the launcher here with the same number of a node, if any.
         other: the launcher that wants to join.
         theirs: its settings, as `Rules.common`.
     """
@@ -38,13 +38,12 @@ def disagreement(
         if here != there:
             why = f"{me.shown} says {here or 'none'}, {other.shown} says {there or 'none'}"
             return Problem("launch-nodes", f"nodes disagree about the {name}.", why, fix)
-    for member in present:
-        if other.node >= 0 and member.node == other.node:
-            why = f"one is on {member.host}, the other on {other.host}"
-            return Problem("launch-nodes", f"two launchers have the number of node {other.node}.", why, fix)
-        if (other.node >= 0) != (member.node >= 0):
-            why = f"{member.shown} and {other.shown}"
-            return Problem("launch-nodes", "some nodes have a number, and others have none.", why, fix)
+    if (other.node >= 0) != (me.node >= 0):
+        why = f"{me.shown} and {other.shown}"
+        return Problem("launch-nodes", "some nodes have a number, and others have none.", why, fix)
+    if namesake is not None and other.node >= 0 and namesake.id != other.id:
+        why = f"one is on {namesake.host}, the other on {other.host}"
+        return Problem("launch-nodes", f"two launchers have the number of node {other.node}.", why, fix)
     return None
 
 

@@ -12,8 +12,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from typing import Literal
 
 from paceline.base.errors import Problem
@@ -44,6 +45,7 @@ from paceline_hosts.membership.rules import Cause, LossKind
 from paceline_hosts.membership.state import LauncherState, LeaderLost
 
 _ANNOUNCE_S = 0.5
+_HOSTS_SHOWN = 8  # of those that join, in messages
 # A later entry explains the end of a round better: a host that is lost makes the processes of other hosts fail.
 _CAUSES = ("", "failed", "grow", "left", "lost")
 Stage = Literal["gather", "propose", "run", "halt"]
@@ -54,25 +56,30 @@ class Leadership:
 
     Args:
         state: of this launcher.
-        members: the members so far, in the order of joining.
+        members: the ids of the members so far, in the order of joining.
         lost: whether the leader before was lost or has left, and why.
         since: when that was noticed.
         now: the time in seconds.
+
+    A leader of thousands of nodes hears from each of them in a moment, so that no message may cost a look at all of them.
     """
 
     def __init__(
-        self, state: LauncherState, members: list[str], lost: tuple[LossKind, str], since: float, now: float
+        self, state: LauncherState, members: Iterable[str], lost: tuple[LossKind, str], since: float, now: float
     ) -> None:
         self.state = state
         self.peers = state.peers
         self.rules = state.rules
-        self.members = members
+        self.members = dict.fromkeys(members)  # a set in the order of joining
         # Launchers that wait to become members, and since when.
-        self.waiting = {member_id: now for member_id in self.peers.connection_of if member_id not in members}
-        self.reports: dict[str, Report] = {}  # of launchers whose processes have all ended
+        self.waiting = {member_id: now for member_id in self.peers.connection_of if member_id not in self.members}
+        self.ready: dict[str, Report] = {}  # of those that wait, the ones of which no process runs
+        self.reports: dict[str, Report] = {}  # of members whose processes have all ended
+        # Launchers here by the number that the user gave them; -1 is none.
+        self.by_node = {member.node: member for member in map(self._member, (*self.members, *self.waiting))}
         self.leaving: set[str] = set()
-        # Members whose connection ended. They were asked whether they are alive, and have not answered yet.
-        self.suspects: set[str] = set()
+        # Members whose connection ended, and where each was asked whether it is alive. They have not answered yet.
+        self.suspects: dict[str, Place] = {}
         self.accepted_by: set[str] = set()
         self.committed = list(state.configurations)
         self.stopped_how: StopMode | Literal[""] = ""  # the last `StopProcesses.how` of this round
@@ -127,10 +134,14 @@ class Leadership:
 
     def member_stopped(self, member_id: str, report: Report, now: float) -> None:
         """Takes in that all processes of a member have ended."""
+        if member_id in self.waiting:
+            self.ready[member_id] = report
+        if member_id not in self.members:
+            return
         self.reports[member_id] = report
         if self.first_report_at is None:
             self.first_report_at = now
-        if report.kind == "failed" and member_id in self.members:
+        if report.kind == "failed":
             why = f"{self.state.name_of(member_id)}: {report.what}"
             self._end_round(Cause("failed", why, member_id, report.at, report.again), "end", now)
 
@@ -147,6 +158,8 @@ class Leadership:
             self._remove(member_id, Cause("lost", why, member_id), now)
         # It waits even if it was a member a moment ago: the next round begins only after all processes of this one have ended.
         self.waiting.setdefault(member_id, now)
+        member = self._member(member_id)
+        self.by_node[member.node] = member
         self.peers.send(member_id, Joined(self.state.me, self.number, is_member=False))
 
     def refused(self, problem: Problem, message: Join) -> None:
@@ -162,8 +175,8 @@ class Leadership:
         """A connection has ended: asks at once whether that launcher is still alive."""
         if member_id in self.members:
             # The end of a connection does not prove that the launcher is dead: the network may have cut it.
-            self.suspects.add(member_id)
-            self.peers.ask(self.state.place_of(member_id), member_id, Probe(), now)
+            self.suspects[member_id] = self.state.place_of(member_id)
+            self.peers.ask(self.suspects[member_id], member_id, Probe(), now)
         why = f"{self.state.name_of(member_id)} was lost (its connection ended)"
         self._remove(member_id, Cause("lost", why, member_id), now)
 
@@ -176,7 +189,7 @@ class Leadership:
     def on_status(self, request: Request, answer: Status | None) -> LeaderLost | None:
         """Takes in the answer to `Probe` or `Announce`; None for no answer. Returns as `step`."""
         if isinstance(request.question, Probe):
-            self.suspects.discard(request.member_id)
+            self.suspects.pop(request.member_id, None)
             if answer is not None and answer.leads and answer.round > self.number:
                 return self._step_down("the others went on without this node; it joins them")
             return None
@@ -216,14 +229,21 @@ class Leadership:
 
     def _remove(self, member_id: str, cause: Cause, now: float) -> None:
         """Removes a launcher that was lost or has left."""
-        self.waiting.pop(member_id, None)
-        self.reports.pop(member_id, None)
-        if member_id in self.members:
-            self.members.remove(member_id)
+        was_member = member_id in self.members
+        self._forget(member_id)
+        if was_member:
             # A member that was asked to end has saved together with the others, who may still be writing. One that is gone
             # without that would be waited for in a save.
             may_save = cause.kind == "left" and member_id in self.leaving
             self._end_round(cause, "save" if may_save else "end", now)
+
+    def _forget(self, member_id: str) -> None:
+        """Takes a launcher from those that are members or wait."""
+        for known in (self.members, self.reports, self.waiting, self.ready):
+            known.pop(member_id, None)
+        member = self.state.known_members.get(member_id)
+        if member is not None and self.by_node.get(member.node) == member:
+            del self.by_node[member.node]
 
     def _end_round(self, cause: Cause, how: StopMode, now: float) -> None:
         """Stops all processes, and keeps the cause that explains the end of the round best."""
@@ -251,36 +271,42 @@ class Leadership:
 
     def _watch_round(self, now: float) -> None:
         """Ends a round whose processes have ended by themselves, or that more nodes can join."""
-        kinds = [self.reports[member_id].kind for member_id in self.members if member_id in self.reports]
-        if len(kinds) == len(self.members):
-            if set(kinds) == {"done"}:
+        if len(self.reports) == len(self.members):
+            if self._kinds() == {"done"}:
                 self.finish(End(0))
             else:
                 self.stage = "halt"
                 self.noticed_at = now
             return
         waited_s = 0.0 if self.first_report_at is None else now - self.first_report_at
-        if "preempted" in kinds and waited_s > self.rules.grace_s:
+        if waited_s > self.rules.grace_s and "preempted" in self._kinds():
             self._end_round(Cause("", "processes of another node have saved and ended"), "end", now)
         # Nodes that wait join together: as soon as they fill the range, or some time after the first one. No node joins while
         # processes end, because the run may be complete.
         # A launcher that waits has sent a report once none of its processes runs; a new one sends it at once.
-        ready_since = [since for member_id, since in self.waiting.items() if member_id in self.reports]
         room = self.rules.most - len(self.members)
-        if not ready_since or not room or kinds:
+        if not self.ready or not room or self.reports:
             return
-        if len(ready_since) >= room or now - min(ready_since) >= self.rules.last_call_timeout_s:
-            hosts = [self._member(member_id).host for member_id in self.waiting if member_id in self.reports]
-            self._end_round(Cause("grow", f"{', '.join(hosts)} joined"), "save", now)
+        first = next(iter(self.ready))
+        if len(self.ready) >= room or now - self.waiting[first] >= self.rules.last_call_timeout_s:
+            hosts = [self._member(member_id).host for member_id in islice(self.ready, _HOSTS_SHOWN)]
+            more = len(self.ready) - len(hosts)
+            others = f" and {more} more" if more else ""
+            self._end_round(Cause("grow", f"{', '.join(hosts)}{others} joined"), "save", now)
+
+    def _kinds(self) -> set[str]:
+        """Returns how the processes of members have ended."""
+        return {report.kind for report in self.reports.values()}
 
     def _decide(self, now: float) -> None:
         """All processes have ended: decides whether another round follows."""
-        self.members = [member_id for member_id in self.members if member_id not in self.leaving]
+        for member_id in self.leaving & self.members.keys():
+            self._forget(member_id)
         if self.state.me.id in self.leaving:
             return  # the next leader decides
         self.state.dead.update(self.leaving)
         self.leaving.clear()
-        kinds = {self.reports[member_id].kind for member_id in self.members}
+        kinds = self._kinds()
         cause = self.cause
         # With a range of nodes a lost node is no failure. With a fixed number it counts as one.
         if cause.kind == "failed" or (cause.kind == "lost" and self.rules.fixed):
@@ -320,10 +346,11 @@ class Leadership:
 
     def _admit_waiting(self) -> None:
         """Makes members of those that wait: they are in the order of joining, so whoever came first gets the room there is."""
-        for member_id in list(self.waiting):
-            if member_id in self.reports and len(self.members) < self.rules.most:
-                del self.waiting[member_id]
-                self.members.append(member_id)
+        room = self.rules.most - len(self.members)
+        for member_id in sorted(self.ready, key=self.waiting.__getitem__)[:room]:
+            del self.waiting[member_id]
+            self.members[member_id] = None
+            self.reports[member_id] = self.ready.pop(member_id)
 
     def _wait_for_least(self, now: float) -> None:
         """Ends the run if the nodes that it needs at least have not come in time."""
@@ -374,7 +401,7 @@ class Leadership:
             reason += f"; {now - self.noticed_at:.1f} s to stop all processes and decide"
         for member_id in self.members:
             self.peers.send(member_id, Commit(proposed.number, reason))
-            self.reports.pop(member_id, None)
+        self.reports.clear()
         self.state.begin_round(replace(proposed, reason=reason), leader_id="")
         self.committed = [proposed.ids]
         self.stage = "run"

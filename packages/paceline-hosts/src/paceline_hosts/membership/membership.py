@@ -19,6 +19,7 @@ docs/adr/0021-membership-guarantees.md states the guarantees, and tests/simulate
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import chain
 
 from paceline.launch.rounds import Place, Report, StopMode
 from paceline_hosts.membership import errors
@@ -192,6 +193,7 @@ class Membership:
     def _check_silence(self, now: float) -> None:
         """Finds silent connections, and first asks over a new one: a repaired network carries that sooner than the old one."""
         rules = self.state.rules
+        asked_at = self.peers.members_asked_at()
         for key, member_id in list(self.peers.member_of.items()):
             silent_s = now - self.peers.last_heard_at[member_id]
             if silent_s > rules.silence_limit_s:
@@ -200,7 +202,7 @@ class Membership:
                 elif isinstance(self.role, Following) and key == self.role.connection:
                     why = f"{self.state.name_of(member_id)} was lost (silent for {silent_s:.0f} s)"
                     self._leader_lost(LeaderLost("lost", why), now)
-            elif silent_s > 2 * rules.heartbeat_s and now - self.peers.last_asked_at(member_id) >= _ASK_AGAIN_S:
+            elif silent_s > 2 * rules.heartbeat_s and now - asked_at.get(member_id, NEVER) >= _ASK_AGAIN_S:
                 self.peers.ask(self.state.place_of(member_id), member_id, Probe(), now)
 
     def _status(self) -> Status:
@@ -217,9 +219,8 @@ class Membership:
         if isinstance(self.role, Following):
             self.peers.send_over(key, Redirect(state.place_of(self.leader_id), state.me.id))
             return
-        members = self.role.members if isinstance(self.role, Leadership) else [state.me.id]
-        present = [state.known_members[member_id] for member_id in members if member_id != member.id]
-        problem = errors.disagreement(state.me, state.rules, present, member, message.rules)
+        by_node = self.role.by_node if isinstance(self.role, Leadership) else {state.me.node: state.me}
+        problem = errors.disagreement(state.me, state.rules, by_node.get(member.node), member, message.rules)
         if problem is not None:
             self.peers.send_over(key, Refused(problem))
             if isinstance(self.role, Leadership):
@@ -284,7 +285,7 @@ class Membership:
 
     def _use(self, store: StoreOfRun, now: float) -> None:
         if isinstance(self.role, Leadership):
-            store.renew((*self.role.members, *self.role.waiting), now)
+            store.renew(chain(self.role.members, self.role.waiting), now)
             return
         if self.role is self.search:
             store.seek(self.search, now)
@@ -343,13 +344,12 @@ class Membership:
     def _mark_dead(self, place: Place, now: float, except_for: str = "") -> None:
         """Marks the launchers of a place as dead, except one that answers there now (`Peers.death_proof_until`)."""
         state = self.state
-        members_there = {member.id for member in state.known_members.values() if member.place == place}
-        gone = members_there - {except_for, state.me.id}
         if isinstance(self.role, Leadership):
-            suspects = gone & self.role.suspects
-            state.dead.update(member_id for member_id in suspects if now <= self.peers.death_proof_until(member_id))
+            there = {member_id for member_id, asked in self.role.suspects.items() if asked == place} - {except_for}
+            state.dead.update(member_id for member_id in there if now <= self.peers.death_proof_until(member_id))
         elif now <= self._leader_death_proof_until:
-            state.dead.update(gone)
+            there = {member.id for member in state.known_members.values() if member.place == place}
+            state.dead.update(there - {except_for, state.me.id})
 
     # Following
 

@@ -180,7 +180,6 @@ class Peers:
         """Returns the places with an open question of a kind."""
         return {request.place for request in self.requests.values() if isinstance(request.question, kind)}
 
-    def last_asked_at(self, member_id: str) -> float:
-        """When the last open question to a member was sent."""
-        asked_at = [request.last_heard_at for request in self.requests.values() if request.member_id == member_id]
-        return max(asked_at, default=NEVER)
+    def members_asked_at(self) -> dict[str, float]:
+        """Returns when the last open question to each member was sent; a later question is a later entry."""
+        return {request.member_id: request.last_heard_at for request in self.requests.values()}

@@ -117,8 +117,8 @@ class LauncherState:
 
     def name_of(self, member_id: str) -> str:
         """What to call a launcher in messages to the user: by its number in the last round, else by the number it was given."""
-        if self.round is not None and member_id in self.round.ids:
-            node = self.round.index_of(member_id)
+        if self.round is not None and member_id in self.round.node_of:
+            node = self.round.node_of[member_id]
             return f"node {node} ({self.round.members[node].host})"
         member = self.known_members.get(member_id)
         return "?" if member is None else member.shown

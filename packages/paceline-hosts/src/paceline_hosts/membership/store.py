@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 
 from paceline.base.version import VERSION
 from paceline.launch.rounds import End, Place
@@ -50,11 +50,10 @@ class StoreOfRun:
         if not state.configurations and state.report is not None and not state.is_founder:
             state.found(self.witness.found(state.me.id, state.me.place, search.is_nowhere(), now))
 
-    def renew(self, here: Collection[str], now: float) -> None:
+    def renew(self, here: Iterable[str], now: float) -> None:
         """Renews the record, as the leader of `here`, and notes when the store is lost and when it is back."""
         state = self.state
-        places = [state.place_of(member_id) for member_id in here]
-        self.witness.renew(state.me.id, state.begun, places, now)
+        self.witness.renew(state.me.id, state.begun, map(state.place_of, here), now)
         trouble = self.witness.why_not
         if trouble and not self._trouble:
             state.notes.append(

@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import islice
 
 from paceline.base.json_fields import read
 from paceline.base.version import VERSION
@@ -265,7 +266,7 @@ class Witness:
         self._swap(replace(record, number=mine.next, holder=mine.id), now)
         return None
 
-    def renew(self, me: str, begun: int, places: Sequence[Place], now: float) -> None:
+    def renew(self, me: str, begun: int, places: Iterable[Place], now: float) -> None:
         """Renews the record, as the leader: the run goes on at these places."""
         if self._is_busy(now):
             return
@@ -276,7 +277,7 @@ class Witness:
             return
         self._renewed_at = now
         # A new launcher needs only one place that answers, and a store limits the size of a value.
-        shown = tuple(places[:_PLACES_AT_MOST])
+        shown = tuple(islice(places, _PLACES_AT_MOST))
         if self.record is not None:
             self._swap(replace(self.record, places=shown), now)
         else:

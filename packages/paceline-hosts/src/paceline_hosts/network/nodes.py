@@ -175,7 +175,7 @@ class NodesByMembership:
 
     def index_in(self, decided: Round) -> int:
         """Returns the number of this node in a round."""
-        return decided.index_of(self.membership.state.me.id)
+        return decided.node_of[self.membership.state.me.id]
 
     def address_of_rank_0(self, decided: Round) -> str:
         """Returns the address at which the processes of this node reach rank 0.

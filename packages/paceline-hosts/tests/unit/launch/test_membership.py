@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from simulated_network import Simulation
 
+from paceline.launch.rounds import Member, Report
 from paceline_hosts.membership import errors
 from paceline_hosts.membership.leadership import Leadership
+from paceline_hosts.membership.membership import Membership
+from paceline_hosts.membership.messages import Join, Refused
 from paceline_hosts.membership.rules import Rules, has_quorum
+from paceline_hosts.membership.state import LauncherState
 
 FAST = Rules(least=1, most=3, max_restarts=3, join_timeout_s=60)
 
@@ -24,14 +29,26 @@ def three(seed: int = 0, rules: Rules = FAST, saves: bool = True) -> Simulation:
     return network
 
 
-class CountedMembers(list[str]):
-    """Members that count how often all of them are looked at."""
+class CountedDict(dict[str, Any]):
+    """Launchers that count how often all of them are looked at."""
 
     looks = 0
 
     def __iter__(self) -> Iterator[str]:
         self.looks += 1
         return super().__iter__()
+
+    def keys(self) -> Any:
+        self.looks += 1
+        return super().keys()
+
+    def values(self) -> Any:
+        self.looks += 1
+        return super().values()
+
+    def items(self) -> Any:
+        self.looks += 1
+        return super().items()
 
 
 def decided(network: Simulation) -> int:
@@ -67,10 +84,30 @@ def test_a_leader_does_not_look_at_all_members_for_each_message() -> None:
     network.run(10, lambda: isinstance(membership.role, Leadership))
     leadership = membership.role
     assert isinstance(leadership, Leadership)
-    leadership.members = members = CountedMembers(leadership.members)
+    kinds = ("members", "waiting", "reports", "by_node")
+    counted = {kind: CountedDict(getattr(leadership, kind)) for kind in kinds}
+    for kind, launchers in counted.items():
+        setattr(leadership, kind, launchers)
     network.run(10, lambda: network.width(*names))
     assert network.width(*names)
-    assert members.looks < 2 * len(names)  # one for each launcher that joins, to compare its settings with theirs
+    begun = {kind: launchers.looks for kind, launchers in counted.items()}
+    assert max(begun.values()) < 12, begun
+    for host in list(network.hosts.values()):
+        host.ends("done")
+    network.run(5)
+    assert len(network.ended) == len(names)
+    ended = {kind: launchers.looks - begun[kind] for kind, launchers in counted.items()}
+    assert max(ended.values()) < 12, ended
+
+
+def test_two_that_wait_have_not_the_same_number() -> None:
+    state = LauncherState(Member("a", "host a", 1, node=0), FAST, True, [], 0.0)
+    membership = Membership(state, 0.0)
+    membership.processes_ended(Report("new"), 0.0)
+    for key, name in ((2, "b"), (4, "c")):
+        membership.on_message(key, Join(Member(name, f"host {name}", 1, node=1), FAST.common, 0), 0.0)
+    refused = [message for _, key, message in state.peers.actions if key == 4 and isinstance(message, Refused)]
+    assert [message.problem.code for message in refused] == ["launch-nodes"]
 
 
 @pytest.mark.parametrize("seed", range(3))

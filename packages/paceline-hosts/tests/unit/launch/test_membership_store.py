@@ -188,7 +188,7 @@ def test_a_launcher_with_another_store_is_refused() -> None:
     me, other = Member("i", "here", 2), Member("j", "there", 2)
     for theirs in ("", "etcd://t:2379"):
         problem = errors.disagreement(
-            me, Rules(1, 2, store="etcd://s:2379"), [me], other, Rules(1, 2, store=theirs).common
+            me, Rules(1, 2, store="etcd://s:2379"), None, other, Rules(1, 2, store=theirs).common
         )
         assert problem is not None and problem.code == "launch-nodes"
         assert "store (--rdzv-endpoint)" in problem.what

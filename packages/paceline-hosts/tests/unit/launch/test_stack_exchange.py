@@ -44,13 +44,14 @@ class Launcher:
         self.membership.role = following
 
     def lead(self, *connected: str, ended: str = "") -> None:
+        known = self.membership.state.known_members
+        known.update({member_id: Member(member_id, f"host {member_id}", 1) for member_id in "abc"})
         leadership = Leadership(self.membership.state, ["a", "b", "c"], ("lost", ""), 0.0, 0.0)
         if ended:
             leadership.reports[ended] = Report("done")
         self.membership.role = leadership
         for key, member_id in enumerate(connected):
             self.membership.peers.connection_of[member_id] = key
-            self.membership.state.known_members[member_id] = Member(member_id, f"host {member_id}", 1)
 
     def wanted_of(self) -> list[int]:
         """The connections over which it has asked for stacks."""

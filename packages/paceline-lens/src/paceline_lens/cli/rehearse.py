@@ -92,17 +92,16 @@ def run(args: argparse.Namespace) -> int:
     flags = [*_OWN, *(setting.flag for setting in settings_of().values())]
     for notice in (*resolved.notices, *misplaced_options(args, "paceline rehearse", flags)):
         say(notice)
-    job = _job(args, resolved)
     from paceline_lens.rehearse import report
     from paceline_lens.rehearse.rehearsal import FailureRehearsal, RehearsalLimits
 
     limits = RehearsalLimits(args.seed, args.minutes * 60)
-    drills = _folder(args.folder)
     # Otherwise the launchers of a drill would outlive this command.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     progress = ScriptProgress("paceline rehearse")
     try:
-        with drills as folder:
+        job = _job(args, resolved)
+        with _folder(args.folder) as folder:
             result = FailureRehearsal(job, Path(folder), limits, progress.show).run(failures, devices, device_mtbf_s)
     except PacelineError as error:
         progress.clear()

@@ -119,6 +119,11 @@ class DrillRecord:
     ended: dict[int, float] = field(default_factory=dict)
     text: str = ""
 
+    def last_lines(self, number: int) -> str:
+        """Returns the last lines of `text`, marked, since they may be an error with a fix of its own."""
+        lines = [line for line in self.text.splitlines() if line.strip()]
+        return "\n".join(f"    | {line}" for line in lines[-number:]) or "    | (nothing)"
+
 
 class Drill:
     """One run of the job.
@@ -138,16 +143,17 @@ class Drill:
         self._launchers: list[subprocess.Popen[bytes]] = []
         self._cable: HostsWithCable | None = None
         self._mends_at: float | None = None
-        # Lines after this moment count for the goal; None before the fault, or while the link is cut.
+        # When the fault was over; None before that.
         self._counts_from: float | None = 0.0 if strike is None else None
         self._env = {**job.env, "PACELINE_RUN_SECRET": secrets.token_hex(32)}
-        self._port = host.free_port()
+        # Nobody else is given this port in the seconds until a launcher listens there.
+        self._held_port = host.hold_port(0)
 
-    def run(self, reached: Callable[[Sequence[DrillLine]], bool], limit_s: float) -> DrillRecord:
+    def run(self, reached: Callable[[Sequence[DrillLine], float], bool], limit_s: float) -> DrillRecord:
         """Runs the job to its goal, or until it ends by itself, or `limit_s` is over.
 
         Args:
-            reached: returns whether the goal is reached, given the lines after the fault.
+            reached: returns whether the goal is reached, given all lines, and when the fault was over.
             limit_s: seconds.
         """
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -159,6 +165,7 @@ class Drill:
             self._record.end = self._follow(reached, time.monotonic() + limit_s)
         finally:
             self._stop()
+            self._held_port.close()
             if self._cable is not None:
                 self._cable.remove()
         self._reader.poll()
@@ -174,7 +181,8 @@ class Drill:
             words += ["--timeout-s", f"{job.timeout_s:g}"]
         if job.nodes > 1:
             address = "127.0.0.1" if self._cable is None else self._cable.address(0)
-            words += ["--node-rank", str(node), "--main-address", address, "--main-port", str(self._port)]
+            port = self._held_port.getsockname()[1]
+            words += ["--node-rank", str(node), "--main-address", address, "--main-port", str(port)]
         data = self._folder / "data"
         data.mkdir(exist_ok=True)
         args = [word.replace(FOLDER_WORD, str(data)) for word in job.args]
@@ -193,7 +201,7 @@ class Drill:
         strike = self._strike
         return DrillOrders(str(self._folder), apart, self._job.kind, strike.kind.strike, strike.rank, strike.step)
 
-    def _follow(self, reached: Callable[[Sequence[DrillLine]], bool], deadline: float) -> str:
+    def _follow(self, reached: Callable[[Sequence[DrillLine], float], bool], deadline: float) -> str:
         while True:
             new = self._reader.poll()
             self._look_at_processes()
@@ -201,10 +209,8 @@ class Drill:
             for line in new:
                 if line.event == "strikes":
                     self._record.struck = self._counts_from = line.t
-            if new and self._counts_from is not None:
-                counted = [line for line in self._reader.lines if line.t > self._counts_from]
-                if reached(counted):
-                    return "reached"
+            if new and self._counts_from is not None and reached(self._reader.lines, self._counts_from):
+                return "reached"
             end = self._look_at_launchers()
             if end:
                 return end
@@ -223,8 +229,8 @@ class Drill:
         if self._cable is None or self._strike is None:
             return
         if self._record.struck is None and _last_step(self._reader.lines) >= self._strike.step:
-            self._record.struck = time.time()
             self._cable.cut()
+            self._record.struck = time.time()
             self._mends_at = time.monotonic() + _CUT_S
         elif self._mends_at is not None and time.monotonic() > self._mends_at:
             self._mends_at = None

@@ -33,7 +33,7 @@ class Recovery:
 
     Attributes:
         failure, what: the drill.
-        step, rank: where it struck: in the step after this one.
+        step, rank: where it struck: in the step after this one. A link is cut some steps later than was drawn.
         survived: whether the job has gone on, from a checkpoint if there was one.
         why, fix: why not, and what to do.
         detect_s: until the first other process was ended.
@@ -133,7 +133,6 @@ def undisturbed(lines: Sequence[DrillLine]) -> Undisturbed | None:
         first_save = max(line.values["step"] for line in steps if line.t <= max(saves[0].t, steps[0].t))
     if len(saves) > 1:
         save_steps = saves[1].values["step"] - saves[0].values["step"]
-    counted = [line.values for line in steps if line.values["samples"] is not None]
     return Undisturbed(
         steps=steps[-1].values["step"],
         ranks=len({line.rank for line in lines}),
@@ -147,8 +146,14 @@ def undisturbed(lines: Sequence[DrillLine]) -> Undisturbed | None:
         silence_s=_longest_silence(lines),
         seconds=steps[-1].t - lines[0].t,
         losses={(line.rank, line.values["step"]): line.values["loss"] for line in lines if _has_loss(line)},
-        samples={values["step"]: values["samples"] for values in counted},
+        samples=_samples_until(steps),
     )
+
+
+def _samples_until(lines: Sequence[DrillLine]) -> dict[int, int]:
+    """Returns how many samples all ranks have computed until each step, where that is known."""
+    steps = [line.values for line in lines if line.event == "step" and line.values["samples"] is not None]
+    return {values["step"]: values["samples"] for values in steps}
 
 
 def _average(saves: Sequence[DrillLine], name: str) -> float:
@@ -192,6 +197,7 @@ def recovery(strike: Strike, record: DrillRecord, reference: Undisturbed) -> Rec
         return Recovery(kind.name, kind.what, strike.step, strike.rank, survived=False, why=why, fix=fix)
     change, compared, before = _compare(lines, struck, reference)
     done = max(line.values["step"] for line in lines if line.event == "step" and line.t <= struck)
+    struck_step = strike.step if kind.strike else done
     new = [line for line in lines if line.event == "step" and line.rank == 0 and line.t > struck]
     begun = [line for line in lines if line.event == "ready" and line.rank == 0 and line.t > struck]
     parts: dict[str, float | None] = {}
@@ -211,7 +217,7 @@ def recovery(strike: Strike, record: DrillRecord, reference: Undisturbed) -> Rec
     return Recovery(
         kind.name,
         kind.what,
-        strike.step,
+        struck_step,
         strike.rank,
         survived=not why,
         why=why,
@@ -220,7 +226,7 @@ def recovery(strike: Strike, record: DrillRecord, reference: Undisturbed) -> Rec
         new_step_s=fresh[0] - struck if fresh else None,
         resumed_step=resumed,
         steps_twice=twice,
-        samples_twice=_samples(reference.samples, resumed, done, twice),
+        samples_twice=_samples({**reference.samples, **_samples_until(lines)}, resumed, done, twice),
         restarts=len(begun),
         compared=compared,
         change=change,
@@ -282,11 +288,12 @@ def _samples(samples: Mapping[int, int], resumed: int | None, done: int, twice: 
 
 
 def _compare(lines: Sequence[DrillLine], struck: float, reference: Undisturbed) -> tuple[LossChange | None, int, bool]:
-    """Compares every loss that was computed, those of steps that were done twice included.
+    """Compares every loss with that of the undisturbed run, or, of a step that run has not, with that of the first time.
 
     Returns:
         the first that differs, how many were compared, and whether it was computed before the fault.
     """
+    losses = dict(reference.losses)
     compared = 0
     first: LossChange | None = None
     first_at = 0.0
@@ -294,9 +301,10 @@ def _compare(lines: Sequence[DrillLine], struck: float, reference: Undisturbed) 
         if not _has_loss(line):
             continue
         step = line.values["step"]
-        expected = reference.losses.get((line.rank, step))
-        if expected is None:
+        if (line.rank, step) not in losses:
+            losses[line.rank, step] = line.values["loss"]
             continue
+        expected = losses[line.rank, step]
         compared += 1
         if line.values["loss"] != expected and (first is None or step < first.step):
             first = LossChange(step, line.rank, float.fromhex(line.values["loss"]), float.fromhex(expected))
@@ -319,8 +327,7 @@ def _verdict(record: DrillRecord, struck: float, resumed: int | None, has_new_st
 
 def _failure(record: DrillRecord, otherwise: str) -> tuple[str, str]:
     """Returns why a job ended or stands, with the last lines that it printed, and a fix."""
-    words = [line for line in record.text.splitlines() if line.strip()]
-    last = "\n".join(words[-_TEXT_LINES:])
+    last = record.last_lines(_TEXT_LINES)
     if record.end == "failed":
         return f"the job ended with exit code {record.codes[-1]}:\n{last}", "correct what these lines say"
     if record.end == "late":

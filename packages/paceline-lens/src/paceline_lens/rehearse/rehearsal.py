@@ -136,7 +136,7 @@ class FailureRehearsal:
         """Runs the job without a failure until there is enough to compare with."""
         self._show("without a failure")
         record = Drill(self._job, self._folder / "alone").run(_has_enough, self._limits.alone_s)
-        last_lines = "\n".join([line for line in record.text.splitlines() if line.strip()][-_LAST_LINES:])
+        last_lines = record.last_lines(_LAST_LINES)
         if record.end == "failed":
             raise LaunchError(
                 "rehearse-script",
@@ -144,26 +144,33 @@ class FailureRehearsal:
                 why=f"exit code {record.codes[-1]}; it printed last:\n{last_lines}",
                 fix="correct that first: `paceline launch` with the same options and script shows all of it",
             )
+        ran = f"the script ran for {self._limits.alone_s / 60:g} minutes (--minutes)"
+        if record.end == "over":
+            ran = "the script ran to its end"
         reference = undisturbed(record.lines)
         if reference is None:
+            steps = "one step" if any(line.event == "step" for line in record.lines) else "no step"
             raise LaunchError(
                 "rehearse-script",
                 "the job took fewer than two optimizer steps, so there is nothing to compare.",
-                why=f"it ran for at most {self._limits.alone_s / 60:g} minutes (--minutes), and printed last:\n{last_lines}",
+                why=f"{ran}, with {steps} of a prepared optimizer; it printed last:\n{last_lines}",
                 fix="let `accelerator.prepare` prepare the optimizer, and let the script take some steps",
             )
-        self._need_checkpoint(reference, is_over=record.end == "over")
+        self._need_checkpoint(reference, ran)
         return reference
 
-    def _need_checkpoint(self, reference: Undisturbed, *, is_over: bool) -> None:
+    def _need_checkpoint(self, reference: Undisturbed, ran: str) -> None:
         """Checks that there is a checkpoint to go on from, before the last steps.
+
+        Args:
+            reference: the run without a failure.
+            ran: how long the script ran, in words.
 
         Raises:
             TrainError: `rehearse-no-checkpoint`.
         """
-        how = "to its end" if is_over else f"for {self._limits.alone_s / 60:g} minutes (--minutes)"
         if reference.first_save is None:
-            why = f"the script ran {how}, did {reference.steps} steps, and saved nothing"
+            why = f"{ran}, did {reference.steps} steps, and saved nothing"
         elif reference.first_save + 2 > reference.steps:
             why = f"its first checkpoint was complete after step {reference.first_save} of {reference.steps}: the end"
         else:
@@ -197,23 +204,36 @@ class FailureRehearsal:
 
     def _drill(self, job: RehearsedJob, strike: Strike, reference: Undisturbed) -> Recovery:
         self._show(f"{strike.kind.name}: {strike.kind.what}, after step {strike.step}")
-        goal = max(reference.steps, strike.step + 1)
 
-        def reached(lines: Sequence[DrillLine]) -> bool:
-            own = [line for line in lines if line.rank == 0]
-            begun = [line.t for line in own if line.event == "ready"]
-            # Only a link can be cut without a new start. Before that, a rank may still end the step that was under way.
-            if strike.kind.strike and not begun:
-                return False
-            steps = [line.values["step"] for line in own if line.event == "step" and line.t > max(begun, default=0.0)]
-            return bool(steps) and steps[-1] >= goal
+        def reached(lines: Sequence[DrillLine], since: float) -> bool:
+            return has_gone_on(lines, since, reference.steps, starts_again=bool(strike.kind.strike))
 
         limit_s = 120 + 3 * reference.seconds + 2 * (job.timeout_s or 0)
         drill = Drill(job, self._folder / strike.kind.name, strike)
         return recovery(strike, drill.run(reached, limit_s), reference)
 
 
-def _has_enough(lines: Sequence[DrillLine]) -> bool:
+def has_gone_on(lines: Sequence[DrillLine], since: float, least: int, *, starts_again: bool) -> bool:
+    """Returns whether a run has done a step, after a failure, that is new and not below `least`.
+
+    Args:
+        lines: of the whole drill.
+        since: when the failure was over.
+        least: a number of steps.
+        starts_again: whether the failure ends the processes. Only a link can be cut without that.
+    """
+    own = [line for line in lines if line.rank == 0]
+    begun = [line.t for line in own if line.event == "ready" and line.t > since]
+    if starts_again and not begun:
+        return False
+    # Before the new start, a rank may still end the step that was under way, or several.
+    began = max(begun, default=since)
+    before = [line.values["step"] for line in own if line.event == "step" and line.t <= began]
+    after = [line.values["step"] for line in own if line.event == "step" and line.t > began]
+    return bool(after) and after[-1] >= max(least, max(before, default=0) + 1)
+
+
+def _has_enough(lines: Sequence[DrillLine], since: float) -> bool:
     """Returns whether a run has saved twice, and gone on for some steps."""
     saves = [line for line in lines if line.event == "saved" and line.values["ok"]]
     if len(saves) < _SAVES:

@@ -6,6 +6,7 @@ A `Report` says how the processes of one launcher ended, and `End` how the run e
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 from paceline.base.errors import Problem
@@ -70,14 +71,15 @@ class Round:
     reason: str = ""
     founded_at: float = 0.0
 
-    @property
+    @cached_property
     def ids(self) -> tuple[str, ...]:
         """The ids of the members."""
         return tuple(member.id for member in self.members)
 
-    def index_of(self, member_id: str) -> int:
-        """Returns the number that a member has in this round."""
-        return self.ids.index(member_id)
+    @cached_property
+    def node_of(self) -> dict[str, int]:
+        """The number that each member has in this round, by its id."""
+        return {member_id: node for node, member_id in enumerate(self.ids)}
 
 
 @dataclass(frozen=True)
