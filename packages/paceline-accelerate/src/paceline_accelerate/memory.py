@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from paceline.optim import batch_size
 from paceline_accelerate.errors import CompatRuntimeError, CompatTypeError
+from paceline_large.optim import batch_size
 
 
 def clear_device_cache(garbage_collection: bool = False) -> None:

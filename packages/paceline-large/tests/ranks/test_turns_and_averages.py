@@ -12,8 +12,8 @@ import torch
 
 from paceline.base.errors import TrainError
 from paceline.observe.logs import get_logger
-from paceline.optim.batch_size import find_executable_batch_size
 from paceline.testing import RankFailed, run_ranks
+from paceline_large.optim.batch_size import find_executable_batch_size
 from paceline_large.optim.local_sgd import LocalSGD
 
 

@@ -27,7 +27,7 @@ _WHERE = {
     "TokenBatchSampler": "paceline_large.documents.tokens",
     "World": "paceline.world.world",
     "debug_launcher": "paceline.launch.notebook",
-    "find_executable_batch_size": "paceline.optim.batch_size",
+    "find_executable_batch_size": "paceline_large.optim.batch_size",
     "get_logger": "paceline.observe.logs",
     "notebook_launcher": "paceline.launch.notebook",
     "pack_documents": "paceline_large.documents.packing",
@@ -102,11 +102,11 @@ if TYPE_CHECKING:  # what type checkers see: to them a module with a `__getattr_
     from paceline.data.skip import skip_first_batches
     from paceline.launch.notebook import debug_launcher, notebook_launcher
     from paceline.observe.logs import get_logger
-    from paceline.optim.batch_size import find_executable_batch_size
     from paceline.plan.plan import Plan
     from paceline.world.world import World
     from paceline_large.documents.packing import PackedDocuments, pack_documents
     from paceline_large.documents.tokens import TokenBatchSampler
+    from paceline_large.optim.batch_size import find_executable_batch_size
     from paceline_large.optim.local_sgd import LocalSGD
 else:
     __getattr__ = lazy_names(__name__, _WHERE)

@@ -24,7 +24,7 @@ from paceline.base import env as environment
 from paceline.base.ours import is_our_module
 from paceline.launch.job import Target
 from paceline.launch.worker.worker import become, leave
-from paceline.optim.batch_size import is_out_of_memory
+from paceline.planner.out_of_memory import is_out_of_memory
 from paceline.run.run import Run
 from paceline.world import runtime
 from paceline.world.runtime import Runtime

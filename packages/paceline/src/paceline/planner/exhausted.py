@@ -29,8 +29,7 @@ def explain_exhaustion(error: BaseException, where: str, situation: Situation) -
     if not isinstance(error, (RuntimeError, MemoryError)):
         return
     # A step that fails may take the time to load what explains it.
-    from paceline.optim.batch_size import is_out_of_memory
-    from paceline.planner.out_of_memory import OutOfMemory, explain
+    from paceline.planner.out_of_memory import OutOfMemory, explain, is_out_of_memory
     from paceline.world import failures
 
     lost = failures.explain(where, error)

@@ -14,9 +14,24 @@ from paceline.plan.plan import Plan
 from paceline.planner.estimate import Need, choose, estimate, gib, shown
 from paceline.world.layout import given_axes
 
+# The CPU's allocator, driver calls outside torch's caching allocator, and cuBLAS raise plain RuntimeErrors.
+# cuDNN says NOT_SUPPORTED where no algorithm fits into what is left.
+_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
+                 "CUDNN_STATUS_NOT_SUPPORTED")  # fmt: skip
+
 
 class OutOfMemory(TrainError, torch.OutOfMemoryError):
     """Memory did not suffice; `code` is `out-of-memory`."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether an allocator had too little memory."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    message = str(error)
+    return any(words in message for words in _MEMORY_WORDS)
 
 
 def explain(

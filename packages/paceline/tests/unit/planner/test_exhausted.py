@@ -8,12 +8,11 @@ import torch
 from torch import nn
 
 from paceline.config.settings import RunSettings
-from paceline.optim.batch_size import is_out_of_memory
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
 from paceline.planner.exhausted import explain_exhaustion
-from paceline.planner.out_of_memory import OutOfMemory
+from paceline.planner.out_of_memory import OutOfMemory, is_out_of_memory
 
 CPU = "DefaultCPUAllocator: can't allocate memory: you tried to allocate 400 bytes. Error code 12"
 

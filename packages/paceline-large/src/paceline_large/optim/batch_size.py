@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from paceline.base.errors import ConfigError, TrainError
 from paceline.config.keywords import checked_keywords
+from paceline.planner.out_of_memory import is_out_of_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -22,10 +23,6 @@ Sized = Callable[Concatenate[int, P], R]
 FITS = 0
 _OUT_OF_MEMORY = 1
 _FAILED = 2
-# The CPU's allocator, driver calls outside torch's caching allocator, and cuBLAS raise plain RuntimeErrors.
-# cuDNN says NOT_SUPPORTED where no algorithm fits into what is left.
-_MEMORY_WORDS = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED",
-                 "CUDNN_STATUS_NOT_SUPPORTED")  # fmt: skip
 
 
 @overload
@@ -119,16 +116,6 @@ def _worst(outcome: int) -> int:
     outcomes = [outcome] * dist.get_world_size()
     dist.all_gather_object(outcomes, outcome)
     return max(outcomes)
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Returns whether an allocator had too little memory."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    if not isinstance(error, RuntimeError):
-        return False
-    message = str(error)
-    return any(words in message for words in _MEMORY_WORDS)
 
 
 def free() -> None:

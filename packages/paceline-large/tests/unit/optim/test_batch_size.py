@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from paceline.base.errors import ConfigError, TrainError
-from paceline.optim.batch_size import find_executable_batch_size
+from paceline_large.optim.batch_size import find_executable_batch_size
 
 
 def needs(limit, error):
