@@ -63,12 +63,15 @@ class DeepSpeedEngine(nn.Module):
         tput_timer: samples a second, and the epochs that the script counts.
         compares_rows: whether the rows of each micro-batch are compared with the config's.
         inside_no_sync_ctxt: whether the script is inside of `no_sync`.
+        enable_backward_allreduce: whether the last backward pass of a window averages gradients. A script that sets it to
+            False calls `allreduce_gradients` before `step`.
         offloaded: what `offload_states` has moved.
         has_given_up: whether a later engine trains the model.
         monitor: takes events of the script's own: `engine.monitor.write_events([(name, value, step)])`.
     """
 
     pipeline_parallelism = False
+    enable_backward_allreduce = True
     _metric_fix = "give it one: `engine.step(lr_kwargs={'metrics': loss.item()})`"
 
     def __init__(
@@ -187,7 +190,8 @@ class DeepSpeedEngine(nn.Module):
 
     def _hold(self) -> AbstractContextManager[Any]:
         """Keeps ranks from communicating inside a window."""
-        last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
+        is_averaged = self.enable_backward_allreduce and not self.inside_no_sync_ctxt
+        last = is_averaged and self.is_gradient_accumulation_boundary()
         self.accelerator.gradients.sync = last
         return nullcontext() if last else self.accelerator.no_sync()
 
@@ -354,6 +358,7 @@ class DeepSpeedEngine(nn.Module):
             self._check_metric(lr_kwargs or {})
             if not self._has_passes and any(parameter.grad is not None for parameter in self._parameter_list):
                 raise script_backward.unseen()
+            self._check_average()
         self.accelerator.gradients.sync = boundary
         if self._by_hand is not None:
             self._by_hand.close()
@@ -377,6 +382,16 @@ class DeepSpeedEngine(nn.Module):
                 "ReduceLROnPlateau cannot step: it needs a metric, and the engine steps it without one.",
                 why=f"the scheduler of this engine steps with each optimizer step; lr_kwargs={dict(lr_kwargs)}",
                 fix=self._metric_fix,
+            )
+
+    def _check_average(self) -> None:
+        """Refuses a step on gradients that the script wants to average itself and has not."""
+        if self._unreduced and not self.enable_backward_allreduce and self.batch.width > 1:
+            raise TrainError(
+                "deepspeed-step",
+                "`engine.step()` was called, but the gradients of the ranks have not been averaged.",
+                why="`engine.enable_backward_allreduce` is False, so no backward pass averages them",
+                fix="call `engine.allreduce_gradients()` before it, or leave `enable_backward_allreduce` True",
             )
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
