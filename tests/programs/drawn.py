@@ -11,6 +11,7 @@ import argparse
 import json
 import math
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -30,7 +31,6 @@ TOLERANCE_16_BITS = 3e-2
 def run(side: str, first: int, last: int, deepspeed: str, output: Path, procs: int) -> str:
     """Runs the programs of some seeds under one library; returns what was printed."""
     libraries = [deepspeed] if side == "real" else map(str, sorted((HERE.parents[1] / "packages").glob("*/src")))
-    module = ["deepspeed.launcher.runner"] if side == "real" else ["paceline", "deepspeed"]
     variables = {
         **os.environ,
         "DS_ACCELERATOR": "cpu",
@@ -40,9 +40,28 @@ def run(side: str, first: int, last: int, deepspeed: str, output: Path, procs: i
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
     }
     words = [str(HERE / "drawn_loop.py"), str(output), str(first), str(last)]
-    command = [sys.executable, "-m", *module, "--num_gpus", str(procs), *words]
-    ended = subprocess.run(command, env=variables, capture_output=True, text=True, timeout=1200, check=False)
-    return ended.stdout + ended.stderr
+    if side == "ours":
+        command = [sys.executable, "-m", "paceline", "deepspeed", "--num_gpus", str(procs), *words]
+        return _printed([_started(command, variables)])
+    # DeepSpeed's launcher would import all of it twice more.
+    variables.update(WORLD_SIZE=str(procs), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+    ranks = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(procs)]
+    return _printed([_started([sys.executable, *words], {**variables, **rank}) for rank in ranks])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _started(command: list[str], variables: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def _printed(processes: list[subprocess.Popen[str]]) -> str:
+    """Waits for processes, and returns what they have printed."""
+    return "".join(process.communicate(timeout=1800)[0] for process in processes)
 
 
 def read(output: Path, seed: int, procs: int) -> list[dict[str, Any]]:

@@ -114,7 +114,7 @@ def numbers(values: Any) -> Any:
 def see(engine: Any, program: dict[str, Any], seen: dict[str, Any], boundary: bool) -> None:
     """Notes what an engine says of itself after a micro-batch."""
     counters = [engine.global_steps, engine.skipped_steps, engine.global_samples]
-    answers = [boundary, engine.was_step_applied(), engine.is_gradient_accumulation_boundary()]
+    answers = [engine.was_step_applied(), engine.is_gradient_accumulation_boundary()]
     seen["counters"].append([*counters, *map(int, answers)])
     if not boundary:
         return
@@ -190,7 +190,8 @@ def train(seed: int, rank: int, output: Path) -> dict[str, Any]:
         loss = (predicted.float() - y).square().mean()
         seen["losses"].append(loss.item())
         backward(engine, loss, program)
-        boundary = engine.is_gradient_accumulation_boundary()
+        managed = program["config"].get("managed_gradient_accumulation", True)
+        boundary = engine.is_gradient_accumulation_boundary() or not managed
         if boundary:
             look_inside(engine, program, seen)
         engine.step()

@@ -288,9 +288,18 @@ def test_other_ways_through_a_window_come_to_the_same() -> None:
         for x, y in batches(3):
             for number in range(2):
                 engine.backward(micro(engine, x, y, number))
+                assert not engine.is_gradient_accumulation_boundary()
             engine.step()
             assert engine.was_step_applied()
-        return engine.module_state_dict()
+        # Of one window more with one micro-batch: what a window has is counted.
+        engine.backward(0.0 * micro(engine, x, y, 0))
+        seen = copy.deepcopy(engine.module_state_dict())
+        before = engine.global_samples
+        engine.step()
+        assert before == 3 * ROWS and engine.global_samples == before + ROWS // 2
+        with pytest.raises(ConfigError, match="deepspeed-window"):
+            engine.set_gradient_accumulation_boundary(True)
+        return seen
 
     def averaged_by_hand(engine) -> dict:
         engine.enable_backward_allreduce = False
