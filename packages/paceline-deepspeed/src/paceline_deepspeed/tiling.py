@@ -3,7 +3,7 @@
     TiledMLP.apply(forward, mlp, x, shards, [])     an MLP, for `shards` parts of a sequence one after the other
     TiledFusedLogitsLoss.apply(...)                 a head with its loss, likewise: the logits are never there as a whole
     sequence_tiled_compute(...)                     any function of tensors of shape [B, T, ...]
-    TiledLinear(in_features, out_features, ...)     a linear layer of small ones, which stage 3 divides and gathers one by one
+    TiledLinear(in_features, out_features, ...)     a linear layer of small ones
 
 The parts of a sequence are computed again in the backward pass (`torch.utils.checkpoint`). Autograd adds up their gradients,
 so the lists of parameters that DeepSpeed needs (`compute_params`) have no effect.
