@@ -23,6 +23,7 @@ from programs.drawn_choices import draw
 
 HERE = Path(__file__).parent
 BATCH = 20  # programs of one launch
+LIMIT_S = 900  # of one launch
 # Of values, relative to the largest of their kind: of 16 bits each library rounds at other places.
 TOLERANCE = 2e-5
 TOLERANCE_16_BITS = 3e-2
@@ -60,8 +61,15 @@ def _started(command: list[str], variables: dict[str, str]) -> subprocess.Popen[
 
 
 def _printed(processes: list[subprocess.Popen[str]]) -> str:
-    """Waits for processes, and returns what they have printed."""
-    return "".join(process.communicate(timeout=1800)[0] for process in processes)
+    """Waits for processes, and returns what they have printed. Where one has failed, the others may wait for it for ever."""
+    printed = ""
+    for process in processes:
+        try:
+            printed += process.communicate(timeout=LIMIT_S)[0]
+        except subprocess.TimeoutExpired:
+            process.kill()
+            printed += process.communicate()[0]
+    return printed
 
 
 def read(output: Path, seed: int, procs: int) -> list[dict[str, Any]]:

@@ -86,6 +86,20 @@ _SUPEROFFLOAD = (
     "finetune_zero3.py --deepspeed_config {}offload.json --model_name model --num_train_epochs 1 --lr 1e-5 --batch_size 4 "
     "--output_dir out --max_length 32 --bench_steps 4 --warmup_steps 1 --attn_implementation eager --activation_checkpointing"
 )
+_CHAT = (
+    "--module training.{}.main --data_path local/jsonfile --data_split 4,3,3 --data_output_path data_files --seed 1 "
+    "--gradient_accumulation_steps {} --lr_scheduler_type cosine --dtype bf16 --num_train_epochs 1 --output_dir out "
+    "--deepspeed "
+)
+_CHAT_TUNED = _CHAT + (
+    "--model_name_or_path model --per_device_train_batch_size 2 --per_device_eval_batch_size 2 --max_seq_len 24 "
+    "--learning_rate 1e-3 --weight_decay 0.1 "
+)
+_CHAT_RLHF = _CHAT + (
+    "--actor_model_name_or_path model --critic_model_name_or_path critic --per_device_generation_batch_size 2 "
+    "--per_device_training_batch_size 2 --max_prompt_seq_len 12 --max_answer_seq_len 8 --actor_learning_rate 1e-3 "
+    "--critic_learning_rate 1e-3 "
+)
 _EXAMPLES = "pytorch/examples"
 _SD = "--pretrained_model_name_or_path sd --seed 1"
 _DIFFUSION = (
@@ -225,6 +239,20 @@ PROGRAMS = (
                 "trainer_configs"), tolerance=1e-4)
         for config, expected, procs in (("zero1", "equal", (1, 2)), ("zero2", "equal", (2,)), ("zero3", "equal", (1,)),
                                         ("tp", "equal", (2,)), ("zero1tp", "equal", (2,)))
+    ),
+    # DeepSpeed-Chat needs transformers 4: `--libraries` with it before the others.
+    *(
+        example(f"chat {name}", "applications/DeepSpeed-Chat", command, inputs=("language_model", "answers", "critic"),
+                tolerance=2e-2, env={"PROGRAMS_OLDER": "1", "PROGRAMS_BACKWARD": "1"})
+        for name, command in (
+            ("sft zero 2", _CHAT_TUNED.format("step1_supervised_finetuning", 2) + "--zero_stage 2"),
+            ("sft lora zero 3", _CHAT_TUNED.format("step1_supervised_finetuning", 2)
+             + "--zero_stage 3 --lora_dim 4 --lora_module_name layers. --only_optimize_lora --gradient_checkpointing"),
+            ("reward zero 2", _CHAT_TUNED.format("step2_reward_model_finetuning", 1) + "--zero_stage 2"),
+            ("dpo zero 1", _CHAT_TUNED.format("step2_dpo_finetuning", 1) + "--zero_stage 1"),
+            ("rlhf zero 2", _CHAT_RLHF.format("step3_rlhf_finetuning", 1) + "--actor_zero_stage 2 --critic_zero_stage 2"),
+            ("rlhf zero 3", _CHAT_RLHF.format("step3_rlhf_finetuning", 1) + "--actor_zero_stage 3 --critic_zero_stage 3"),
+        )
     ),
     example("moq", "training/MoQ", "run_glue.py --model_name_or_path model --task_name mrpc --do_train --output_dir out",
             "own fault", procs=(1,)),
