@@ -51,8 +51,8 @@ def draw(seed: int) -> dict[str, Any]:
         config["optimizer"] = {"type": optimizer, "params": params}
     if optimizer not in _TESTED:
         config["zero_allow_untested_optimizer"] = True
-    # DeepSpeed gives a function that makes a scheduler its own optimizer, of which torch's schedulers take only torch's.
-    scheduler = _scheduler(optimizer, by_function=not stage and precision == "fp32", chance=chance)
+    # DeepSpeed gives schedulers that it does not make before the optimizer its own one, of which torch's take only torch's.
+    scheduler = _scheduler(optimizer, is_plain=not stage and precision == "fp32", chance=chance)
     if scheduler in _SCHEDULES:
         params = dict(_SCHEDULES[scheduler])
         if scheduler == "WarmupLR":
@@ -64,6 +64,8 @@ def draw(seed: int) -> dict[str, Any]:
         config["prescale_gradients"] = True
         # DeepSpeed refuses another factor at stages 2 and 3.
         config["gradient_predivide_factor"] = chance.choice((1.0, 2.0)) if stage < 2 else 1.0
+    if optimizer == "Muon" or (stage >= 2 and "prescale_gradients" in config):
+        config["zero_optimization"]["reduce_scatter"] = False  # DeepSpeed refuses it with either
     if chance.random() < 0.3:
         config["communication_data_type"] = chance.choice(("fp32", "bf16", "fp16"))
     if stage and precision == "bf16" and chance.random() < 0.3:
@@ -166,11 +168,17 @@ def _params(optimizer: str, decay: float, chance: random.Random) -> dict[str, An
     return {}
 
 
-def _scheduler(optimizer: str, by_function: bool, chance: random.Random) -> str:
-    """Returns the name of a schedule: of the config, or of one that the script makes."""
-    names = ["", *_SCHEDULES]
-    if by_function:
-        names.append("made by a function")
+def _scheduler(optimizer: str, is_plain: bool, chance: random.Random) -> str:
+    """Returns the name of a schedule: of the config, or of one that the script makes.
+
+    Args:
+        optimizer: by its name.
+        is_plain: whether the engine's optimizer is torch's.
+        chance: draws.
+    """
+    names = ["", *_SCHEDULES, "made by a function"]
+    if not is_plain:
+        names = [name for name in names if name not in ("StepLR", "made by a function")]
     if optimizer in ("own SGD", "own Adam", "own AdamW"):
         names.append("own LambdaLR")
     return chance.choice(names)

@@ -120,8 +120,7 @@ def see(engine: Any, program: dict[str, Any], seen: dict[str, Any], boundary: bo
         return
     seen["norms"].append(numbers(engine.get_global_grad_norm()))
     seen["rates"].append(numbers(engine.get_lr()))
-    if program["optimizer"] not in ("Muon", "Adagrad"):
-        seen["momenta"].append(numbers(engine.get_mom()))
+    seen["momenta"].append(numbers(engine.get_mom()))
     if engine.lr_scheduler is not None:
         seen["last_rates"].append(numbers(engine.lr_scheduler.get_last_lr()))
     if "fp16" in program["precision"]:
