@@ -86,8 +86,8 @@ def draw(seed: int) -> dict[str, Any]:
         "frozen": chance.random() < 0.3,
         "norm": chance.random() < 0.5,
         "tied": chance.random() < 0.25,
-        # A layer that some micro-batches do not use.
-        "skips": chance.random() < 0.2,
+        # A layer that some micro-batches do not use. DeepSpeed's stage 3 steps it by the gradient of a step before.
+        "skips": chance.random() < 0.2 and stage < 3,
         "backward": backward,
         "micro_batches": steps * chance.choice((5, 7)) + chance.choice((0, 0, 1)),
         "evaluates": chance.random() < 0.3,
@@ -100,10 +100,12 @@ def draw(seed: int) -> dict[str, Any]:
     }
     # DeepSpeed has no `no_sync` where gradients are divided, and none around `engine.step`.
     without_exchange = stage < 2 and steps == 1 and precision in ("fp32", "bf16") and backward == "engine"
+    # Of two passes in one micro-batch stages 1 and 2 lose gradients, the latter in windows, and stage 3 refuses them.
+    is_whole_window = steps == 1 and not program["sets_batch"]
+    takes_two_losses = backward == "engine" and (not stage or (stage == 2 and is_whole_window))
     return {
         **program,
-        # Of two passes in one micro-batch DeepSpeed's stage 1 keeps the last.
-        "losses": chance.choice((1, 1, 2)) if backward == "engine" and stage != 1 else 1,
+        "losses": chance.choice((1, 1, 2)) if takes_two_losses else 1,
         "no_sync": without_exchange and chance.random() < 0.5,
         "reloads": chance.choice(("", "", "all", "no optimizer", "no scheduler", "module alone", "by tag")),
     }
