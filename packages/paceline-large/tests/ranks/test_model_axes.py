@@ -195,7 +195,10 @@ def ours(drawn, plan):
             optimizer.zero_grad()
     state = accelerator.get_state_dict(model)
     accelerator.unwrap_model(model).load_state_dict(state)
-    return norms, accelerator.get_state_dict(model)
+    again = accelerator.get_state_dict(model)
+    # So that the next run creates groups of its own, as in a notebook.
+    accelerator.end_training()
+    return norms, again
 
 
 def under(plan, seeds):
@@ -243,6 +246,20 @@ def test_drawn_models_have_the_numbers_of_one_process(plan):
     for results in check(plan, SEEDS[PLANS.index(plan) % len(SEEDS)]):
         assert set(results.values()) <= refused
         assert len(results) < 2
+
+
+def one_after_the_other(plans):
+    return [under(plan, [0]) for plan in plans]
+
+
+def test_runs_under_several_plans_follow_in_one_process():
+    # Equal meshes, whose groups have other names in each run: DTensor remembered those of the first run.
+    by_tensor = ({"shard": 2, "replicate": 2}, {"shard": 2, "tp": 2})
+    # The stages have other numbers of units, by which ranks knew the messages of the next run.
+    by_stages = ({"pp": 2, "shard": 2}, {"shard": 4})
+    plans = (*by_tensor, *by_tensor, *by_stages)
+    for results in run_ranks(one_after_the_other, world=4, args=(plans,), timeout_s=300):
+        assert results == [{}] * len(plans)
 
 
 if __name__ == "__main__":

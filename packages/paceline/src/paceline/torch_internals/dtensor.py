@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -15,6 +19,9 @@ if TYPE_CHECKING:
 
 # DTensor logs here, on each rank, that a gather over several axes would be faster with a mesh made differently.
 REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
+
+_process = os.getpid()  # whose meshes results may hold
+_kept_meshes: list[DeviceMesh] = []  # of the process from which this one was forked
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
@@ -45,6 +52,37 @@ def show_as_replica(tensor: DTensor, value: Tensor) -> Callable[[], None]:
         tensor._spec = spec
 
     return show_part_again
+
+
+def forget_results() -> None:
+    """Forgets on which meshes the results of operations were, so that they are on the mesh of their arguments.
+
+    DTensor keeps the result's mesh for arguments that are equal. Meshes with the same ranks and names are equal, also where
+    the groups of one were destroyed, and where its groups' names belong to other groups since.
+    """
+    global _process
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache, _get_fast_path_sharding_prop_cache_stats
+
+    if not any(_get_fast_path_sharding_prop_cache_stats()):
+        return
+    if os.getpid() != _process:
+        # The last reference to a group may be in a result. A forked process has none of the threads of its parent's groups,
+        # and would wait for them for ever as it destroys one.
+        _process = os.getpid()
+        _kept_meshes.extend(_all_meshes())
+    _clear_sharding_prop_cache()
+
+
+def _all_meshes() -> list[DeviceMesh]:
+    """Returns all meshes of this process, also those that `gc.freeze` has hidden before a fork."""
+    is_frozen = gc.get_freeze_count() > 0
+    gc.unfreeze()
+    meshes = [each for each in gc.get_objects() if type(each) is DeviceMesh]
+    if is_frozen:
+        gc.freeze()
+    return meshes
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

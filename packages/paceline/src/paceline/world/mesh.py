@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from paceline.torch_internals.device_mesh import concatenated, flattened
 from paceline.torch_internals.dispatch import without_modes
+from paceline.torch_internals.dtensor import forget_results
 from paceline.torch_internals.groups import set_timeout, timeout_of
 from paceline.world.layout import AXES, DATA_AXES, GRADIENT_AXES, Layout
 from paceline.world.sharded import is_sharded
@@ -19,8 +20,9 @@ from paceline.world.world import World
 Group = Any
 
 
-# Of this process and not of one mesh: meshes that cover all ranks share the default group, and so its tags.
-_unit_names: list[str] = []
+# By the group and not by the mesh: meshes that cover all ranks share the default group, and so its tags. Not of all groups
+# together: the stages of a pipeline register other numbers of units, each in a group of its own.
+_unit_names: weakref.WeakKeyDictionary[Group, list[str]] = weakref.WeakKeyDictionary()
 # Of this process and not of one `Accelerator`: a group has threads, sockets and buffers of its own until the default group is
 # destroyed, so that a script which creates one `Accelerator` after another (folds, trials, a notebook) uses its groups again.
 _meshes: dict[tuple[Layout, World, str], Mesh] = {}
@@ -185,6 +187,8 @@ class Mesh:
             # `init_device_mesh` reads the values of a tensor of ranks, which a mode such as FakeTensorMode would take away.
             with without_modes():
                 self._device_mesh = init_device_mesh(self.device_type, sizes, mesh_dim_names=tuple(AXES))
+            # An equal mesh of an earlier run, whose groups were destroyed, may be in them.
+            forget_results()
             for group in self._device_mesh.get_all_groups():
                 self._limit(group)
         return self._device_mesh
@@ -208,18 +212,23 @@ class Mesh:
         return self._groups[axes]
 
 
-def register_unit(name: str) -> int:
+def register_unit(group: Group, name: str) -> int:
     """Returns a number for a unit that ranks gather or reduce separately. The number is the tag of its messages.
 
-    Ranks: all register the same units, in the same order.
+    Args:
+        group: the ranks that exchange messages of the unit.
+        name: of the unit, for errors.
+
+    Ranks: all of the group register the same units, in the same order.
     """
-    _unit_names.append(name)
-    return len(_unit_names) - 1
+    names = _unit_names.setdefault(group, [])
+    names.append(name)
+    return len(names) - 1
 
 
-def unit_name(number: int) -> str:
+def unit_name(group: Group, number: int) -> str:
     """Returns the name with which `register_unit` was called."""
-    return _unit_names[number]
+    return _unit_names[group][number]
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import signal
+import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,3 +144,40 @@ def test_redistribution_logs_under_this_name() -> None:
     from torch.distributed.tensor import _redistribute
 
     assert _redistribute.logger.name == dtensor.REDISTRIBUTION_LOG
+
+
+def _ends_within(seconds: float, child: int) -> bool:
+    for _ in range(int(seconds * 20)):
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            return os.waitstatus_to_exitcode(status) == 0
+        time.sleep(0.05)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return False
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_results_are_on_the_mesh_of_their_arguments_also_in_a_forked_process(frozen: bool) -> None:
+    meshes = []
+    for _ in range(2):
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = init_device_mesh("cpu", (1,))
+        dtensor.forget_results()
+        result = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]) * 2
+        assert result.device_mesh is mesh
+        dist.destroy_process_group()
+        meshes.append(weakref.ref(mesh))
+        del mesh, result
+    # The first one was in the results alone; the second one still is, with its group.
+    gc.collect()
+    assert [mesh() is None for mesh in meshes] == [True, False]
+    if frozen:
+        gc.freeze()
+    child = os.fork()
+    if child == 0:
+        dtensor.forget_results()
+        os._exit(0 if meshes[1]() is not None else 1)
+    if frozen:
+        gc.unfreeze()
+    assert _ends_within(60, child)

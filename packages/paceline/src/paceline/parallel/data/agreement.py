@@ -66,7 +66,7 @@ class Agreement:
     ) -> None:
         self.hosts = hosts
         self._others_answer = others_answer
-        self._number = register_unit(name)
+        self._number = None if hosts is None else register_unit(hosts, name)
         self._collectives = collectives
         self._operation = f"evaluation of {name}, whose parameters are divided over all ranks"
         self._is_evaluating = False
@@ -74,7 +74,7 @@ class Agreement:
 
     def end_pass(self, flags: Sequence[int]) -> list[int]:
         """Returns the largest of each flag over the ranks, which have all ended a backward pass."""
-        if self.hosts is None:
+        if self._number is None:
             return list(flags)
         return self.state(END, self._number, flags).wait()
 
@@ -207,7 +207,7 @@ class Statement:
     def _in_words(self, rank: int, statement: Sequence[int]) -> str:
         kind, unit = statement
         global_rank = dist.get_global_rank(self._transport.group, rank)
-        return f"rank {global_rank} {_DOES[kind].format(unit_name(unit))}"
+        return f"rank {global_rank} {_DOES[kind].format(unit_name(self._transport.group, unit))}"
 
 
 def _evaluation_of_some(why: str | Sequence[str]) -> PlanError:
@@ -232,7 +232,7 @@ def announce(parameters: FSDPParamGroup, agreement: Agreement, name: str) -> Non
     if agreement.hosts is None:
         internals.call_before_gathering(parameters, agreement.begin_if_evaluation)
         return
-    unit = register_unit(name)
+    unit = register_unit(agreement.hosts, name)
     gather_class, scatter_class = internals.communication_classes()
     plain_gather, plain_scatter = internals.communication_of(parameters)
 

@@ -89,7 +89,7 @@ class Reducer:
         # Votes are small and are read on the host at once, so they travel over the CPU.
         self.hosts = cpu_group(form.group)
         self._votes = PairwiseTransport(self.hosts)
-        self._tag = register_unit(f"votes on gradients of {type(model).__name__}")
+        self._tag = register_unit(self.hosts, f"votes on gradients of {type(model).__name__}")
         self._others_answer = others_answer
         self._is_stage = is_stage
         self._holding = 0

@@ -45,7 +45,7 @@ class Rows:
         self._replicas = None
         if self._width > self._ranks:
             self._replicas = mesh.along(("replicate", "cp")).get_group()
-        self._tag = register_unit(f"gradients of {name}")
+        self._tag = register_unit(self.group, f"gradients of {name}")
         self.earlier: dict[Tensor, Any] = {}  # gradients that were reduced in earlier windows, and not cleared since
         self._outputs: dict[Bucket, Tensor] = {}  # what is summed over the replicas at the end
 
