@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -138,7 +139,7 @@ def sequence_tiled_compute(
     outputs: list[Tensor] = []
     for begin in range(0, seqlen, size):
         part = {name: tensor[:, begin : begin + size] for name, tensor in kwargs_to_shard.items()}
-        outputs.append(checkpoint(fn, **part, **kwargs_to_pass, use_reentrant=False))
+        outputs.append(checkpoint(partial(fn, **part, **kwargs_to_pass), use_reentrant=False))
     whole = torch.stack(outputs) if output_unshard_dimension == 0 else torch.cat(outputs, output_unshard_dimension)
     return whole if output_reduction is None else _reduced([*whole.flatten()], output_reduction)
 
