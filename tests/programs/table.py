@@ -250,10 +250,13 @@ PROGRAMS = (
              + "--zero_stage 3 --lora_dim 4 --lora_module_name layers. --only_optimize_lora --gradient_checkpointing"),
             ("reward zero 2", _CHAT_TUNED.format("step2_reward_model_finetuning", 1) + "--zero_stage 2"),
             ("dpo zero 1", _CHAT_TUNED.format("step2_dpo_finetuning", 1) + "--zero_stage 1"),
-            ("rlhf zero 2", _CHAT_RLHF.format("step3_rlhf_finetuning", 1) + "--actor_zero_stage 2 --critic_zero_stage 2"),
-            ("rlhf zero 3", _CHAT_RLHF.format("step3_rlhf_finetuning", 1) + "--actor_zero_stage 3 --critic_zero_stage 3"),
         )
     ),
+    # In bf16 the tokens that are generated decide what is learnt; why the losses differ is not known yet.
+    example("chat rlhf zero 2", "applications/DeepSpeed-Chat",
+            _CHAT_RLHF.format("step3_rlhf_finetuning", 1) + "--actor_zero_stage 2 --critic_zero_stage 2", "differs",
+            inputs=("language_model", "answers", "critic"), env={"PROGRAMS_OLDER": "1", "PROGRAMS_BACKWARD": "1"},
+            procs=(2,)),
     example("moq", "training/MoQ", "run_glue.py --model_name_or_path model --task_name mrpc --do_train --output_dir out",
             "own fault", procs=(1,)),
     example("domino", "training/DeepSpeed-Domino", "pretrain_gpt.py", "own fault", procs=(1,)),
