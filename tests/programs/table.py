@@ -252,7 +252,7 @@ PROGRAMS = (
             ("dpo zero 1", _CHAT_TUNED.format("step2_dpo_finetuning", 1) + "--zero_stage 1"),
         )
     ),
-    # In bf16 the tokens that are generated decide what is learnt; why the losses differ is not known yet.
+    # It generates and rates around the engine's forward pass: in float32 here, in bf16 there, whose module is bf16 itself.
     example("chat rlhf zero 2", "applications/DeepSpeed-Chat",
             _CHAT_RLHF.format("step3_rlhf_finetuning", 1) + "--actor_zero_stage 2 --critic_zero_stage 2", "differs",
             inputs=("language_model", "answers", "critic"), env={"PROGRAMS_OLDER": "1", "PROGRAMS_BACKWARD": "1"},
