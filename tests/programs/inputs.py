@@ -137,6 +137,32 @@ def instructions(folder: Path) -> None:
     (folder / "instructions.json").write_text(json.dumps(rows), encoding="utf-8")
 
 
+def answers(folder: Path) -> None:
+    """Makes the files that DeepSpeed-Chat reads for the data set `local/jsonfile`."""
+    draw = random.Random(0)
+    for split, count in (("train", 60), ("eval", 20)):
+        rows: list[dict[str, str]] = []
+        for _ in range(count):
+            prompt = f"Human: {_text(draw, 5)} Assistant:"
+            rows.append({"prompt": prompt, "chosen": _text(draw, 6), "rejected": _text(draw, 6)})
+        _write(folder / "data" / f"{split}.json", rows)
+
+
+def critic(folder: Path) -> None:
+    """Makes `critic`, a model of rewards as the second step of DeepSpeed-Chat saves it."""
+    from transformers import AutoConfig, AutoModel
+
+    config = AutoConfig.from_pretrained(folder / "model")
+    config.vocab_size = 8 * -(-config.vocab_size // 8)
+    torch.manual_seed(2)
+    model = AutoModel.from_config(config)
+    weights = {f"rwtransformer.{name}": weight for name, weight in model.state_dict().items()}
+    weights["v_head.weight"] = torch.randn(1, config.hidden_size)
+    (folder / "critic").mkdir()
+    config.save_pretrained(folder / "critic")
+    torch.save(weights, folder / "critic" / "pytorch_model.bin")
+
+
 def superoffload(folder: Path) -> None:
     """Makes `superoffload.json` and `zerooffload.json`, which the program's shell script writes."""
     for name, more in (("super", {"ratio": 0.8, "super_offload": True, "cpuadam_cores_perc": 0.9}), ("zero", {})):

@@ -87,6 +87,20 @@ _SUPEROFFLOAD = (
     "--output_dir out --max_length 32 --bench_steps 4 --warmup_steps 1 --attn_implementation eager --activation_checkpointing"
 )
 _REWARDS = "--reward_funcs rewards.letters --num_generations 2 --max_completion_length 8 --beta 0.1 --seed 1"
+_CHAT = (
+    "--module training.{}.main --data_path local/jsonfile --data_split 4,3,3 --data_output_path data_files --seed 1 "
+    "--gradient_accumulation_steps {} --lr_scheduler_type cosine --dtype bf16 --num_train_epochs 1 --output_dir out "
+    "--deepspeed "
+)
+_CHAT_TUNED = _CHAT + (
+    "--model_name_or_path model --per_device_train_batch_size 2 --per_device_eval_batch_size 2 --max_seq_len 24 "
+    "--learning_rate 1e-3 --weight_decay 0.1 "
+)
+_CHAT_RLHF = _CHAT + (
+    "--actor_model_name_or_path model --critic_model_name_or_path critic --per_device_generation_batch_size 2 "
+    "--per_device_training_batch_size 2 --max_prompt_seq_len 12 --max_answer_seq_len 8 --actor_learning_rate 1e-3 "
+    "--critic_learning_rate 1e-3 "
+)
 _EXAMPLES = "pytorch/examples"
 _SD = "--pretrained_model_name_or_path sd --seed 1"
 _DIFFUSION = (
@@ -240,6 +254,23 @@ PROGRAMS = (
         for config, expected, procs in (("zero1", "equal", (1, 2)), ("zero2", "equal", (2,)), ("zero3", "equal", (1,)),
                                         ("tp", "equal", (2,)), ("zero1tp", "equal", (2,)))
     ),
+    # DeepSpeed-Chat needs transformers 4: `--libraries` with it before the others.
+    *(
+        example(f"chat {name}", "applications/DeepSpeed-Chat", command, inputs=("language_model", "answers", "critic"),
+                tolerance=2e-2, env={"PROGRAMS_OLDER": "1", "PROGRAMS_BACKWARD": "1"})
+        for name, command in (
+            ("sft zero 2", _CHAT_TUNED.format("step1_supervised_finetuning", 2) + "--zero_stage 2"),
+            ("sft lora zero 3", _CHAT_TUNED.format("step1_supervised_finetuning", 2)
+             + "--zero_stage 3 --lora_dim 4 --lora_module_name layers. --only_optimize_lora --gradient_checkpointing"),
+            ("reward zero 2", _CHAT_TUNED.format("step2_reward_model_finetuning", 1) + "--zero_stage 2"),
+            ("dpo zero 1", _CHAT_TUNED.format("step2_dpo_finetuning", 1) + "--zero_stage 1"),
+        )
+    ),
+    # It generates and rates around the engine's forward pass: in float32 here, in bf16 there, whose module is bf16 itself.
+    example("chat rlhf zero 2", "applications/DeepSpeed-Chat",
+            _CHAT_RLHF.format("step3_rlhf_finetuning", 1) + "--actor_zero_stage 2 --critic_zero_stage 2", "differs",
+            inputs=("language_model", "answers", "critic"), env={"PROGRAMS_OLDER": "1", "PROGRAMS_BACKWARD": "1"},
+            procs=(2,)),
     example("moq", "training/MoQ", "run_glue.py --model_name_or_path model --task_name mrpc --do_train --output_dir out",
             "own fault", procs=(1,)),
     example("domino", "training/DeepSpeed-Domino", "pretrain_gpt.py", "own fault", procs=(1,)),

@@ -225,6 +225,19 @@ def shim_accelerator(cpu: Any) -> None:
     cpu.CPU_Accelerator.is_fp16_supported = lambda self: True
 
 
+def shim_fused_adam(fused_adam: Any) -> None:
+    """Makes `FusedAdam` torch's AdamW, with DeepSpeed's defaults."""
+    import torch
+
+    class FusedAdam(torch.optim.AdamW):
+        def __init__(self, params: Any, lr: float = 1e-3, **keywords: Any) -> None:
+            for name in ("bias_correction", "adam_w_mode", "set_grad_none"):
+                keywords.pop(name, None)
+            super().__init__(params, lr, **{"weight_decay": 0.0, **keywords})
+
+    fused_adam.FusedAdam = FusedAdam
+
+
 def shim_state(state: Any) -> None:
     """Makes the real accelerate take its engines on a CPU, whose processes talk by gloo."""
     if os.environ.get("PROGRAMS_ENGINE"):
@@ -245,11 +258,13 @@ def shim_config(config: Any) -> None:
 
 
 def shim_transformers(transformers: Any) -> None:
-    """Gives transformers a name that it no longer has, to programs that import it beside others."""
+    """Gives transformers a name that it no longer has, to programs that import it beside others; and a tokenizer without
+    files of a vocabulary saves none."""
     if os.environ.get("PROGRAMS_OLDER"):
         import torch
 
         transformers.AdamW = torch.optim.AdamW
+        transformers.PreTrainedTokenizerFast.save_vocabulary = lambda *_, **__: ()
 
 
 class Metric:
@@ -405,6 +420,7 @@ SHIMS = {
     "torch.nn.parallel.distributed": shim_distributed,
     "torchvision.datasets": shim_torchvision,
     "deepspeed.comm.torch": shim_deepspeed,
+    "deepspeed.ops.adam.fused_adam": shim_fused_adam,
     "deepspeed.accelerator.cpu_accelerator": shim_accelerator,
 }
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from paceline_doors.names import listed
 
 VERSION = "1.15.0"
+ABOUT: dict[str, object] = {}
 # Commands of an installed door -> what runs them.
 COMMANDS = {
     "accelerate": "paceline_accelerate.commands.accelerate_cli:main",

@@ -18,6 +18,13 @@ from paceline_deepspeed.constants import literals
 from paceline_doors.names import listed
 
 VERSION = "0.19.8"
+ABOUT: dict[str, object] = {
+    "__version_major__": 0,
+    "__version_minor__": 19,
+    "__version_patch__": 8,
+    "__git_hash__": "unknown",
+    "__git_branch__": "unknown",
+}
 # Commands of an installed door -> what runs them.
 COMMANDS = {"deepspeed": "paceline_deepspeed.command:main"}
 
@@ -42,6 +49,7 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     f"{_HERE}.pipe_engine": "PipelineEngine",
     f"{_HERE}.profiling": "log_summary",
     f"{_HERE}.tensor_parallel": "tp_model_init",
+    f"{_HERE}.tiling": "TiledFusedLogitsLoss TiledLinear TiledMLP sequence_tiled_compute",
     f"{_HERE}.timers": "SynchronizedWallClockTimer",
     f"{_HERE}.flops_profiler": "FlopsProfiler duration_to_string flops_to_string get_model_profile macs_to_string "
     "number_to_string params_to_string",
@@ -120,7 +128,7 @@ _NATIVE_WAYS = (
         "run `paceline tune script.py`",
     ),
     (
-        r"Hybrid|Rollout|ZenFlow|SuperOffload|DualPipe|Domino|Transformer|TiledLinear|Swap|AIO|aio",
+        r"Hybrid|Rollout|ZenFlow|SuperOffload|DualPipe|Domino|Transformer|ReturnBias|Swap|AIO|aio",
         "this engine or kernel of DeepSpeed's is not carried",
         "use `deepspeed.initialize` with `zero_optimization`, whose `offload_*` keys move states to the host",
     ),

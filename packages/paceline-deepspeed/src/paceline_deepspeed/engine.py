@@ -63,12 +63,15 @@ class DeepSpeedEngine(nn.Module):
         tput_timer: samples a second, and the epochs that the script counts.
         compares_rows: whether the rows of each micro-batch are compared with the config's.
         inside_no_sync_ctxt: whether the script is inside of `no_sync`.
+        enable_backward_allreduce: whether the last backward pass of a window averages gradients. A script that sets it to
+            False calls `allreduce_gradients` before `step`.
         offloaded: what `offload_states` has moved.
         has_given_up: whether a later engine trains the model.
         monitor: takes events of the script's own: `engine.monitor.write_events([(name, value, step)])`.
     """
 
     pipeline_parallelism = False
+    enable_backward_allreduce = True
     _metric_fix = "give it one: `engine.step(lr_kwargs={'metrics': loss.item()})`"
 
     def __init__(
@@ -117,7 +120,7 @@ class DeepSpeedEngine(nn.Module):
         self.inside_no_sync_ctxt = False
         self._by_hand: ExitStack | None = None  # holds gradients until `step`, where a script calls backward itself
         self._script_backward = script_backward.ScriptBackward(self._begin_script_backward, self._finish_pass)
-        self._has_passes = False  # whether the window at hand has had a backward pass
+        self._num_passes = 0  # backward passes of the window at hand
         self.events = StepEvents(self)
         self.tput_timer = StepTimer(batch.train)
         self.attendance = Attendance(accelerator.world, accelerator.run.runtime.others_answer)
@@ -161,19 +164,36 @@ class DeepSpeedEngine(nn.Module):
         """Continues a window of which `done` micro-batches were taken; called once counters were loaded."""
         self._steps_before_window = self.global_steps * self.batch.accumulate
         self.micro_steps = self._steps_before_window + done
-        self._has_passes = done > 0
+        self._num_passes = done
 
     def is_gradient_accumulation_boundary(self) -> bool:
-        """Whether the micro-batch at hand is the last of its window."""
+        """Whether the micro-batch at hand is the last of its window.
+
+        False where the config leaves windows to the script: which is the last is known when it calls `step`.
+        """
         if self._boundary is not None:
             return self._boundary
-        if not self.config["managed_gradient_accumulation"]:
-            return True
-        return (self.steps_in_window + 1) % self.batch.accumulate == 0
+        return self._counts_windows and (self.steps_in_window + 1) % self.batch.accumulate == 0
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says whether the micro-batch at hand ends its window; holds until it is said otherwise."""
+        """Says whether the micro-batch at hand ends its window; holds until it is said otherwise.
+
+        Raises:
+            ConfigError: `deepspeed-window`.
+        """
+        if not self._counts_windows:
+            raise ConfigError(
+                "deepspeed-window",
+                "`set_gradient_accumulation_boundary` was called, but each `engine.step()` ends a window.",
+                why=f"{self.config.source} says `managed_gradient_accumulation: false`",
+                fix="leave the call out, or that key",
+            )
         self._boundary = bool(is_boundary)
+
+    @property
+    def _counts_windows(self) -> bool:
+        """Whether the engine ends a window after so many micro-batches; else each `step` ends one."""
+        return bool(self.config["managed_gradient_accumulation"])
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -187,7 +207,8 @@ class DeepSpeedEngine(nn.Module):
 
     def _hold(self) -> AbstractContextManager[Any]:
         """Keeps ranks from communicating inside a window."""
-        last = self.is_gradient_accumulation_boundary() and not self.inside_no_sync_ctxt
+        is_averaged = self.enable_backward_allreduce and not self.inside_no_sync_ctxt
+        last = is_averaged and self.is_gradient_accumulation_boundary()
         self.accelerator.gradients.sync = last
         return nullcontext() if last else self.accelerator.no_sync()
 
@@ -290,7 +311,7 @@ class DeepSpeedEngine(nn.Module):
         steps = self.batch.accumulate
         # The accelerator divides by the steps, so a loss that is not to be divided is multiplied by them first.
         multiplied = loss if scale_wrt_gas else loss * steps
-        self._has_passes = True
+        self._num_passes += 1
         with self._hold(), script_backward.scaled_pass():
             self.accelerator.backward(multiplied, retain_graph=retain_graph or None)
         self._unreduced = not self.accelerator.gradients.sync
@@ -311,7 +332,7 @@ class DeepSpeedEngine(nn.Module):
 
     def _hold_until_step(self) -> None:
         """Keeps ranks from communicating inside a window, until the script calls `step`."""
-        self._has_passes = True
+        self._num_passes += 1
         if self._by_hand is None:
             self._by_hand = ExitStack()
             self._by_hand.enter_context(self._hold())
@@ -348,12 +369,13 @@ class DeepSpeedEngine(nn.Module):
                 why="the gradients of the ranks have not been averaged yet",
                 fix="call it after the block, and after one more backward pass outside of it",
             )
-        boundary = self.is_gradient_accumulation_boundary()
+        boundary = self.is_gradient_accumulation_boundary() or not self._counts_windows
         self._applied = False
         if boundary:
             self._check_metric(lr_kwargs or {})
-            if not self._has_passes and any(parameter.grad is not None for parameter in self._parameter_list):
+            if not self._num_passes and any(parameter.grad is not None for parameter in self._parameter_list):
                 raise script_backward.unseen()
+            self._check_average()
         self.accelerator.gradients.sync = boundary
         if self._by_hand is not None:
             self._by_hand.close()
@@ -365,7 +387,8 @@ class DeepSpeedEngine(nn.Module):
         self.micro_steps += 1
         if boundary:
             self._steps_before_window = self.micro_steps
-            self._unreduced = self._has_passes = False
+            self._unreduced = False
+            self._num_passes = 0
         self.events.after_step(boundary)
 
     def _check_metric(self, lr_kwargs: Mapping[str, Any]) -> None:
@@ -377,6 +400,16 @@ class DeepSpeedEngine(nn.Module):
                 "ReduceLROnPlateau cannot step: it needs a metric, and the engine steps it without one.",
                 why=f"the scheduler of this engine steps with each optimizer step; lr_kwargs={dict(lr_kwargs)}",
                 fix=self._metric_fix,
+            )
+
+    def _check_average(self) -> None:
+        """Refuses a step on gradients that the script wants to average itself and has not."""
+        if self._unreduced and not self.enable_backward_allreduce and self.batch.width > 1:
+            raise TrainError(
+                "deepspeed-step",
+                "`engine.step()` was called, but the gradients of the ranks have not been averaged.",
+                why="`engine.enable_backward_allreduce` is False, so no backward pass averages them",
+                fix="call `engine.allreduce_gradients()` before it, or leave `enable_backward_allreduce` True",
             )
 
     def _update(self, lr_kwargs: dict[str, Any]) -> None:
@@ -397,7 +430,8 @@ class DeepSpeedEngine(nn.Module):
         elif self.lr_scheduler is not None:
             self.lr_scheduler.prepared.step(**lr_kwargs)
         self.global_steps += 1
-        self.global_samples += self.batch.train
+        num_micro = self.batch.accumulate if self._counts_windows else self._num_passes
+        self.global_samples += self.batch.micro * num_micro * self.batch.width
         self.tput_timer.count_step()
 
     def _measure(self) -> bool:

@@ -311,7 +311,7 @@ class PipelineEngine(DeepSpeedEngine):
         batches = Microbatches(self._pull(self._data, self.batch.accumulate))
         self.accelerator.gradients.sync = True
         own_loss = self.accelerator.forward_backward(self.prepared_model, batches, self._loss)
-        self._has_passes = True
+        self._num_passes += 1
         loss: torch.Tensor = self.accelerator.run.data_ranks.reduce(own_loss, "mean")
         self.agg_train_loss = loss
         # The schedule ran the whole window, of which the step counts the last micro-batch.

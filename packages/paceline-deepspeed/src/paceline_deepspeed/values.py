@@ -156,10 +156,11 @@ def safe_set_local_optimizer_state(param: Tensor, value: Tensor, optim_state_key
 
 
 def _full(tensor: Tensor) -> Tensor:
+    """Returns a copy, which later steps do not change: scripts compare values from before a step with those after it."""
     full: Tensor = whole(tensor.detach())
     if full.is_floating_point():
         full = full.float()
-    return full
+    return full.clone()
 
 
 def _put(target: Tensor, value: Tensor) -> None:

@@ -26,6 +26,14 @@ def test_every_name_of_the_real_library_can_be_imported() -> None:
         assert set(dir(served)) == names
 
 
+def test_the_version_in_numbers() -> None:
+    import deepspeed
+
+    numbers = (deepspeed.__version_major__, deepspeed.__version_minor__, deepspeed.__version_patch__)
+    assert ".".join(map(str, numbers)) == deepspeed.__version__ == table.VERSION
+    assert deepspeed.__git_hash__ == deepspeed.__git_branch__ == "unknown"
+
+
 def test_names_that_are_carried_exist_in_the_real_library() -> None:
     known = {name for names in table.modules().values() for name in names}
     for entry in table.carried():

@@ -24,6 +24,7 @@ from paceline_deepspeed.optimizers import (
     FusedLamb,
     build,
 )
+from paceline_deepspeed.tiling import TiledLinear, TiledMLP
 from paceline_large.optim.lamb import Lamb
 from paceline_large.optim.lion import Lion
 
@@ -201,3 +202,46 @@ def test_where_the_package_is_there(monkeypatch, tmp_path: Path) -> None:
         {"project": "p", "group": "g", "entity": "t"}, (value, 4), (value, 8), (value, 16), 0,
     ]  # fmt: skip
     assert comet.calls == [{"project": "p"}, "e", ("Train/Samples/lr", 0.5, 4), ("Train/Samples/lr", 0.5, 16), "end"]
+
+
+# -- layers in parts -------------------------------------------------------------------------------------------
+
+
+class OverPositions(nn.Module):
+    """Runs a module on all positions, or on some after the others."""
+
+    def __init__(self, inner: nn.Module, shards: int) -> None:
+        super().__init__()
+        self.inner = inner
+        self.shards = shards
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return TiledMLP.apply(lambda module, part: module.inner(part), self, x, self.shards)
+
+
+def test_tiles_at_stage_3_train_as_whole_layers_do() -> None:
+    def train(first: nn.Module, shards: int) -> list[torch.Tensor]:
+        keys = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+            "zero_allow_untested_optimizer": True,
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        }
+        torch.manual_seed(1)
+        model = OverPositions(nn.Sequential(first, nn.Tanh(), nn.Linear(6, 8)), shards)
+        engine = initialize(model=model, config=keys)[0]
+        losses: list[torch.Tensor] = []
+        for _ in range(3):
+            loss = engine(torch.arange(16.0).reshape(1, 2, 8) / 16 + engine.global_rank).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.detach())
+        return losses
+
+    def work() -> None:
+        torch.manual_seed(0)
+        layer = nn.Linear(8, 6)
+        tiled = TiledLinear(8, 6, in_splits=2, out_splits=3, init_linear=layer)
+        torch.testing.assert_close(train(tiled, 2), train(layer, 1))
+
+    run_ranks(work, 2)

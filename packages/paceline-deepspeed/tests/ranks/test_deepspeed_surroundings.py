@@ -262,7 +262,6 @@ def _values(stage: int) -> dict[str, torch.Tensor]:
         "exp_avg": values.safe_get_full_optimizer_state(parameter, "exp_avg"),
     }
     assert all(each.shape == (7, 5) and each.dtype == torch.float32 for each in found.values())
-    found = {name: each.clone() for name, each in found.items()}
     local = values.safe_get_local_optimizer_state(parameter, "exp_avg")
     assert local.numel() == (35 if stage == 0 else 20 if engine.accelerator.process_index == 0 else 15)
     assert values.safe_get_local_fp32_param(parameter).numel() == (local.numel() if stage == 3 else 35)

@@ -22,6 +22,7 @@ class Names(Protocol):
 
     __name__: str
     VERSION: str
+    ABOUT: dict[str, object]  # what its package says of itself by names with underscores, beside `__version__`
     COMMANDS: dict[str, str]  # commands of an installed door -> what runs them
 
     def modules(self) -> dict[str, frozenset[str]]:

@@ -46,6 +46,7 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         self.modules = names.modules()
         self.carried = names.carried()
         self.renamed: dict[type, str] = {}
+        self.about = {"__version__": names.VERSION, **names.ABOUT}
         self._names = names
 
     # -- modules ---------------------------------------------------------------------------------------------
@@ -89,8 +90,8 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         """
         if f"{module}.{name}" in self.modules and name not in self.modules[module]:
             return importlib.import_module(f"{module}.{name}")
-        if name == "__version__":
-            return self._names.VERSION
+        if name in self.about:
+            return self.about[name]
         if name not in self.modules[module]:
             return self._imported(module, name)
         # Most names mean the same object in every module. Where two modules differ, the table has their full names.
@@ -180,7 +181,7 @@ class ServedModule(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name == "__all__":  # `from accelerate.utils import *` reads it
             return [name for name in dir(self) if not name.startswith("_")]
-        if name.startswith("__") and name != "__version__":
+        if name.startswith("__") and name not in self._server.about:
             # The message is Python's own, plus a note: who prints `accelerate.__file__` wants to know what is imported.
             raise AttributeError(f"module {self.__name__!r} (served by Paceline) has no attribute {name!r}")
         try:

@@ -18,6 +18,7 @@ from paceline_doors.environments import Environment
 
 NAMES = """
 VERSION = "2.0"
+ABOUT = {"__author__": "somebody"}
 COMMANDS = {"toy": "toy_names.work:main"}
 
 

@@ -236,6 +236,7 @@ CASES: dict[str, Callable[[Collectives], object]] = {
     "pad dims": lambda ours: ours.pad_across(torch.ones([2] * (1 + ours.rank))),
     "one has a string": lambda ours: ours.gather([torch.ones(2), "x"][ours.rank == 1]),
     "one cannot pickle": lambda ours: ours.gather_object((lambda: 1) if ours.rank == 1 else 2),
+    "one names no rank": lambda ours: ours.broadcast(torch.ones(2), src=9 if ours.rank == 1 else 0),
 }
 
 
@@ -246,10 +247,16 @@ def test_disagreement_is_the_same_error_on_all_ranks_and_the_group_lives_on(size
         for name, call in CASES.items():
             found[name] = errors(lambda call=call: call(ours))
             ours.barrier()
+        no_rank = errors(lambda: ours.broadcast_object(1, src=-1))
+        assert no_rank[0] == "collective-source"
         return found
 
     first, odd, *rest = run_ranks(work, size, timeout_s=60)
-    own = {"one has a string": "collective-leaf", "one cannot pickle": "collective-object"}
+    own = {
+        "one has a string": "collective-leaf",
+        "one cannot pickle": "collective-object",
+        "one names no rank": "collective-source",
+    }
     for name in CASES:
         (code, text), (odd_code, odd_text) = first[name], odd[name]
         assert code == "collective-mismatch", name

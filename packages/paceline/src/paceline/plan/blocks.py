@@ -3,7 +3,8 @@
 A transformer holds its layers in a list of modules of one class, a convolutional net its stages in a sequence. The
 blocks are the children of the containers (`ModuleList`, `Sequential`, `ModuleDict`, and the door's `PipelineModule`)
 that hold the same class several times; where blocks lie inside blocks, the outer ones count. A subclass that does not
-change how such a container runs is one, too.
+change how such a container runs is one, too. A list that repeats (`layers.append(ModuleList([Attention(), FeedForward()]))`)
+is called by nobody: its children are blocks.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from paceline.plan.fqn import joined
 if TYPE_CHECKING:
     import torch
 
-_CONTAINERS = ("ModuleList", "Sequential", "ModuleDict", "PipelineModule")
+_NEVER_CALLED = ("ModuleList", "ModuleDict")
+_CONTAINERS = (*_NEVER_CALLED, "Sequential", "PipelineModule")
 
 
 def repeated_blocks(model: torch.nn.Module) -> tuple[str, ...]:
@@ -26,7 +28,8 @@ def repeated_blocks(model: torch.nn.Module) -> tuple[str, ...]:
     return tuple(blocks)
 
 
-def _search(module: torch.nn.Module, prefix: str, blocks: list[str]) -> None:
+def _search(module: torch.nn.Module, prefix: str, blocks: list[str], repeats: bool = False) -> None:
+    """Adds the blocks inside of a module; `repeats`: it is a list of which its own container has several."""
     counts = Counter(type(child) for child in module.children())
     in_container = _container(module) is not None
     for name, child in module.named_children():
@@ -34,10 +37,12 @@ def _search(module: torch.nn.Module, prefix: str, blocks: list[str]) -> None:
         # Layers such as a lone ReLU repeat too, and are no blocks: a block has children, and parameters in them.
         has_children = next(child.children(), None) is not None
         has_parameters = next(child.parameters(), None) is not None
-        if in_container and counts[type(child)] > 1 and has_children and has_parameters:
+        is_repeated = in_container and (repeats or counts[type(child)] > 1)
+        is_called = _container(child) not in _NEVER_CALLED
+        if is_repeated and is_called and has_children and has_parameters:
             blocks.append(path)
         else:
-            _search(child, path, blocks)
+            _search(child, path, blocks, is_repeated and not is_called)
 
 
 def is_sequence(module: torch.nn.Module) -> bool:

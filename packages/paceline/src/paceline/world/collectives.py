@@ -185,8 +185,9 @@ class Collectives:
             Any. Shapes, structure and dtypes are the same on all ranks, and the result has them too.
 
         Raises:
-            CollectiveError: `collective-mismatch`, `collective-leaf`.
+            CollectiveError: `collective-mismatch`, `collective-leaf`, `collective-source`.
         """
+        self._check_source("broadcast", src)
         return self._of_structures.broadcast(tree, src)
 
     def pad_across(self, tree: Tree, dim: int = 0, pad_index: float = 0, pad_first: bool = False) -> Tree:
@@ -259,11 +260,12 @@ class Collectives:
         """Returns the object of rank `src` on every rank; what other ranks pass is ignored.
 
         Raises:
-            CollectiveError: `collective-object`.
+            CollectiveError: `collective-object`, `collective-source`.
         """
         exchange = self._exchange
         if exchange is None:
             return obj
+        self._check_source("broadcast_object", src)
         topic = Topic(f"broadcast_object(src={src})")
         is_source = self.rank == src
         pickled = [self.pickled(topic.op, obj)] if is_source else []
@@ -336,6 +338,18 @@ class Collectives:
                 self._exchange.announce(Topic(op, f"cannot: {why}"))
 
     # -------------------------------------------------------------------- parts of the operations
+
+    def _check_source(self, op: str, src: int) -> None:
+        """Refuses a source that is no rank of the group. A process that is alone keeps what it has, whatever the source."""
+        if self._exchange is None or 0 <= src < self.size:
+            return
+        self.decline(op, f"there is no rank {src}")
+        raise CollectiveError(
+            "collective-source",
+            f"{op}: there is no rank {src} whose values could be sent.",
+            why=f"{self.size} processes take part: ranks 0 to {self.size - 1}",
+            fix="name one of these, such as 0, or start more processes",
+        )
 
     def combine(self, op: str, detail: str, numbers: Sequence[int], combination: Literal["sum", "max"]) -> list[int]:
         """Returns the sum or the largest of each number over the ranks.

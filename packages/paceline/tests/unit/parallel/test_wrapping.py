@@ -29,6 +29,18 @@ def test_repeated_blocks_are_units():
     assert units(nn.Linear(2, 2)).units == ()
 
 
+def test_a_list_that_repeats_is_no_unit_but_what_it_holds_is():
+    def feed_forward():
+        return nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
+
+    layers = nn.ModuleList(nn.ModuleList([nn.MultiheadAttention(4, 2), feed_forward()]) for _ in range(2))
+    assert units(nn.ModuleDict({"layers": layers})).units == ("layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1")
+    named = nn.ModuleList(nn.ModuleDict({"norm": nn.LayerNorm(4), "mlp": feed_forward()}) for _ in range(2))
+    assert units(named).units == ("0.mlp", "1.mlp")
+    tiles = nn.ModuleList(nn.ModuleList([nn.Linear(4, 2), nn.Linear(4, 2)]) for _ in range(2))
+    assert units(tiles).units == ()
+
+
 def test_classes_are_units_inside_one_another():
     found = units(GPT(layers=2), ["Block", "Attention"])
     assert found.units == ("blocks.0", "blocks.0.attention", "blocks.1", "blocks.1.attention")
