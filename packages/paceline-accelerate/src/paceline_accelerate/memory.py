@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from paceline.planner.out_of_memory import is_out_of_memory
 from paceline_accelerate.errors import CompatRuntimeError, CompatTypeError
 from paceline_large.optim import batch_size
 
@@ -30,7 +31,7 @@ def release_memory(*objects: Any) -> list[None]:
 
 def should_reduce_batch_size(exception: Exception) -> bool:
     """Whether an error is about memory."""
-    return batch_size.is_out_of_memory(exception)
+    return is_out_of_memory(exception)
 
 
 def find_executable_batch_size(
