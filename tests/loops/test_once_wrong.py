@@ -295,6 +295,15 @@ PENALTY_OF_EXPERTS = Program(
     body=(Forward(0, 0, 0, penalty=True), Forward(1, 0, 0), Backward((0, 1)), Step(0), Zero("optimizer", 0)),
 )
 
+# Of the last step one rank has no row. What it takes part with may use no expert that the one row of the others does not use.
+LAST_ROW_OF_A_STREAM = Program(
+    seed=14,
+    models=(Model("ListedMixture"),),
+    optimizers=(Optimizer("momentum", (Slice(0),)),),
+    loaders=(Loader(rows=25, batch=12, kind="iterable"),),
+    body=(Forward(0, 0, 0), Backward((0,)), Step(0), Zero("optimizer", 0)),
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -328,6 +337,7 @@ def test_programs_that_were_wrong_once() -> None:
     ):
         cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
     cases += [Case(ASSIGNED_BEFORE_TWO_PASSES, 2, plan) for plan in ("shard", "zero2")]
+    cases += [Case(LAST_ROW_OF_A_STREAM, 2, plan) for plan in ("replicate", "zero1", "shard")]
     cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))
     cases.append(Case(replace(PENALTY_OF_EXPERTS, models=(Model("ListedMixture"),)), 2, "ep"))
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))

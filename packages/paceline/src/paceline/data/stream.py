@@ -1,7 +1,7 @@
 """A feed of an iterable dataset. It is not known how many batches are left, so the ranks communicate at each step.
 
 each rank      [rows of its batch, whether another follows] --sum over ranks--> rows of all ranks, how many have more
-rank at end    repeats an earlier batch of its own with weight zero, until no rank has more
+rank at end    takes a batch of another rank with weight zero, until no rank has more; with padding its own first one
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ class StreamFeed:
         full = plan.info(plan.global_batch, last=False)
         consumed = start.samples
         batches_before = int(note.get("batches", 0))
-        spare: Part | None = None
+        filler: Part | None = None
         ahead = next(parts, None)
         latest_note = NOTHING
         for step in count():
@@ -148,15 +148,14 @@ class StreamFeed:
             rows, more = self._agree(here, ahead)
             if not any(rows):
                 return
-            # At the first step every rank gets its spare batch, so that all of them enter `_spare` together.
-            if width > 1 and spare is None:
-                spare = self._spare(here, rows)
+            if width > 1:
+                filler = self._filler(here, rows, filler)
             if here is not None:
                 num_rows, latest_note, batch = here
             else:
-                assert spare is not None, "a rank at its end has got a batch to take part with"
-                num_rows, _, spare_batch = spare
-                batch = map_tensors(torch.clone, spare_batch)
+                assert filler is not None, "a rank at its end has got a batch to take part with"
+                num_rows, _, filler_batch = filler
+                batch = map_tensors(torch.clone, filler_batch)
             info = full
             if rows != full.real or not more:
                 info = self._info(rows, num_rows, last=not more)
@@ -344,19 +343,32 @@ class StreamFeed:
             "drop_last=False every sample is used.",
         )
 
-    def _spare(self, here: Part | None, rows: tuple[int, ...]) -> Part:
-        """Returns the batch that this rank repeats once it has no more. A copy, because scripts may change their batches."""
-        spare: Part | None = None
+    def _filler(self, here: Part | None, rows: tuple[int, ...], earlier: Part | None) -> Part | None:
+        """Returns the batch with which this rank takes part in a step in which it has no samples. Ranks: all.
+
+        Without padding it counts for nothing, and is of the same step on another rank: a parameter that no sample of the step
+        uses, such as one of an expert, must get no gradient from it either.
+
+        Args:
+            here: this rank's batch of the step.
+            rows: of all ranks; the same on all of them, so that all communicate or none does.
+            earlier: what this method returned at the step before.
+        """
+        is_padded = self.plan.tail == "pad"
+        if is_padded and earlier is not None:
+            return earlier
+        if all(rows) and not is_padded:
+            return None
+        filler: Part | None = None
         if here is not None:
             num_rows, _, batch = here
-            spare = (num_rows, NOTHING, map_tensors(torch.clone, batch))
-        # `rows` are the same on all ranks, so that all of them communicate or none does.
-        if spare is not None and all(rows):
-            return spare
+            filler = (num_rows, NOTHING, map_tensors(torch.clone, batch))  # scripts may change their batches
+        if all(rows):
+            return filler
         assert self._collectives is not None, "needed at a width above one"
         source = next(index for index, num_rows in enumerate(rows) if num_rows)
-        first_ranks: Part = self._collectives.broadcast_object(spare, src=source)
-        return spare or first_ranks
+        first_ranks: Part = self._collectives.broadcast_object(filler, src=source)
+        return filler or first_ranks
 
     def _info(self, rows: tuple[int, ...], loaded: int, last: bool) -> BatchInfo:
         weights = rows
