@@ -7,5 +7,6 @@ test compares the table with the imports of these modules.
 # Function, with its module -> the other modules that call it by its name.
 REPLACEABLE = {
     "device:get_accelerator": "checkpointing comm surroundings",
+    "partition:uniform": "tiling",
     "processes:init_distributed": "initialize zero",
 }
