@@ -9,8 +9,8 @@ PARTS := -e "packages/paceline[completion,notebook,tensorboard]" -e "packages/pa
 	-e packages/paceline-doors -e packages/paceline-accelerate -e packages/paceline-deepspeed
 # A file is read by one worker (loadscope), so that what its fixtures make is made once; groups are not honoured by
 # pytest-xdist 3.8 under pytest 9.2, which keeps names elsewhere. Test processes spend much of their time waiting
-# for each other: four on 2 cores left a sixth of the time unused. `make test JOBS=20` on a larger machine.
-JOBS ?= 6
+# for each other, so four on 2 cores; six were no faster. `make test JOBS=8` on a larger machine.
+JOBS ?= 4
 # Those of each part, and in tests/together those of parts that do not depend on each other.
 UNIT := $(wildcard packages/*/tests/unit)
 RANKS := $(wildcard packages/*/tests/ranks) tests/together

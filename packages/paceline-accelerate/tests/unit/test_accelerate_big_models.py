@@ -17,6 +17,7 @@ from inference_models import IDS, Model, made
 from safetensors.torch import save_file
 from torch import nn
 
+import paceline_accelerate
 from paceline import CheckpointError, ConfigError, PlanError
 from paceline.base import env
 from paceline.checkpoint import save_model
@@ -316,8 +317,11 @@ def test_all_of_a_model_on_the_disk(tmp_path: Path) -> None:
 def test_a_hooked_model_is_pickled_and_copied(monkeypatch: pytest.MonkeyPatch) -> None:
     model = cpu_offload(network())
     expected = model(torch.ones(1, 2))
-    # Where accelerate's names were served in this process, the classes say that they come from there.
-    monkeypatch.setitem(sys.modules, hooks.AlignDevicesHook.__module__, hooks)
+    # Where accelerate's names were served in this process, the classes say that they come from there. Pickle imports the
+    # package, too.
+    module = hooks.AlignDevicesHook.__module__
+    monkeypatch.setitem(sys.modules, module.partition(".")[0], paceline_accelerate)
+    monkeypatch.setitem(sys.modules, module, hooks)
     for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
         assert torch.equal(other(torch.ones(1, 2)), expected)
         assert other.forward.args[0] is other

@@ -1,7 +1,8 @@
 """The common part of launchers that start all hosts with one program (mpirun).
 
 mpirun runs `paceline_hosts.remote` on each host: first to check what is missing there, then to run the assignment.
-The assignment travels in a variable, so that no part of it appears on a command line.
+The assignment travels in a variable, so that no part of it appears on a command line. A launcher that starts each host
+separately uses `environment_with`.
 """
 
 from __future__ import annotations
@@ -74,14 +75,15 @@ class BatchHandle:
             signals.leave()
 
 
-def environment_with(job: Job, place: tuple[str, int] | None) -> dict[str, str]:
+def environment_with(job: Job, place: tuple[str, int] | None, node: int | None = None) -> dict[str, str]:
     """Returns the environment of a program that starts `paceline_hosts.remote`, with the assignment in a variable.
 
     Args:
         job: the job, with its assignment.
         place: the address and port where node 0 listens; None if it is the only node.
+        node: the number of the host that the program starts; None if it starts and numbers all hosts, as mpirun and srun do.
     """
-    assignment = json.dumps({"orders": assignment_of(job).to_message(), "place": place}, default=str)
+    assignment = json.dumps({"orders": assignment_of(job).to_message(), "place": place, "node": node}, default=str)
     return {**environment.snapshot(), VARIABLE: assignment}
 
 

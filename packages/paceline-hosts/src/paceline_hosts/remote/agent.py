@@ -208,7 +208,9 @@ def run_by_variable() -> int:
 
 
 def _node(carried: dict[str, Any]) -> int:
-    """Returns the number of this host: by the name that SLURM uses, else as mpirun or srun counts."""
+    """Returns the number of this host: as the message says, else by the name that SLURM uses, else as mpirun or srun counts."""
+    if carried["node"] is not None:
+        return int(carried["node"])
     env = environment.snapshot()
     names = [slots["host"] for slots in carried["orders"]["hosts"]]
     own = env.get("SLURMD_NODENAME", "")
