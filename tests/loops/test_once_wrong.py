@@ -8,8 +8,10 @@ import pytest
 from loops.check import Case, check
 from loops.programs import (
     Accumulate,
+    AveragedCopy,
     Backward,
     Clip,
+    EvaluateAverage,
     EvaluateBatch,
     Forward,
     ForwardBackward,
@@ -24,6 +26,7 @@ from loops.programs import (
     Program,
     Slice,
     Step,
+    UpdateAverage,
     When,
     Write,
     Zero,
@@ -304,6 +307,24 @@ LAST_ROW_OF_A_STREAM = Program(
     body=(Forward(0, 0, 0), Backward((0,)), Step(0), Zero("optimizer", 0)),
 )
 
+# What an average that is not prepared gathers is of the batches of the evaluation, and not of the training loop around it.
+AVERAGE_IN_THE_LOOP = Program(
+    seed=15,
+    models=(Model("Mlp"), Model("Mlp")),
+    optimizers=(Optimizer("SGD", (Slice(0),)), Optimizer("SGD", (Slice(1),))),
+    loaders=(Loader(rows=52, batch=12, kind="sized"), Loader(rows=37, batch=12, kind="iterable")),
+    body=(
+        Accumulate((0,), (Forward(0, 0, 0), Backward((0,)), Step(0), Zero("optimizer", 0))),
+        Accumulate((1,), (Forward(1, 1, 0), Backward((1,)), Step(1), Zero("optimizer", 1))),
+        UpdateAverage(0),
+        When("at", 2, 0, (EvaluateAverage(0, 1),)),
+    ),
+    loop=Loop("for", (0,), epochs=1),
+    window=4,
+    split_batches=True,
+    averages=(AveragedCopy(0, "moving with buffers", prepared=False),),
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -337,6 +358,7 @@ def test_programs_that_were_wrong_once() -> None:
     ):
         cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
     cases += [Case(ASSIGNED_BEFORE_TWO_PASSES, 2, plan) for plan in ("shard", "zero2")]
+    cases.append(Case(AVERAGE_IN_THE_LOOP, 2, "replicate"))
     cases += [Case(LAST_ROW_OF_A_STREAM, 2, plan) for plan in ("replicate", "zero1", "shard")]
     cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))
     cases.append(Case(replace(PENALTY_OF_EXPERTS, models=(Model("ListedMixture"),)), 2, "ep"))

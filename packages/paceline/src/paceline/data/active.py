@@ -285,6 +285,9 @@ class ActiveLoaders:
             self._interleaved |= {(id(other), id(loader)) for other in self._stack if other in advanced}
         self._stack.append(loader)
         self._given_since_gather = 0
+        if self.in_use > BatchesInUse.NEWEST:
+            # What is gathered in this loop may come from a model that is not prepared, and shows no batch.
+            self.origins.inputs.clear()
         self._events.loop_began(loader)
         if len(self._stack) > 1 or self._are_batches_kept(beside=loader):
             self._follow(BatchesInUse.SEVERAL_LOOPS)
