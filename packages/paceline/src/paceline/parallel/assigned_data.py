@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from paceline.base.errors import TrainError
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
-from paceline.torch_internals.tensors import without_modes
+from paceline.torch_internals.tensors import without_torch_function
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded, local
 
@@ -62,7 +62,7 @@ class _RefuseAssignedData:
 
     def __call__(self, parameters: Iterable[Tensor]) -> None:
         # A mode may show whole values in the place of a parameter's own, with a storage of theirs.
-        with without_modes():
+        with without_torch_function():
             for parameter in parameters:
                 if is_sharded(parameter):
                     self._look_at(parameter)

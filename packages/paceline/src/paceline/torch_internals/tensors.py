@@ -153,8 +153,8 @@ def put_hooks_by(tensors: Iterable[Tensor]) -> Callable[[], None]:
     return give_back
 
 
-def without_modes() -> AbstractContextManager[Any]:
-    """While it is open, functions and methods of torch see tensors as they are, whatever a `TorchFunctionMode` shows."""
+def without_torch_function() -> AbstractContextManager[Any]:
+    """While it is open, functions of torch see tensors as they are, whatever a `TorchFunctionMode` or a class of tensors shows."""
     return torch._C.DisableTorchFunction()
 
 

@@ -178,6 +178,6 @@ def test_tensors_are_seen_as_they_are_behind_a_mode() -> None:
     x = torch.ones(())
     with Doubled():
         assert x.item() == 2
-        with tensors.without_modes():
+        with tensors.without_torch_function():
             assert x.item() == 1
         assert x.item() == 2
