@@ -154,7 +154,7 @@ def put_hooks_by(tensors: Iterable[Tensor]) -> Callable[[], None]:
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
-    """While it is open, functions of torch see tensors as they are, whatever a `TorchFunctionMode` or a class of tensors shows."""
+    """While it is open, functions of torch see tensors as they are, whatever a mode or a class of tensors shows."""
     return torch._C.DisableTorchFunction()
 
 
