@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import signal
 import sys
@@ -123,8 +124,9 @@ def ends_shared_ranks() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def leaves_nothing_behind() -> Iterator[None]:
-    """Fails a test that leaks an environment variable, a thread, a process group or a file in the working directory."""
+    """Fails a test that leaks an environment variable, a thread, a process group, a log level or a file in its folder."""
     environment, threads, folder = _environment(), set(threading.enumerate()), Path.cwd()
+    log_level = logging.root.level
     files, group = set(os.listdir(folder)), _has_group()
     yield
     leaks = _changed(environment, _environment())
@@ -137,6 +139,9 @@ def leaves_nothing_behind() -> Iterator[None]:
     if _has_group() and not group:
         leaks.append("a process group")
         _end_group()
+    if logging.root.level != log_level:
+        leaks.append(f"the root logger at level {logging.getLevelName(logging.root.level)}")
+        logging.root.setLevel(log_level)
     if Path.cwd() != folder:
         leaks.append(f"the working directory {Path.cwd()}")
         os.chdir(folder)

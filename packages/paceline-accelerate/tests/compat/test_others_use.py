@@ -230,11 +230,12 @@ def test_a_hook_leaves_a_forward_that_was_set_before() -> None:
 
 def test_records_name_the_line_of_the_script(caplog: pytest.LogCaptureFixture) -> None:
     Accelerator(cpu=True)
-    log = get_logger("mine", "INFO")
-    log.info("a")
-    log.info("b", main_process_only=False, in_order=True)
-    log.warning_once("c")
-    log.info("d", stacklevel=2)  # the logger's own default, as under accelerate
+    with caplog.at_level(logging.WARNING):  # puts the root logger's level back, which accelerate's function sets as well
+        log = get_logger("mine", "INFO")
+        log.info("a")
+        log.info("b", main_process_only=False, in_order=True)
+        log.warning_once("c")
+        log.info("d", stacklevel=2)  # the logger's own default, as under accelerate
     places = {(record.filename, record.funcName) for record in caplog.records if record.name == "mine"}
     assert places == {("test_others_use.py", "test_records_name_the_line_of_the_script")}
 
