@@ -223,7 +223,8 @@ def reduction_of(node: Any) -> Reduction | None:
         sizes = tuple(node._saved_self_sym_sizes)
         return Reduction(name.startswith("Mean"), sizes, math.prod(sizes))
     reduction = getattr(node, "_saved_reduction", None)
-    if reduction not in (_MEAN, _SUM):
+    # What a gradient of a loss was computed by has its `reduction`, too, but gives a tensor.
+    if reduction not in (_MEAN, _SUM) or "BackwardBackward" in name:
         return None
     target = _saved(node, "target")
     if target is None:

@@ -144,6 +144,10 @@ def test_what_a_node_reduces_to_one_number() -> None:
     assert reduction(logits[0, 0].clone().sum())[:2] == (False, ())
     assert reduction(logits.sum(dim=1)) is None
     assert reduction(functional.mse_loss(logits, torch.zeros(4, 3), reduction="none")) is None
+    for loss in (functional.cross_entropy(logits, targets), functional.mse_loss(logits, torch.zeros(4, 3))):
+        node = torch.autograd.grad(loss, logits, create_graph=True)[0].grad_fn
+        assert tensors.reduction_of(node) is None
+        assert tensors.reduction_of(node.next_functions[0][0] or node) is None
 
 
 def test_what_a_node_divides_by() -> None:
