@@ -26,10 +26,11 @@ from torch import Tensor
 from paceline.base.log import warn_once
 from paceline.torch_internals.tensors import Reduction, divisor_of, reduction_of
 
-_NODES = 32  # of the graph behind a loss; losses are a few sums and factors away from their mean
+_NODES = 96  # of the graph behind a loss; losses are a few operations away from their mean
 _LINEAR = (
     "Add",
     "Sub",
+    "Rsub",
     "Mul",
     "Div",
     "Neg",
@@ -41,10 +42,28 @@ _LINEAR = (
     "Squeeze",
     "View",
     "Select",
+    "TBackward",
+    "Transpose",
+    "Permute",
+    "Expand",
+    "Cat",
+    "Clone",
+    "Slice",
+    "Index",
+    "Gather",
+    "Lerp",
+    "Diagonal",
+    "Trace",
 )
-_CURVED = ("Sqrt", "Rsqrt", "Pow", "Log", "Exp", "Reciprocal", "Clamp", "Sigmoid", "Softplus")
+_CURVED = (
+    *("Sqrt", "Rsqrt", "Pow", "Log", "Exp", "Reciprocal", "Clamp", "Sigmoid", "Softplus", "Relu", "Abs", "Sgn", "Maximum"),
+    *("Minimum", "Where", "Softmax", "SpecialEntr", "Cdist", "LinalgVectorNorm", "LinalgSlogdet", "LinalgDet"),
+)
 # What penalties on weights do to them before they add up.
-_ELEMENTWISE = ("Pow", "Abs", "Sub", "Add", "Mul", "Neg", "ToCopy", "Clone", "LogBackward", "ExpBackward")
+_ELEMENTWISE = (
+    *("Pow", "Abs", "Sub", "Rsub", "Add", "Mul", "Div", "Neg", "ToCopy", "Clone", "LogBackward", "ExpBackward", "Sqrt", "Relu"),
+    *("SumBackward", "MeanBackward", "VarBackward", "StdBackward", "LinalgVectorNorm", "MaxBackward", "AmaxBackward"),
+)
 _OF_WHOLE = ("MmBackward", "TBackward", "Transpose", "Permute", "Slice", "Select", "View")
 
 _SUM_TEXT = (
@@ -67,6 +86,11 @@ _FACTOR_TEXT = (
     "a loss is computed from a number that each process has of its own samples: a factor, or the root, logarithm or quotient "
     "of its sums. One process would take the number of all samples, so the result depends on how they are divided. Take the "
     "mean of a loss for each sample, or a factor that all processes share, such as `accelerator.reduce(factor, 'mean')`"
+)
+_TOGETHER_TEXT = (
+    "a loss is computed of several samples together (a norm, a variance, a product of matrices, a maximum over them), and is no "
+    "mean of a loss for each sample. Each process has its own samples, so the result depends on how they are divided. Take such "
+    "a mean; or let all processes compute the loss of all samples: `outputs = accelerator.gather(outputs, with_gradient=True)`"
 )
 _ITEMS_TEXT = (
     "a loss that was passed with `num_items` is no sum over its items: an item counts more on one process than on another. "
@@ -107,6 +131,8 @@ class SeenPart:
         is_curved: whether the loss is more of the result than a multiple.
         is_divided: whether a division is among them.
         is_penalty: whether it is computed of weights alone.
+        is_of_columns: whether it gives more than one number; `weight` is then the norm of what they count.
+        is_joint: whether it is no sum over samples.
         tolerance: up to which weights are equal, by the dtype of the gradient.
     """
 
@@ -118,12 +144,14 @@ class SeenPart:
     is_divided: bool
     is_curved: bool
     is_penalty: bool
+    is_of_columns: bool
+    is_joint: bool
     tolerance: float
 
     @property
     def form(self) -> tuple[object, ...]:
         """What two ranks, or two micro-batches, have in common if they have computed the same loss."""
-        return self.is_mean, len(self.sizes)
+        return self.is_mean, self.is_of_columns, self.is_joint, len(self.sizes)
 
 
 @dataclass(frozen=True)
@@ -175,8 +203,13 @@ class _PartOfLoss:
 
     def see(self, gradients: Sequence[Tensor | None]) -> None:
         """Called in the backward pass with the gradient of the result."""
-        if gradients[0] is not None and gradients[0].numel() == 1:
-            self.gradient = gradients[0].detach()
+        gradient = gradients[0]
+        if gradient is None:
+            return
+        if gradient.numel() == 1:
+            self.gradient = gradient.detach()
+        elif self.reduction.is_of_columns:
+            self.gradient = gradient.detach().norm()
 
     def forget_graph(self) -> None:
         self.way = replace(self.way, node=None)
@@ -202,6 +235,8 @@ class _PartOfLoss:
             is_divided=self.way.is_divided,
             is_curved=self.way.is_curved,
             is_penalty=self.is_penalty,
+            is_of_columns=self.reduction.is_of_columns,
+            is_joint=self.reduction.is_joint,
             tolerance=tolerance,
         )
 
@@ -237,13 +272,13 @@ class PassLookedAt:
 
 def look_at(loss: Tensor, known: SeenLoss) -> PassLookedAt:
     """Looks at a backward pass that has not run yet, whose loss was not scaled."""
-    parts = _parts_of(loss)
+    parts = _parts_of(loss, known.rows)
     handles = [part.way.node.register_prehook(part.see) for part in parts]
     return PassLookedAt(known, parts, handles)
 
 
-def _parts_of(loss: Tensor) -> list[_PartOfLoss]:
-    """Returns the places near a loss where it adds up a tensor, in the same order on all ranks."""
+def _parts_of(loss: Tensor, rows: int) -> list[_PartOfLoss]:
+    """Returns the places near a loss where it adds up a tensor, or computes of samples together, in one order on all ranks."""
     parts: list[_PartOfLoss] = []
     waiting = [_WayToNode(loss.grad_fn)]
     met: set[Any] = set()
@@ -254,10 +289,12 @@ def _parts_of(loss: Tensor) -> list[_PartOfLoss]:
         if way.node is None or way.node in met:
             continue
         met.add(way.node)
-        reduction = reduction_of(way.node)
+        reduction = reduction_of(way.node, rows)
         if reduction is not None:
             parts.append(_PartOfLoss(way, reduction, _is_of_weights(way.node)))
-        if way.node.name().startswith(_LINEAR + _CURVED):
+        is_joint = reduction is not None and reduction.is_joint
+        # What a loss such as `mse_loss` got is looked at, too.
+        if not is_joint and (reduction is not None or way.node.name().startswith(_LINEAR + _CURVED)):
             waiting += _further(way)
     return parts
 
@@ -333,6 +370,10 @@ def _across_ranks(seen: Sequence[SeenLoss]) -> str | None:
         return None
     rows = [each.rows for each in seen]
     for parts in zip(*(each.parts for each in seen), strict=True):
+        if parts[0].is_joint:
+            if parts[0].is_penalty:
+                continue
+            return _TOGETHER_TEXT
         weights = [part.weight for part in parts if part.weight is not None]
         if seen[0].has_items and parts[0].is_penalty:
             continue  # a penalty, which a script multiplies by the number of items
@@ -343,6 +384,8 @@ def _across_ranks(seen: Sequence[SeenLoss]) -> str | None:
             continue
         if seen[0].has_items:
             return _ITEMS_TEXT
+        if parts[0].is_of_columns and not _are_equal(weights, parts[0].tolerance):
+            return _TOGETHER_TEXT
         gradients = [weight * part.count for weight, part in zip(weights, parts, strict=True)]
         if parts[0].is_curved or (parts[0].is_mean and not _are_equal(gradients, parts[0].tolerance)):
             return _FACTOR_TEXT
@@ -440,7 +483,7 @@ def _of_sum(seen: SeenLoss, number: int, judged: Iterable[Sequence[SeenLoss]], w
         is_sure: see `judge`.
     """
     part = seen.parts[number]
-    if part.is_mean or part.is_penalty or part.is_curved or not seen.rows:
+    if part.is_mean or part.is_joint or part.is_penalty or part.is_curved or not seen.rows:
         return None
     if seen.has_items:
         return _of_items(seen, part, judged)

@@ -15,6 +15,7 @@ from paceline.optim.loss_weights import LossWeights
 from paceline.optim.uncounted import SeenLoss
 
 PART, FACTOR, SUM, ITEMS = "only a part", "computed from a number", "is a sum", "no sum over its items"
+TOGETHER = "of several samples together"
 CONSTANT, GLOBAL = "does not follow", "of all processes together"
 WEIGHT = torch.tensor([1.0, 2.0, 3.0])
 SOME = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0])  # of the samples: 3 of the first 4, 1 of the others
@@ -83,6 +84,23 @@ def of_ranks(loss: Loss, rows: Sequence[int] = (4, 4), items: float = 0, number:
         (lambda z, y, m: z.mean() + (z.mean() / z.square().mean()).detach() * z.square().mean(), FACTOR),
         (lambda z, y, m: (z.sigmoid() * m[:, None]).sum() / (z.sigmoid().sum() + m.sum()), FACTOR),
         (lambda z, y, m: torch.stack([z.mean(), z.square().mean()]).sum() / 2, ""),
+        (lambda z, y, m: F.relu(z.mean()), FACTOR),
+        (lambda z, y, m: z.relu().sum(0).square().sum() / 3, TOGETHER),
+        (lambda z, y, m: (z - m[:, None]).norm(), TOGETHER),
+        (lambda z, y, m: z.var(0).clamp(min=0.1).sum(), TOGETHER),
+        (lambda z, y, m: z.amax(0).mean() + z[:, 0].median(), TOGETHER),
+        (lambda z, y, m: z.softmax(0)[:, 0].max(), TOGETHER),
+        (lambda z, y, m: z.square().sum(1).topk(2).values.mean(), TOGETHER),
+        (lambda z, y, m: 1 - F.cosine_similarity(z[:, 0], z.detach()[:, 1], dim=0), TOGETHER),
+        (lambda z, y, m: (z.T @ z / len(z) - torch.eye(3)).square().sum(), TOGETHER),
+        (lambda z, y, m: (torch.einsum("bi,bj->ij", z, z) / len(z)).square().sum(), TOGETHER),
+        (lambda z, y, m: -torch.special.entr(z.softmax(1).mean(0)).sum(), TOGETHER),
+        (lambda z, y, m: F.mse_loss((z - z.min()) / (z.max() - z.min()), m[:, None].expand(-1, 3)), TOGETHER),
+        (lambda z, y, m: torch.zeros(3, 3).index_add(0, y, z).square().sum(), TOGETHER),
+        (lambda z, y, m: (z.T @ z).trace() / len(z), ""),
+        (lambda z, y, m: z.square().mean(0).sum(), ""),
+        (lambda z, y, m: z.norm(dim=1).mean() + z.logsumexp(1).mean() + z.softmax(1).amax(1).mean(), ""),
+        (lambda z, y, m: F.normalize(z).square().sum(1).mean(), ""),
     ],
 )  # fmt: skip
 def test_what_counts_more_on_one_rank_is_told(loss: Loss, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +123,7 @@ def test_what_counts_more_on_one_rank_is_told(loss: Loss, words: str, monkeypatc
         (lambda z, y, m: z.relu().view(-1).sum() / z.numel(), ""),
         (lambda z, y, m: z.relu().sum() / (len(z) * 784), ""),
         (lambda z, y, m: z.relu().sum(1).mean(), ""),
-        (lambda z, y, m: z.relu().sum(0).square().sum() / 3, ""),
+        (lambda z, y, m: z.relu().sum(0).mean(), SUM),
     ],
 )  # fmt: skip
 def test_a_sum_that_is_not_divided_by_its_samples_is_told(
@@ -146,6 +164,7 @@ def test_a_divisor_that_does_not_follow_the_samples_is_told(divisor, rows, is_su
         lambda w: 0.1 * w.abs().sum() / 8,
         lambda w: (w @ w.T).square().sum(),
         lambda w: w[:4].abs().sum(),
+        lambda w: w.norm() + w.var(0).sum() + w.max() + (w.T @ w - torch.eye(3)).norm(),
     ],
 )
 def test_a_penalty_on_weights_is_no_loss(penalty: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
