@@ -10,6 +10,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 from paceline import Accelerator, PacelineError
@@ -67,6 +68,11 @@ def a_model_without_layers_to_divide():
     accelerator.prepare(nn.Linear(4, 1))
 
 
+def a_model_that_is_divided_already():
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(fully_shard(nn.Linear(4, 2)))
+
+
 def a_dataset_without_samples():
     list(Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.empty(0, 4)), 2)))
 
@@ -75,6 +81,7 @@ MISUSES = {
     an_unprepared_optimizer: "optimizer-unprepared",
     a_loader_of_an_unknown_kind: "prepare-kind",
     an_object_of_an_unknown_kind: "prepare-kind",
+    a_model_that_is_divided_already: "prepare-kind",
     an_optimizer_of_another_model: "optimizer-parameters",
     torchs_own_backward: "backward-missing",
     a_loss_that_is_not_a_number: "fp16-loss",
@@ -102,6 +109,24 @@ def test_every_rank_raises_the_same(misuse):
     assert first[0] == MISUSES[misuse]
     assert "\n  why: " in first[1]
     assert "\n  fix: " in first[1]
+
+
+def test_gradients_of_ones_own_are_averaged_by_the_loss_that_the_error_names():
+    def work():
+        weights = []
+        for plan in ({}, {"zero": 2}, {"zero": 3}):
+            accelerator, model, optimizer, loader = prepared(plan=plan, split_batches=True)
+            for x, _ in loader:
+                gradients = [torch.full(p.shape, float(x.mean())) for p in model.parameters()]
+                accelerator.backward(sum((p * g).sum() for p, g in zip(model.parameters(), gradients, strict=True)))
+                optimizer.step()
+                optimizer.zero_grad()
+            weights.append(accelerator.get_state_dict(model)["weight"])
+        return weights
+
+    (expected,) = run_ranks(work, world=1)
+    for weights in run_ranks(work, world=2):
+        torch.testing.assert_close(weights, expected)
 
 
 def test_two_models_of_which_one_holds_the_other_bypass_nothing():

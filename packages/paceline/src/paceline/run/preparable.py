@@ -79,6 +79,16 @@ def wrapped_already(model: DataParallel[nn.Module] | DistributedDataParallel) ->
     )
 
 
+def divided_already() -> PrepareError:
+    """Returns the error `prepare-kind` for a model whose parameters a script has divided itself."""
+    return PrepareError(
+        "prepare-kind",
+        "`prepare` was given a model whose parameters are divided over ranks already (DTensors).",
+        why="`prepare` divides models itself, as the plan says, and cannot tell what another division means for gradients",
+        fix="remove the line that divides it, such as `fully_shard(model)`, and choose a plan: `Accelerator(plan={'zero': 3})`",
+    )
+
+
 def _are_parameters(value: object) -> bool:
     """Returns whether an object is a parameter, several of them, or what a method such as `model.parameters()` returns."""
     method = getattr(value, "__qualname__", "")

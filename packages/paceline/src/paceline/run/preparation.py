@@ -39,7 +39,7 @@ from paceline.plan.options import names_of
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft_beside, resolve
 from paceline.planner.exhausted import watch
-from paceline.run.preparable import loose_under_axes, may_be_loader, not_preparable, wrapped_already
+from paceline.run.preparable import divided_already, loose_under_axes, may_be_loader, not_preparable, wrapped_already
 from paceline.run.prepared import EntryOfModel, PreparedModel
 from paceline.run.run import Run, steps_prepared_model
 from paceline.torch_internals.modules import change_tensors, is_compiled
@@ -174,6 +174,9 @@ class Preparation:
                 is_refused = self._semantics.unprepared_optimizers == "refused" or self.run.is_divided()
                 if is_refused:
                     raise wrapped_already(value)
+            prepared = {parameter for entry in self.run.prepared.models for parameter in entry.module.parameters()}
+            if any_sharded(parameter for parameter in value.parameters() if parameter not in prepared):
+                raise divided_already()
             return "model"
         if isinstance(value, Optimizer):
             return "optimizer"
