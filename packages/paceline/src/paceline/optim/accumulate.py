@@ -425,6 +425,9 @@ class Accumulation:
         if source is not None:
             batch = source.info
             rows = batch.real[batch.index]
+            # A `collate_fn` of the script's own may drop samples, which no rank then counts.
+            if source.may_drop and source.seen_rows is not None and rows:
+                rows = source.seen_rows
         elif items is not None:
             rows = 1
         else:

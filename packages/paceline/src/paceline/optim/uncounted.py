@@ -190,6 +190,7 @@ class _WayToNode:
     divisors: tuple[float | Tensor, ...] = ()
     is_divided: bool = False
     is_curved: bool = False
+    is_of_one: bool = False  # sample, of which a script has made a list
 
 
 @dataclass
@@ -289,17 +290,17 @@ def _parts_of(loss: Tensor, rows: int) -> list[_PartOfLoss]:
         if way.node is None or way.node in met:
             continue
         met.add(way.node)
-        reduction = reduction_of(way.node, rows)
+        reduction = reduction_of(way.node, 0 if way.is_of_one else rows)
         if reduction is not None:
             parts.append(_PartOfLoss(way, reduction, _is_of_weights(way.node)))
         is_joint = reduction is not None and reduction.is_joint
         # What a loss such as `mse_loss` got is looked at, too.
         if not is_joint and (reduction is not None or way.node.name().startswith(_LINEAR + _CURVED)):
-            waiting += _further(way)
+            waiting += _further(way, rows)
     return parts
 
 
-def _further(way: _WayToNode) -> list[_WayToNode]:
+def _further(way: _WayToNode, rows: int) -> list[_WayToNode]:
     """Returns the ways to the nodes below one."""
     name = way.node.name()
     operands = [below for below, _ in way.node.next_functions]
@@ -307,11 +308,12 @@ def _further(way: _WayToNode) -> list[_WayToNode]:
     is_product = name.startswith(("Mul", "Div")) and None not in operands and len(operands) == 2
     is_curved = way.is_curved or is_product or name.startswith(_CURVED)
     is_divided = way.is_divided or name.startswith("Div")
+    is_of_one = way.is_of_one or (name.startswith(("Stack", "Cat")) and len(operands) == rows)
     ways = []
     for operand, below in enumerate(operands):
         divisor = divisor_of(way.node, operand)
         divisors = way.divisors if divisor is None else (*way.divisors, divisor)
-        ways.append(_WayToNode(below, divisors, is_divided, is_curved))
+        ways.append(_WayToNode(below, divisors, is_divided, is_curved, is_of_one))
     return ways
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -133,6 +133,7 @@ class _Sharding:
             fully_shard(unit, reshard_after_forward=self.reshard, mp_policy=self._precision, **self._keywords)
         # None is torch's own choice for a root: it stays whole, since the backward pass begins with it.
         reshard_root = False if self.reshard is False else None
+        _let_be_root(self._model)
         fully_shard(self._model, reshard_after_forward=reshard_root, mp_policy=self._precision, **self._keywords)
 
     def prefetch(self) -> None:
@@ -177,6 +178,20 @@ class _Sharding:
 
     def _present(self, names: Iterable[str]) -> list[Any]:
         return [self._modules[name] for name in names if name in self._modules]
+
+
+def _let_be_root(model: nn.Module) -> None:
+    """Gives a container such as `nn.ModuleDict`, whose modules a script calls one by one, the `forward` that FSDP2 asks for.
+
+    It is never called: each module gathers its parameters as one that is called by itself.
+    """
+    kind = type(model)
+    if isinstance(model, (nn.ModuleList, nn.ModuleDict)) and kind.forward is nn.Module.forward:
+
+        def forward(self: nn.Module, *inputs: object) -> NoReturn:
+            raise NotImplementedError(f"{kind.__name__} has no forward: call the modules in it")
+
+        model.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
 
 
 def _show_on_host(model: nn.Module, kept_on_host: Callable[[Tensor], object]) -> None:
