@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -78,6 +80,34 @@ class Sharded(Stream):
     def __iter__(self):
         for part in self.parts:
             yield from part
+
+
+class DividedByRank(Stream):
+    """Cuts itself by the rank, as for DistributedDataParallel."""
+
+    def __iter__(self):
+        rank, width = me()[0].rank, me()[0].size
+        return ({"x": torch.tensor(sample)} for sample in range(rank, self.length, width))
+
+
+def test_a_stream_that_a_script_divides_by_itself_is_told():
+    """Each rank takes its part of each stream, so that half of the samples would be read by none."""
+
+    def run():
+        told = []
+        handler = logging.Handler()
+        handler.emit = lambda record: told.append(record.getMessage())
+        logging.getLogger("paceline.data").addHandler(handler)
+        for stream in (Stream(26), Splitting(26), Sharded([[1, 2], [3, 4]]), Stream(0)):
+            list(prepared(stream, 6))
+        assert told == []
+        loader = prepared(DividedByRank(26), 6)
+        list(loader)
+        list(loader)
+        return told
+
+    (message,), others = run_ranks(run, 2)
+    assert "DividedByRank that begins with other samples" in message and not others
 
 
 def test_order_of_one_process_at_every_width():

@@ -50,6 +50,8 @@ def _plain(value: object) -> Any:
         return numbers if value.dim() else numbers[0]
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, dict):
+        return [_plain(part) for part in list(value.values())[:_NUMBERS]]
     if isinstance(value, list | tuple):
         return [_plain(part) for part in value[:_NUMBERS]]
     return value if isinstance(value, str | int | float) else None

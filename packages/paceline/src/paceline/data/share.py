@@ -103,7 +103,13 @@ class Share(IterableDataset[Any]):
         self.state: tuple[int, Any] | None = None  # samples read when it was taken, and the dataset's own state
         self.epoch_has_ended = False  # whether that state was taken after the last sample of the epoch
         self.splits_itself = own
+        self.first: Any = _END  # the stream's first sample, as this rank has read it; only where no worker reads
         self._read = 0
+
+    def take_first(self) -> list[Any]:
+        """Returns the stream's first sample, and lets go of it; nothing where it was not read here."""
+        first, self.first = self.first, _END
+        return [] if first is _END else [first]
 
     def note(self) -> Mapping[str, Any]:
         """What a resume after the sample that was read last needs; asked by the collation, where the worker is."""
@@ -203,6 +209,8 @@ class Share(IterableDataset[Any]):
                 yield first
             yield from samples
             return
+        if real is None and not start:
+            self.first = first
         samples.info = whole  # should it ask later, it must not begin to split
         self._read = max(start, skipped) + samples_before + self.per_batch
         if first is _END:

@@ -59,6 +59,7 @@ class StreamFeed:
         self._workers = max(1, loader.num_workers)
         self._generator = torch.Generator()
         self._all_ranks = all_ranks
+        self._is_compared = False
         self._keeps_seed = False  # whether workers that were made before, maybe in an earlier run, keep their seed
         self._build()
 
@@ -138,6 +139,7 @@ class StreamFeed:
         batches_before = int(note.get("batches", 0))
         filler: Part | None = None
         ahead = next(parts, None)
+        self._compare_beginnings()
         latest_note = NOTHING
         for step in count():
             # One batch is read ahead, since a rank must announce at each step whether another one follows.
@@ -165,6 +167,17 @@ class StreamFeed:
             yield batch, Mark(start.epoch, info, consumed, step, None, to_resume)
             if not more:
                 return
+
+    def _compare_beginnings(self) -> None:
+        """Warns if ranks read other streams, once: each would leave out what it takes for the samples of the others."""
+        first = self.share.take_first()
+        if self._is_compared or self._collectives is None or self.plan.width == 1:
+            return
+        from paceline.data.beginnings import beginning_of, tell_if_they_differ
+
+        self._is_compared = True
+        beginnings = self._collectives.gather_object(beginning_of(first))
+        tell_if_they_differ(type(self._dataset).__name__, beginnings)
 
     def _note(self, batches: int, ended: bool) -> dict[str, Any]:
         """Returns the entries for a resume after this many batches, besides the dataset's own state.
