@@ -623,6 +623,28 @@ def test_whole_states_are_loaded() -> None:
     run_ranks(body, world=2)
 
 
+def several_networks(sharded: bool) -> dict[str, torch.Tensor]:
+    """A container without a `forward`, whose networks a loop calls one by one."""
+    torch.manual_seed(0)
+    networks = nn.ModuleDict({"body": nn.Sequential(nn.Linear(4, 6), nn.Tanh()), "heads": nn.ModuleList()})
+    networks["heads"].extend(nn.Linear(6, 3) for _ in range(2))
+    accelerator = Accelerator(cpu=True, plan={"zero": 3 if sharded else 0})
+    networks, optimizer = accelerator.prepare(networks, torch.optim.SGD(networks.parameters(), lr=0.1, momentum=0.9))
+    for _ in range(3):
+        hidden = networks["body"](torch.ones(2, 4))
+        accelerator.backward(sum(head(hidden).square().mean() for head in networks["heads"]))
+        accelerator.clip_grad_norm_(networks.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return accelerator.get_state_dict(networks)
+
+
+def test_a_container_whose_networks_are_called_one_by_one() -> None:
+    expected, _ = run_ranks(several_networks, 2, args=(False,))
+    for weights in run_ranks(several_networks, 2, args=(True,)):
+        torch.testing.assert_close(weights, expected)
+
+
 def test_an_average_of_weights_is_copied_before_prepare_and_what_is_divided_is_said() -> None:
     def averaged(plan: dict[str, int] | None) -> dict[str, torch.Tensor]:
         torch.manual_seed(0)
