@@ -2,7 +2,7 @@
 
 torch changes nothing there, and says nothing: a DTensor keeps its values in another tensor. So SAM would not go back to where
 it came from, and an optimizer that steps by `p.data = p.data - lr * p.grad` would not train. Where the loop itself writes so,
-the next forward pass or step says it.
+the next forward pass, step or `state_dict` says it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def copy_assigned_data(adapter: OptimizerAdapter) -> None:
 
 
 def refuse_assigned_data(model: nn.Module) -> None:
-    """Makes forward passes of the model refuse parameters to which `parameter.data = value` was written.
+    """Makes forward passes and `state_dict` of the model refuse parameters to which `parameter.data = value` was written.
 
     So parameters that are in no optimizer, as those of an average, are looked at, too. Call it when they are divided. The
     hook raises TrainError: `data-assigned`.
@@ -46,6 +46,7 @@ def refuse_assigned_data(model: nn.Module) -> None:
     parameters = list(filter(is_sharded, model.parameters()))
     refuse = _RefuseAssignedData(parameters)
     model.register_forward_pre_hook(lambda *_: refuse(parameters), prepend=True)
+    model.register_state_dict_pre_hook(lambda *_: refuse(parameters))
 
 
 class _RefuseAssignedData:
