@@ -174,9 +174,6 @@ class Preparation:
                 is_refused = self._semantics.unprepared_optimizers == "refused" or self.run.is_divided()
                 if is_refused:
                     raise wrapped_already(value)
-            prepared = {parameter for entry in self.run.prepared.models for parameter in entry.module.parameters()}
-            if any_sharded(parameter for parameter in value.parameters() if parameter not in prepared):
-                raise divided_already()
             return "model"
         if isinstance(value, Optimizer):
             return "optimizer"
@@ -243,11 +240,17 @@ class Preparation:
         return names
 
     def _new_models(self, models: Sequence[tuple[nn.Module, bool]], plan: Plan, trains: bool) -> list[_NewModel]:
-        """Returns the models that were not prepared before."""
+        """Returns the models that were not prepared before.
+
+        Raises:
+            PrepareError: `prepare-kind`, if a script has divided one.
+        """
         declared = names_of(plan.options.get("experts", {}).get("modules", ()))
         new: list[_NewModel] = []
         for module, is_moved in models:
             if self.run.prepared.find(module) is None and not self._take_up_again(module):
+                if _is_divided_by_script(module):
+                    raise divided_already()
                 facts = model_facts(module, declared)
                 new.append(_NewModel(module, facts, is_moved, self.recipe_of(module, facts), trains))
         return new
@@ -704,6 +707,15 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
 
     bind(adapter.optimizer)
     adapter.follow_groups(stepped, bind)
+
+
+def _is_divided_by_script(module: nn.Module) -> bool:
+    """Returns whether parameters are DTensors that no strategy has made; a model of earlier, or a part of this one, may have some."""
+    ours: set[Tensor] = set()
+    for part in module.modules():
+        if EntryOfModel.of(part) is not None:
+            ours.update(part.parameters())
+    return any_sharded(parameter for parameter in module.parameters() if parameter not in ours)
 
 
 def _move(module: nn.Module, device: torch.device, tied: Sequence[Sequence[str]]) -> None:
