@@ -266,8 +266,8 @@ class PreparedOptimizer(Optimizer):
             "backward-missing",
             "an optimizer would step, but `accelerator.backward` was never called.",
             why=why,
-            fix="write `accelerator.backward(loss)` in place of `loss.backward()`; for gradients that you compute in another way, "
-            "`accelerator.backward(sum((p * g).sum() for p, g in zip(model.parameters(), gradients)))` averages them",
+            fix="write `accelerator.backward(loss)` in place of `loss.backward()`; for gradients that you compute in another "
+            "way, `accelerator.backward(sum((p * g).sum() for p, g in zip(model.parameters(), gradients)))` averages them",
         )
 
     def unscale(self) -> None:

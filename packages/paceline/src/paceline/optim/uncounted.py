@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from paceline.base.log import warn_once
-from paceline.torch_internals.tensors import Reduction, divisor_of, reduction_of
+from paceline.torch_internals.reductions import Reduction, divisor_of, reduction_of
 
 _NODES = 96  # of the graph behind a loss; losses are a few operations away from their mean
 _LINEAR = (
@@ -56,12 +56,41 @@ _LINEAR = (
     "Trace",
 )
 _CURVED = (
-    *("Sqrt", "Rsqrt", "Pow", "Log", "Exp", "Reciprocal", "Clamp", "Sigmoid", "Softplus", "Relu", "Abs", "Sgn", "Maximum"),
+    *(
+        "Sqrt",
+        "Rsqrt",
+        "Pow",
+        "Log",
+        "Exp",
+        "Reciprocal",
+        "Clamp",
+        "Sigmoid",
+        "Softplus",
+        "Relu",
+        "Abs",
+        "Sgn",
+        "Maximum",
+    ),
     *("Minimum", "Where", "Softmax", "SpecialEntr", "Cdist", "LinalgVectorNorm", "LinalgSlogdet", "LinalgDet"),
 )
 # What penalties on weights do to them before they add up.
 _ELEMENTWISE = (
-    *("Pow", "Abs", "Sub", "Rsub", "Add", "Mul", "Div", "Neg", "ToCopy", "Clone", "LogBackward", "ExpBackward", "Sqrt", "Relu"),
+    *(
+        "Pow",
+        "Abs",
+        "Sub",
+        "Rsub",
+        "Add",
+        "Mul",
+        "Div",
+        "Neg",
+        "ToCopy",
+        "Clone",
+        "LogBackward",
+        "ExpBackward",
+        "Sqrt",
+        "Relu",
+    ),
     *("SumBackward", "MeanBackward", "VarBackward", "StdBackward", "LinalgVectorNorm", "MaxBackward", "AmaxBackward"),
 )
 _OF_WHOLE = ("MmBackward", "TBackward", "Transpose", "Permute", "Slice", "Select", "View")
@@ -88,9 +117,10 @@ _FACTOR_TEXT = (
     "mean of a loss for each sample, or a factor that all processes share, such as `accelerator.reduce(factor, 'mean')`"
 )
 _TOGETHER_TEXT = (
-    "a loss is computed of several samples together (a norm, a variance, a product of matrices, a maximum over them), and is no "
-    "mean of a loss for each sample. Each process has its own samples, so the result depends on how they are divided. Take such "
-    "a mean; or let all processes compute the loss of all samples: `outputs = accelerator.gather(outputs, with_gradient=True)`"
+    "a loss is computed of several samples together (a norm, a variance, a product of matrices, a maximum over them), and is "
+    "no mean of a loss for each sample. Each process has its own samples, so the result depends on how they are divided. Take "
+    "such a mean; or let all processes compute the loss of all samples: "
+    "`outputs = accelerator.gather(outputs, with_gradient=True)`"
 )
 _ITEMS_TEXT = (
     "a loss that was passed with `num_items` is no sum over its items: an item counts more on one process than on another. "
@@ -190,7 +220,6 @@ class _WayToNode:
     divisors: tuple[float | Tensor, ...] = ()
     is_divided: bool = False
     is_curved: bool = False
-    is_of_one: bool = False  # sample, of which a script has made a list
 
 
 @dataclass
@@ -290,7 +319,7 @@ def _parts_of(loss: Tensor, rows: int) -> list[_PartOfLoss]:
         if way.node is None or way.node in met:
             continue
         met.add(way.node)
-        reduction = reduction_of(way.node, 0 if way.is_of_one else rows)
+        reduction = reduction_of(way.node, rows)
         if reduction is not None:
             parts.append(_PartOfLoss(way, reduction, _is_of_weights(way.node)))
         is_joint = reduction is not None and reduction.is_joint
@@ -304,16 +333,18 @@ def _further(way: _WayToNode, rows: int) -> list[_WayToNode]:
     """Returns the ways to the nodes below one."""
     name = way.node.name()
     operands = [below for below, _ in way.node.next_functions]
+    # A script that has made a list of the losses of each sample may take any mean for one of them.
+    if name.startswith(("Stack", "Cat")) and len(operands) == rows > 1:
+        return []
     # Products and quotients of two numbers of the loss, as in the Dice loss, count as curves.
     is_product = name.startswith(("Mul", "Div")) and None not in operands and len(operands) == 2
     is_curved = way.is_curved or is_product or name.startswith(_CURVED)
     is_divided = way.is_divided or name.startswith("Div")
-    is_of_one = way.is_of_one or (name.startswith(("Stack", "Cat")) and len(operands) == rows)
     ways = []
     for operand, below in enumerate(operands):
         divisor = divisor_of(way.node, operand)
         divisors = way.divisors if divisor is None else (*way.divisors, divisor)
-        ways.append(_WayToNode(below, divisors, is_divided, is_curved, is_of_one))
+        ways.append(_WayToNode(below, divisors, is_divided, is_curved))
     return ways
 
 

@@ -710,7 +710,7 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
 
 
 def _is_divided_by_script(module: nn.Module) -> bool:
-    """Returns whether parameters are DTensors that no strategy has made; a model of earlier, or a part of this one, may have some."""
+    """Returns whether parameters are DTensors that no strategy has made, as one has of a model that was prepared before."""
     ours: set[Tensor] = set()
     for part in module.modules():
         if EntryOfModel.of(part) is not None:

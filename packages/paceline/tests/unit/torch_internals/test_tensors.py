@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 from torch.overrides import TorchFunctionMode
 
-from paceline.torch_internals import dispatch, tensors
+from paceline.torch_internals import dispatch, reductions, tensors
 from paceline.world.tree import tensors as tensors_in
 
 
@@ -128,7 +128,7 @@ def test_what_a_node_reduces_to_one_number() -> None:
     logits, targets = torch.randn(4, 3, requires_grad=True), torch.tensor([0, -100, 2, 2])
 
     def reduction(loss: torch.Tensor) -> tuple[bool, tuple[int, ...], float] | None:
-        found = tensors.reduction_of(loss.grad_fn)
+        found = reductions.reduction_of(loss.grad_fn)
         return None if found is None else (found.is_mean, found.sizes, float(found.count))
 
     functional = torch.nn.functional
@@ -146,16 +146,16 @@ def test_what_a_node_reduces_to_one_number() -> None:
     assert reduction(functional.mse_loss(logits, torch.zeros(4, 3), reduction="none")) is None
     for loss in (functional.cross_entropy(logits, targets), functional.mse_loss(logits, torch.zeros(4, 3))):
         node = torch.autograd.grad(loss, logits, create_graph=True)[0].grad_fn
-        assert tensors.reduction_of(node) is None
-        assert tensors.reduction_of(node.next_functions[0][0] or node) is None
+        assert reductions.reduction_of(node) is None
+        assert reductions.reduction_of(node.next_functions[0][0] or node) is None
 
 
 def test_what_a_node_divides_by() -> None:
     values = torch.randn(4, 3, requires_grad=True)
-    assert tensors.divisor_of((values.sum() / 4).grad_fn, 0) == 4
-    assert tensors.divisor_of((values.sum() * 0.25).grad_fn, 0) == 4
-    assert tensors.divisor_of((torch.tensor(0.25) * values.sum()).grad_fn, 1) == 4
-    assert tensors.divisor_of((values.sum() + 4).grad_fn, 0) is None
+    assert reductions.divisor_of((values.sum() / 4).grad_fn, 0) == 4
+    assert reductions.divisor_of((values.sum() * 0.25).grad_fn, 0) == 4
+    assert reductions.divisor_of((torch.tensor(0.25) * values.sum()).grad_fn, 1) == 4
+    assert reductions.divisor_of((values.sum() + 4).grad_fn, 0) is None
 
 
 def test_what_hooks_would_bring_back_is_not_read() -> None:
@@ -168,8 +168,8 @@ def test_what_hooks_would_bring_back_is_not_read() -> None:
 
     plain = loss(values).grad_fn
     again = torch.utils.checkpoint.checkpoint(loss, values, use_reentrant=False).grad_fn
-    assert tensors.divisor_of(plain, 0) == 4 and tensors.reduction_of(plain.next_functions[0][0]) is not None
-    assert tensors.divisor_of(again, 0) is None and tensors.reduction_of(again.next_functions[0][0]) is None
+    assert reductions.divisor_of(plain, 0) == 4 and reductions.reduction_of(plain.next_functions[0][0]) is not None
+    assert reductions.divisor_of(again, 0) is None and reductions.reduction_of(again.next_functions[0][0]) is None
 
 
 class Doubled(TorchFunctionMode):

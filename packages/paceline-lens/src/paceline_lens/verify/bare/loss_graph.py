@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from paceline.torch_internals.tensors import divisor_of, reduction_of
+from paceline.torch_internals.reductions import divisor_of, reduction_of
 
 
 def divisors(loss: Tensor) -> tuple[list[float], bool]:
