@@ -139,7 +139,7 @@ class SharedRanks:
 def _serve(ends: list[Connection], group: bool, stacks: str) -> None:
     """What each rank does: one call after the other, until the empty one or the end of the process of the tests."""
     me = replace(World.detect(), source="run_ranks")
-    faulthandler.register(_STACKS_SIGNAL, file=Path(stacks, str(me.rank)).open("w"), all_threads=True)
+    faulthandler.register(_STACKS_SIGNAL, file=Path(stacks, str(me.rank)).open("w"), all_threads=True)  # noqa: SIM115
     for other in ends[: me.rank] + ends[me.rank + 1 :]:
         other.close()
     environment, dtype = dict(os.environ), torch.get_default_dtype()
