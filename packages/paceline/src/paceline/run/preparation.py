@@ -541,12 +541,6 @@ class Preparation:
 
             for decision in rounding.decisions_about(optimizer):
                 self.run.note(decision)
-        if any_sharded(parameters_of(optimizer)):
-            from paceline.parallel.assigned_data import copy_assigned_data
-            from paceline.parallel.stand_ins import step_local_parts
-
-            copy_assigned_data(adapter)
-            step_local_parts(adapter)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
         # where they are: torch keeps them on the CPU.
         for state in optimizer.state.values():
@@ -670,6 +664,7 @@ class Preparation:
 def _bind(adapter: OptimizerAdapter, run: Run) -> None:
     """Lets the strategies of each model adapt an optimizer that steps it, also where it gets parameters of the model later."""
     bound: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+    steps_divided = False
     # An optimizer may outlive its run.
     reference = weakref.ref(run)
 
@@ -681,6 +676,7 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
         return list(parameters)
 
     def bind(optimizer: Optimizer) -> None:
+        nonlocal steps_divided
         present = reference()
         if present is None:
             return
@@ -693,11 +689,17 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
                     decisions += applied.bind(adapter)
             for decision in decisions:
                 present.note(decision)
-        # After all models: until then it is not known of which parameters one rank keeps the whole states.
-        if any(any_sharded(model.module.parameters()) for model in new):
+        # After all models: until then it is not known of which parameters one rank keeps the whole states. A model whose other
+        # parameters are whole may be bound already when a group adds its divided ones.
+        if not steps_divided and any_sharded(parameters_of(optimizer)):
+            from paceline.parallel.assigned_data import copy_assigned_data
             from paceline.parallel.divided_parameters import take_whole_states
+            from paceline.parallel.stand_ins import step_local_parts
 
+            steps_divided = True
             take_whole_states(optimizer)
+            copy_assigned_data(adapter)
+            step_local_parts(adapter)
 
     bind(adapter.optimizer)
     adapter.follow_groups(stepped, bind)

@@ -500,6 +500,10 @@ class ByOwners(ByParameters):
                 stepped = part_of(stepped, parameter)
             local(parameter.detach()).copy_(stepped)
 
+    def leave_elementwise(self, optimizer: Optimizer) -> None:
+        """Gives up parameters that are in elementwise groups by now: each rank steps its part of them, and keeps its states."""
+        self._parameters.difference_update(elementwise_parameters(optimizer))
+
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns an uninitialized tensor of the whole parameter's shape."""
         return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
@@ -519,6 +523,8 @@ def step_by_owners(adapter: OptimizerAdapter, model: nn.Module, mesh: DeviceMesh
     independent = set(elementwise_parameters(optimizer))
     trained = [each for each in model.parameters() if each.requires_grad and each not in independent]
     division = ByOwners(mesh, trained, 0)
+    # Of parameters that the optimizer gets later, it is not known yet in what groups they will be.
+    adapter.follow_groups(list, division.leave_elementwise)
     keep_divided(optimizer, division)
     divide(optimizer, division)
     adapter.swap(division.stepping)
