@@ -392,8 +392,11 @@ class Preparation:
         # Taken before the chain, under which a rank of a pipeline holds only some of them.
         names = tuple(map(clean, module.state_dict(keep_vars=True)))
         given: list[tuple[weakref.ref[Tensor], str]] = []
+        gradients: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             given.append((weakref.ref(parameter), name))
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
         context = Context(
             plan,
             mesh,
@@ -406,6 +409,11 @@ class Preparation:
             events=run.events,
         )
         chain = Chain.apply(module, context)
+        if gradients:
+            # A loop that clears gradients before each backward pass leaves those of its last one, and so do frozen optimizers.
+            from paceline.parallel.divided_parameters import carry_gradients
+
+            carry_gradients(gradients, chain.module)
         entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given), model.is_trained_here)
         if model.recipe is not None and replaces_parameters:
             device = run.device
@@ -521,14 +529,16 @@ class Preparation:
         if any(strategy.removes_parameters for strategy in strategies_of(self.run.plan)):
             tied = [model.facts.tied for model in prepared.models]
         modules = [model.module for model in prepared.models]
-        rebind(optimizer, names, modules, tied)
+        own_groups = set(map(id, optimizer.param_groups))
+        inner = inner_optimizers(optimizer)
+        # The optimizer inside of SAM shares its groups.
+        sharing = [each for each in inner if not own_groups.isdisjoint(map(id, each.param_groups))]
+        rebind(optimizer, names, modules, tied, sharing)
         self._adapt(optimizer)
-        rebound_groups = set(map(id, optimizer.param_groups))
-        for inner in inner_optimizers(optimizer):
-            # The optimizer inside of SAM shares its groups.
-            if rebound_groups.isdisjoint(map(id, inner.param_groups)):
-                rebind(inner, names, modules, tied)
-            self._adapt(inner)
+        for each in inner:
+            if each not in sharing:
+                rebind(each, names, modules, tied)
+            self._adapt(each)
         return self.record_optimizer(optimizer)
 
     def _adapt(self, optimizer: Optimizer) -> None:
