@@ -257,7 +257,7 @@ class _Divided:
         raise NotImplementedError
 
     def divide_states(self, optimizer: Optimizer, parameters: Iterable[object]) -> None:
-        """Reduces the whole states of parameters that are divided to what this rank keeps. States of others stay as they are."""
+        """Reduces whole states to what this rank keeps of them. Those of parameters that are not divided stay as they are."""
         for parameter in parameters:
             if not isinstance(parameter, Tensor) or not self.covers(parameter) or parameter not in optimizer.state:
                 continue
