@@ -8,6 +8,7 @@ import pytest
 from loops.check import Case, check
 from loops.programs import (
     Accumulate,
+    AddGroup,
     AveragedCopy,
     Backward,
     Clip,
@@ -325,6 +326,23 @@ AVERAGE_IN_THE_LOOP = Program(
     averages=(AveragedCopy(0, "moving with buffers", prepared=False),),
 )
 
+# Experts come to an optimizer in mid-run that has stepped whole parameters alone, on the host.
+EXPERTS_IN_MID_RUN = Program(
+    seed=14,
+    models=(Model("StackedMixture"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "head"),)),),
+    loaders=(Loader(rows=24, batch=12),),
+    body=(
+        When("at", 1, 0, (AddGroup(0, Slice(0, "body")),)),
+        Forward(0, 0, 0),
+        Backward((0,)),
+        Step(0),
+        Zero("optimizer", 0),
+    ),
+    loop=Loop("for", (0,), epochs=1),
+    offload="optimizer",
+)
+
 
 # The only batch is taken ahead, so that its loop has ended, and the model sees a copy of it.
 ONLY_BATCH_AHEAD = Program(
@@ -374,6 +392,7 @@ def test_programs_that_were_wrong_once() -> None:
     cases += [Case(LAST_ROW_OF_A_STREAM, 2, plan) for plan in ("replicate", "zero1", "shard")]
     cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))
     cases.append(Case(replace(PENALTY_OF_EXPERTS, models=(Model("ListedMixture"),)), 2, "ep"))
+    cases.append(Case(EXPERTS_IN_MID_RUN, 2, "ep"))
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(STARTED_WITH_TWO_MODELS, 2, "shard"))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))

@@ -70,6 +70,7 @@ def rebind(
     before: Mapping[int, tuple[int, str]],
     after: list[nn.Module],
     tied: Sequence[Sequence[Sequence[str]]] | None = None,
+    sharing: Sequence[Optimizer] = (),
 ) -> dict[Tensor, str]:
     """Replaces the parameters with which the optimizer was constructed by the prepared ones.
 
@@ -79,6 +80,7 @@ def rebind(
         after: the same models, unwrapped, in the same order, after strategies were applied.
         tied: for each model its groups of tied names, if this rank holds only a part of the models (a stage of a pipeline).
             Parameters of other stages are removed from the optimizer.
+        sharing: optimizers inside of it that have the same groups, and states of their own.
 
     Returns:
         The name of each of its parameters: "number.name" where there are several models, else the name.
@@ -91,7 +93,7 @@ def rebind(
     foreign = 0
     # First, so that the loop below does not take parameters of other stages for foreign ones.
     if tied is not None:
-        before = _without_other_stages(optimizer, before, current, tied)
+        before = _without_other_stages(optimizer, before, current, tied, sharing)
     for group in optimizer.param_groups:
         for place, old in enumerate(group["params"]):
             key = before.get(id(old))
@@ -105,8 +107,9 @@ def rebind(
                 names[new] = f"{number}.{name}"
             if new is not old:
                 group["params"][place] = new
-                if old in optimizer.state:
-                    optimizer.state[new] = _carried(optimizer.state.pop(old), group, new)
+                for holder in (optimizer, *sharing):
+                    if old in holder.state:
+                        holder.state[new] = _carried(holder.state.pop(old), group, new)
     # On one stage of a pipeline an optimizer may have no parameters: all that it holds are on other stages.
     if names or tied is None:
         _check(optimizer, names, foreign)
@@ -118,8 +121,9 @@ def _without_other_stages(
     before: Mapping[int, tuple[int, str]],
     current: Sequence[Mapping[str, Tensor]],
     tied: Sequence[Sequence[Sequence[str]]],
+    sharing: Sequence[Optimizer],
 ) -> dict[int, tuple[int, str]]:
-    """Removes the parameters of other stages, and their states, from the optimizer.
+    """Removes the parameters of other stages, and their states, from the optimizer and from those that share its groups.
 
     Returns:
         The names of the other parameters. A tied parameter has a name under which this rank holds it.
@@ -139,10 +143,12 @@ def _without_other_stages(
     for group in optimizer.param_groups:
         is_here = [id(parameter) not in elsewhere for parameter in group["params"]]
         for parameter in compress(group["params"], map(not_, is_here)):
-            optimizer.state.pop(parameter, None)
+            for holder in (optimizer, *sharing):
+                holder.state.pop(parameter, None)
         group["params"] = list(compress(group["params"], is_here))
         kept.append(is_here)
-    _take_own_states(optimizer, kept)
+    for holder in (optimizer, *sharing):
+        _take_own_states(holder, kept)
     return here
 
 

@@ -1,6 +1,7 @@
 """Parameters that FSDP2 or tensor parallelism has divided over ranks: as DTensors.
 
 part_of, divided         this rank's part of an unsharded tensor; no communication
+carry_gradients          the gradients that parameters had before they were divided
 whole_parameters         while it is open, parameters are unsharded plain tensors
 refuse_tools             lets torch's pruning and parametrizations refuse divided parameters
 refuse_removed           lets forward passes refuse that a divided parameter was removed
@@ -10,7 +11,7 @@ units, groups            the FSDP2 modules of a model, and their parameter group
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -57,6 +58,19 @@ def divided(value: Value, like: object) -> Value | Tensor:
         return value
     own = part_of(value.to(like.device), like).clone()
     return part_like(own, like)
+
+
+def carry_gradients(gradients: Mapping[str, Tensor], model: nn.Module) -> None:
+    """Gives parameters that strategies have put in the place of others the gradients that these had. Does not communicate.
+
+    Args:
+        gradients: by the names of the parameters.
+        model: after the strategies; a stage of a pipeline has some of its parameters.
+    """
+    for name, parameter in model.named_parameters():
+        gradient = gradients.get(name)
+        if parameter.grad is None and is_sharded(parameter) and gradient is not None:
+            parameter.grad = part_like(part_of(gradient, parameter).clone(), parameter)
 
 
 # -- whole parameters ----------------------------------------------------------------------------------------------------

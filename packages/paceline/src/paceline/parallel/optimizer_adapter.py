@@ -263,8 +263,12 @@ class OptimizerAdapter:
             param_group["params"] = self._stepped_members([members] if isinstance(members, Tensor) else list(members))
         with self._surroundings_of("add_param_group"):
             plain(param_group)
-        for _, bind in self._followers:
-            bind(self.optimizer)
+        # An optimizer that steps through others may share the list of its groups with them: then they have got this one, too.
+        for optimizer in (self.optimizer, *inner_optimizers(self.optimizer)):
+            adapter = self.known(optimizer)
+            if adapter is not None:
+                for _, bind in adapter._followers:
+                    bind(optimizer)
 
     def _stepped_members(self, members: list[Any]) -> list[Any]:
         """Returns the members of a new group, tensors or pairs of a name and a tensor, with what is stepped of each."""

@@ -398,8 +398,11 @@ class Preparation:
         # Taken before the chain, under which a rank of a pipeline holds only some of them.
         names = tuple(map(clean, module.state_dict(keep_vars=True)))
         given: list[tuple[weakref.ref[Tensor], str]] = []
+        gradients: dict[str, Tensor] = {}
         for name, parameter in module.named_parameters():
             given.append((weakref.ref(parameter), name))
+            if parameter.grad is not None:
+                gradients[name] = parameter.grad
         context = Context(
             plan,
             mesh,
@@ -412,6 +415,11 @@ class Preparation:
             events=run.events,
         )
         chain = Chain.apply(module, context)
+        if gradients:
+            # A loop that clears gradients before each backward pass leaves those of its last one, and so do frozen optimizers.
+            from paceline.parallel.divided_parameters import carry_gradients
+
+            carry_gradients(gradients, chain.module)
         entry = PreparedModel(chain.wrapped, chain, facts, names, tuple(given), model.is_trained_here)
         if model.recipe is not None and replaces_parameters:
             device = run.device
@@ -527,14 +535,16 @@ class Preparation:
         if any(strategy.removes_parameters for strategy in strategies_of(self.run.plan)):
             tied = [model.facts.tied for model in prepared.models]
         modules = [model.module for model in prepared.models]
-        rebind(optimizer, names, modules, tied)
+        own_groups = set(map(id, optimizer.param_groups))
+        inner = inner_optimizers(optimizer)
+        # The optimizer inside of SAM shares its groups.
+        sharing = [each for each in inner if not own_groups.isdisjoint(map(id, each.param_groups))]
+        rebind(optimizer, names, modules, tied, sharing)
         self._adapt(optimizer)
-        rebound_groups = set(map(id, optimizer.param_groups))
-        for inner in inner_optimizers(optimizer):
-            # The optimizer inside of SAM shares its groups.
-            if rebound_groups.isdisjoint(map(id, inner.param_groups)):
-                rebind(inner, names, modules, tied)
-            self._adapt(inner)
+        for each in inner:
+            if each not in sharing:
+                rebind(each, names, modules, tied)
+            self._adapt(each)
         return self.record_optimizer(optimizer)
 
     def _adapt(self, optimizer: Optimizer) -> None:
@@ -547,12 +557,6 @@ class Preparation:
 
             for decision in rounding.decisions_about(optimizer):
                 self.run.note(decision)
-        if any_sharded(parameters_of(optimizer)):
-            from paceline.parallel.assigned_data import copy_assigned_data
-            from paceline.parallel.stand_ins import step_local_parts
-
-            copy_assigned_data(adapter)
-            step_local_parts(adapter)
         # States that the optimizer has already follow its parameters to the device. Numbers, such as Adam's step counter, stay
         # where they are: torch keeps them on the CPU.
         for state in optimizer.state.values():
@@ -676,6 +680,7 @@ class Preparation:
 def _bind(adapter: OptimizerAdapter, run: Run) -> None:
     """Lets the strategies of each model adapt an optimizer that steps it, also where it gets parameters of the model later."""
     bound: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+    steps_divided = False
     # An optimizer may outlive its run.
     reference = weakref.ref(run)
 
@@ -687,6 +692,7 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
         return list(parameters)
 
     def bind(optimizer: Optimizer) -> None:
+        nonlocal steps_divided
         present = reference()
         if present is None:
             return
@@ -699,11 +705,17 @@ def _bind(adapter: OptimizerAdapter, run: Run) -> None:
                     decisions += applied.bind(adapter)
             for decision in decisions:
                 present.note(decision)
-        # After all models: until then it is not known of which parameters one rank keeps the whole states.
-        if any(any_sharded(model.module.parameters()) for model in new):
+        # After all models: until then it is not known of which parameters one rank keeps the whole states. A model whose other
+        # parameters are whole may be bound already when a group adds its divided ones.
+        if not steps_divided and any_sharded(parameters_of(optimizer)):
+            from paceline.parallel.assigned_data import copy_assigned_data
             from paceline.parallel.divided_parameters import take_whole_states
+            from paceline.parallel.stand_ins import step_local_parts
 
+            steps_divided = True
             take_whole_states(optimizer)
+            copy_assigned_data(adapter)
+            step_local_parts(adapter)
 
     bind(adapter.optimizer)
     adapter.follow_groups(stepped, bind)

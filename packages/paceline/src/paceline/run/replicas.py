@@ -213,7 +213,8 @@ def _numbers(group: Mapping[str, Any]) -> Settings:
     """Returns the numbers in a group of parameters, such as its learning rate."""
     numbers = []
     for name, value in group.items():
-        if name == "params":
+        # With which kernels a rank steps depends on its parts of the parameters (`parallel.fused_kernels`).
+        if name in ("params", "fused", "foreach"):
             continue
         for one in value if isinstance(value, (tuple, list)) else [value]:
             is_number = isinstance(one, (int, float)) or (isinstance(one, torch.Tensor) and one.numel() == 1)

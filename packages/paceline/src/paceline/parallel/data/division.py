@@ -204,7 +204,7 @@ class _Divided:
         return parameter in self._parameters
 
     def adopt(self, parameter: Tensor) -> None:
-        """Divides a parameter that the optimizer got later, and that has no states yet."""
+        """Divides a parameter that the optimizer got later."""
         self._parameters.add(parameter)
 
     def part(self, parameter: Tensor) -> Tensor:
@@ -224,11 +224,15 @@ class _Divided:
                 return self.part(parameter)
             return parameter
 
+        adopted: list[Tensor] = []
         for parameter in parameters_of(optimizer):
             # Another division of the same optimizer may have it.
             if is_sharded(parameter.grad) and division_of(optimizer, parameter) is None:
                 self.adopt(parameter)
+                adopted.append(parameter)
         self._take_states(optimizer)
+        # A checkpoint that was loaded since then has given it whole states.
+        self.divide_states(optimizer, adopted)
         with stand_ins(optimizer, own_part):
             yield
         stepped = []
@@ -250,6 +254,25 @@ class _Divided:
 
     def stepped_state(self, state: DTensor) -> Tensor:
         """Returns what this rank steps with of a divided state. Ranks: all."""
+        raise NotImplementedError
+
+    def divide_states(self, optimizer: Optimizer, parameters: Iterable[object]) -> None:
+        """Reduces whole states to what this rank keeps of them. Those of parameters that are not divided stay as they are."""
+        for parameter in parameters:
+            if not isinstance(parameter, Tensor) or not self.covers(parameter) or parameter not in optimizer.state:
+                continue
+            if self.keeps(parameter):
+                state = optimizer.state[parameter]
+                state.update({key: self.split(parameter, value) for key, value in state.items()})
+            else:
+                del optimizer.state[parameter]
+
+    def keeps(self, parameter: Tensor) -> bool:
+        """Returns whether this rank keeps states of a parameter, or a part of them."""
+        raise NotImplementedError
+
+    def split(self, parameter: Tensor, state: object) -> object:
+        """Returns what this rank keeps of a state that is unsharded or a DTensor; any other state as it is."""
         raise NotImplementedError
 
 
@@ -500,6 +523,10 @@ class ByOwners(ByParameters):
                 stepped = part_of(stepped, parameter)
             local(parameter.detach()).copy_(stepped)
 
+    def leave_elementwise(self, optimizer: Optimizer) -> None:
+        """Gives up parameters that are in elementwise groups by now: each rank steps its part of them, and keeps its states."""
+        self._parameters.difference_update(elementwise_parameters(optimizer))
+
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns an uninitialized tensor of the whole parameter's shape."""
         return torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
@@ -519,6 +546,8 @@ def step_by_owners(adapter: OptimizerAdapter, model: nn.Module, mesh: DeviceMesh
     independent = set(elementwise_parameters(optimizer))
     trained = [each for each in model.parameters() if each.requires_grad and each not in independent]
     division = ByOwners(mesh, trained, 0)
+    # Of parameters that the optimizer gets later, it is not known yet in what groups they will be.
+    adapter.follow_groups(list, division.leave_elementwise)
     keep_divided(optimizer, division)
     divide(optimizer, division)
     adapter.swap(division.stepping)
@@ -572,16 +601,8 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
     if isinstance(division, ByParameters):
         mark_states(optimizer)
     optimizer.register_load_state_dict_pre_hook(lambda _, state: converted(state, division.split, only_kept=True))
-    # The states that the optimizer has already are divided now. States of other parameters stay as they are, and so does
-    # whatever else an optimizer keeps in `state`.
-    for parameter in list(optimizer.state):
-        if not isinstance(parameter, Tensor) or not division.covers(parameter):
-            continue
-        if division.keeps(parameter):
-            state = optimizer.state[parameter]
-            state.update({key: division.split(parameter, value) for key, value in state.items()})
-        else:
-            del optimizer.state[parameter]
+    # So are those that it has already, and not whatever else it keeps in `state`.
+    division.divide_states(optimizer, list(optimizer.state))
 
 
 def _mixed_alone(operation: str) -> TrainError:
