@@ -47,6 +47,7 @@ class Net(nn.Module):
 def build(program: dict[str, Any]) -> Any:
     """Returns what `initialize` gives for a program."""
     model = Net(program)
+    config: dict[str, Any] = program["config"]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: Any = trained
     if program["groups"]:
@@ -62,6 +63,13 @@ def build(program: dict[str, Any]) -> Any:
         arguments = {"optimizer": torch.optim.Adam(groups, 0.01, weight_decay=decay)}
     elif program["optimizer"] == "own AdamW":
         arguments = {"optimizer": torch.optim.AdamW(groups, 0.01, weight_decay=decay)}
+    elif program["optimizer"] == "Lion" and "paceline" not in sys.modules:
+        # DeepSpeed's own is compiled. It gets that of another package, and Paceline makes what the config names.
+        from lion_pytorch import Lion  # type: ignore[import-not-found, unused-ignore]
+
+        params = program["config"]["optimizer"]["params"]
+        arguments = {"optimizer": Lion(groups, **params)}
+        config = {key: value for key, value in config.items() if key != "optimizer"}
     elif program["optimizer"] == "made by a function":
         arguments["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=decay)
     if program["scheduler"] == "own LambdaLR":
@@ -72,7 +80,7 @@ def build(program: dict[str, Any]) -> Any:
         generator = torch.Generator().manual_seed(9)
         x = torch.randn(60, 6, generator=generator)
         arguments["training_data"] = TensorDataset(x, x.sum(1, keepdim=True))
-    return deepspeed.initialize(model=model, config=program["config"], **arguments)
+    return deepspeed.initialize(model=model, config=config, **arguments)
 
 
 def lambda_rate(optimizer: Any) -> Any:

@@ -386,7 +386,12 @@ class Scorer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.frozen, self.norm, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+        self.first, self.frozen, self.norm, self.head = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 4),
+        )
         self.frozen.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
