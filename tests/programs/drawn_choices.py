@@ -77,6 +77,8 @@ def draw(seed: int) -> dict[str, Any]:
     backward = chance.choice(("engine", "engine", "loss", "scale"))
     if not stage or (backward == "loss" and precision.startswith("fp16")):
         backward = "engine"
+    if backward != "engine":  # DeepSpeed counts no samples then
+        config.pop("managed_gradient_accumulation", None)
     program: dict[str, Any] = {
         "config": config,
         "optimizer": optimizer,
@@ -101,12 +103,13 @@ def draw(seed: int) -> dict[str, Any]:
     }
     # DeepSpeed has no `no_sync` where gradients are divided, and none around `engine.step`.
     without_exchange = stage < 2 and steps == 1 and precision in ("fp32", "bf16") and backward == "engine"
+    alone = "module alone" if stage < 3 else "all"  # `load_module_only` loads nothing there
     return {
         **program,
         # Of two passes in one micro-batch stages 1 and 2 lose gradients, and stage 3 refuses them.
         "losses": chance.choice((1, 1, 2)) if backward == "engine" and not stage else 1,
         "no_sync": without_exchange and chance.random() < 0.5,
-        "reloads": chance.choice(("", "", "all", "no optimizer", "no scheduler", "module alone", "by tag")),
+        "reloads": chance.choice(("", "", "all", "no optimizer", "no scheduler", alone, "by tag")),
     }
 
 

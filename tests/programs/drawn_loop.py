@@ -131,7 +131,7 @@ def see(engine: Any, program: dict[str, Any], seen: dict[str, Any], boundary: bo
     seen["momenta"].append(numbers(engine.get_mom()))
     if engine.lr_scheduler is not None:
         seen["last_rates"].append(numbers(engine.lr_scheduler.get_last_lr()))
-    if "fp16" in program["precision"]:
+    if program["precision"] in ("fp16", "fp16 fixed"):
         seen["scales"].append(float(engine.optimizer.cur_scale))
         seen["scales"].append(float(engine.optimizer.loss_scale))
         seen["scales"].append(float(engine.optimizer.overflow))
