@@ -105,7 +105,9 @@ def build(
     init_distributed(dist_init_required=dist_init_required)
 
     settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
-    trains = optimizer is not None or parsed["optimizer.type"] is not None
+    # The script may give a model of stage 3 again, with an optimizer, and its parameters stay what they are then.
+    is_divided = parsed["zero_optimization.stage"] == 3
+    trains = is_divided or optimizer is not None or parsed["optimizer.type"] is not None
     accelerator = _accelerator(model, parsed, batch, settings, trains)
     checkpointing.follow(parsed)
 
@@ -161,7 +163,7 @@ def _accelerator(
     if engine_before is None:
         half = _half_dtype(parsed)
         if half is not None:
-            _set_dtypes(model, half, trains, parsed["zero_optimization.stage"])
+            _set_dtypes(model, half, trains)
         scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
         new = start_accelerator(RunArguments(overrides=Overrides(plan=settings), scaler=scaler, semantics=DEEPSPEED))
         if half is not None and _engine_of(model) is DeepSpeedEngine:  # a pipeline runs its layers itself
@@ -240,7 +242,7 @@ def _half_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
     return torch.bfloat16 if config["bf16.enabled"] else None
 
 
-def _set_dtypes(model: nn.Module, half: torch.dtype, trains: bool, stage: int) -> None:
+def _set_dtypes(model: nn.Module, half: torch.dtype, trains: bool) -> None:
     """Gives the parameters of a model the dtypes in which they are kept, in place.
 
     DeepSpeed makes all of them 16 bits, and steps float32 copies. Here those that are trained are float32 themselves, since
@@ -250,8 +252,7 @@ def _set_dtypes(model: nn.Module, half: torch.dtype, trains: bool, stage: int) -
     Args:
         model: the script's.
         half: the dtype of 16 bits.
-        trains: whether there is an optimizer.
-        stage: of ZeRO; at 3 all parameters of a unit that need gradients have one dtype.
+        trains: whether parameters that need gradients are trained.
     """
     for module in model.modules():
         own = list(module.parameters(recurse=False))
@@ -259,7 +260,7 @@ def _set_dtypes(model: nn.Module, half: torch.dtype, trains: bool, stage: int) -
         for parameter in own:
             if trains and parameter.requires_grad:
                 _convert(parameter, torch.float32)
-            elif has_matrix or (stage == 3 and not trains):
+            elif has_matrix:
                 _convert(parameter, half)
 
 
