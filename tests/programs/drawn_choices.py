@@ -14,9 +14,10 @@ _SCHEDULES: dict[str, dict[str, Any]] = {
     "StepLR": {"step_size": 2, "gamma": 0.5},
 }
 _OPTIMIZERS = (
-    *("Adam", "AdamW", "SGD", "Muon", "Adagrad", "RMSprop"),
+    *("Adam", "AdamW", "SGD", "Muon", "Adagrad", "RMSprop", "Lion"),
     *("own SGD", "own Adam", "own AdamW", "made by a function"),
 )
+_CORRECTED = ("Adam", "AdamW", "own Adam", "own AdamW", "made by a function")  # by the number of steps
 # DeepSpeed divides the states of these by ZeRO without a word.
 _TESTED = ("Adam", "AdamW", "Muon", "Adagrad", "own Adam", "own AdamW", "made by a function")
 
@@ -29,9 +30,9 @@ def draw(seed: int) -> dict[str, Any]:
     precision = chance.choice(("fp32", "fp32", "bf16", "fp16", "fp16 fixed", "autocast"))
     if not stage and precision.startswith("fp16"):
         # On a CPU DeepSpeed 0.19.8 divides gradients by a loss scale there, by which it has not multiplied the loss.
-        precision = "bf16"
+        precision = "fp16 of scale 1"
     optimizer = chance.choice(_OPTIMIZERS)
-    if not stage and precision == "bf16" and ("Adam" in optimizer or optimizer == "made by a function"):
+    if not stage and precision in ("bf16", "fp16 of scale 1") and optimizer in _CORRECTED:
         # There it steps once with gradients of zero, so that Adam corrects its averages for one step too many.
         precision = "fp32"
     if optimizer == "Muon" and (precision.startswith("fp16") or not stage):
@@ -57,7 +58,7 @@ def draw(seed: int) -> dict[str, Any]:
         params = dict(_SCHEDULES[scheduler])
         if scheduler == "WarmupLR":
             params["warmup_type"] = chance.choice(("log", "linear"))
-        if scheduler == "OneCycle" and ("SGD" in optimizer or optimizer in ("Adagrad", "RMSprop", "Muon")):
+        if scheduler == "OneCycle" and ("SGD" in optimizer or optimizer in ("Adagrad", "RMSprop", "Muon", "Lion")):
             params["cycle_momentum"] = False
         config["scheduler"] = {"type": scheduler, "params": params}
     if chance.random() < 0.3:
@@ -76,6 +77,8 @@ def draw(seed: int) -> dict[str, Any]:
     backward = chance.choice(("engine", "engine", "loss", "scale"))
     if not stage or (backward == "loss" and precision.startswith("fp16")):
         backward = "engine"
+    if backward != "engine":  # DeepSpeed counts no samples then
+        config.pop("managed_gradient_accumulation", None)
     program: dict[str, Any] = {
         "config": config,
         "optimizer": optimizer,
@@ -100,14 +103,13 @@ def draw(seed: int) -> dict[str, Any]:
     }
     # DeepSpeed has no `no_sync` where gradients are divided, and none around `engine.step`.
     without_exchange = stage < 2 and steps == 1 and precision in ("fp32", "bf16") and backward == "engine"
-    # Of two passes in one micro-batch stages 1 and 2 lose gradients, the latter in windows, and stage 3 refuses them.
-    is_whole_window = steps == 1 and not program["sets_batch"]
-    takes_two_losses = backward == "engine" and (not stage or (stage == 2 and is_whole_window))
+    alone = "module alone" if stage < 3 else "all"  # `load_module_only` loads nothing there
     return {
         **program,
-        "losses": chance.choice((1, 1, 2)) if takes_two_losses else 1,
+        # Of two passes in one micro-batch stages 1 and 2 lose gradients, and stage 3 refuses them.
+        "losses": chance.choice((1, 1, 2)) if backward == "engine" and not stage else 1,
         "no_sync": without_exchange and chance.random() < 0.5,
-        "reloads": chance.choice(("", "", "all", "no optimizer", "no scheduler", "module alone", "by tag")),
+        "reloads": chance.choice(("", "", "all", "no optimizer", "no scheduler", alone, "by tag")),
     }
 
 
@@ -135,6 +137,8 @@ def _precision(precision: str, chance: random.Random) -> dict[str, Any]:
         if chance.random() < 0.4:
             block["lower_precision_safe_modules"] = ["torch.nn.Linear"]
         return {"torch_autocast": block}
+    if precision == "fp16 of scale 1":
+        return {"fp16": {"enabled": True, "loss_scale": 1}}
     if precision == "fp16 fixed":
         return {"fp16": {"enabled": True, "loss_scale": chance.choice((64, 1024))}}
     if precision == "fp16":
@@ -167,6 +171,8 @@ def _params(optimizer: str, decay: float, chance: random.Random) -> dict[str, An
         return params
     if optimizer in ("Adagrad", "RMSprop"):
         return {"lr": 0.01, "weight_decay": decay}
+    if optimizer == "Lion":
+        return {"lr": 0.002, "weight_decay": decay, "betas": [0.9, 0.99]}
     return {}
 
 

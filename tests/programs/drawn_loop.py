@@ -47,6 +47,7 @@ class Net(nn.Module):
 def build(program: dict[str, Any]) -> Any:
     """Returns what `initialize` gives for a program."""
     model = Net(program)
+    config: dict[str, Any] = program["config"]
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups: Any = trained
     if program["groups"]:
@@ -62,6 +63,13 @@ def build(program: dict[str, Any]) -> Any:
         arguments = {"optimizer": torch.optim.Adam(groups, 0.01, weight_decay=decay)}
     elif program["optimizer"] == "own AdamW":
         arguments = {"optimizer": torch.optim.AdamW(groups, 0.01, weight_decay=decay)}
+    elif program["optimizer"] == "Lion" and "paceline" not in sys.modules:
+        # DeepSpeed's own is compiled. It gets that of another package, and Paceline makes what the config names.
+        from lion_pytorch import Lion  # type: ignore[import-not-found, unused-ignore]
+
+        params = program["config"]["optimizer"]["params"]
+        arguments = {"optimizer": Lion(groups, **params)}
+        config = {key: value for key, value in config.items() if key != "optimizer"}
     elif program["optimizer"] == "made by a function":
         arguments["optimizer"] = lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=decay)
     if program["scheduler"] == "own LambdaLR":
@@ -72,7 +80,7 @@ def build(program: dict[str, Any]) -> Any:
         generator = torch.Generator().manual_seed(9)
         x = torch.randn(60, 6, generator=generator)
         arguments["training_data"] = TensorDataset(x, x.sum(1, keepdim=True))
-    return deepspeed.initialize(model=model, config=program["config"], **arguments)
+    return deepspeed.initialize(model=model, config=config, **arguments)
 
 
 def lambda_rate(optimizer: Any) -> Any:
@@ -123,7 +131,7 @@ def see(engine: Any, program: dict[str, Any], seen: dict[str, Any], boundary: bo
     seen["momenta"].append(numbers(engine.get_mom()))
     if engine.lr_scheduler is not None:
         seen["last_rates"].append(numbers(engine.lr_scheduler.get_last_lr()))
-    if "fp16" in program["precision"]:
+    if program["precision"] in ("fp16", "fp16 fixed"):
         seen["scales"].append(float(engine.optimizer.cur_scale))
         seen["scales"].append(float(engine.optimizer.loss_scale))
         seen["scales"].append(float(engine.optimizer.overflow))

@@ -148,6 +148,16 @@ def answers(folder: Path) -> None:
         _write(folder / "data" / f"{split}.json", rows)
 
 
+def decided(folder: Path) -> None:
+    """Makes a `model` whose next token follows from the last one: no two logits are so close that 16 bits decide."""
+    from transformers import LlamaForCausalLM
+
+    model = LlamaForCausalLM.from_pretrained(folder / "model")
+    with torch.no_grad():
+        model.lm_head.weight.copy_(model.model.embed_tokens.weight.roll(7, 0) * 20)
+    model.save_pretrained(folder / "model")
+
+
 def critic(folder: Path) -> None:
     """Makes `critic`, a model of rewards as the second step of DeepSpeed-Chat saves it."""
     from transformers import AutoConfig, AutoModel
@@ -628,6 +638,11 @@ def _preference(draw: random.Random) -> dict[str, Any]:
     question = [{"role": "user", "content": _text(draw, 5)}]
     answers = [[{"role": "assistant", "content": _text(draw, 8)}] for _ in range(2)]
     return {"prompt": question, "chosen": answers[0], "rejected": answers[1]}
+
+
+def triples(folder: Path) -> None:
+    """Makes `triples`, a prompt with a best, a better and a worse answer."""
+    _split(folder, "triples", lambda draw: {**_preference(draw), "reference": _chat(draw)[1:]})
 
 
 def judgements(folder: Path) -> None:

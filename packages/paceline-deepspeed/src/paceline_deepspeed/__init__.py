@@ -64,6 +64,8 @@ _CARRIED: dict[str, str | dict[str, str]] = {
         "is_available is_initialized isend monitored_barrier new_group "
         "recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter send"
     },
+    f"{_HERE}.helpers": "ZeroStageEnum clone_tensors_for_torch_save detach_variable ensure_directory_exists has_moe_layers "
+    "is_moe_param is_moe_param_group is_zero_param move_to_device split_params_into_different_moe_groups_for_optimizer",
     f"{_HERE}.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
     "unregister_external_parameter",
     f"{_HERE}.values": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
@@ -131,6 +133,11 @@ _NATIVE_WAYS = (
         r"Hybrid|Rollout|ZenFlow|SuperOffload|DualPipe|Domino|Transformer|ReturnBias|Swap|AIO|aio",
         "this engine or kernel of DeepSpeed's is not carried",
         "use `deepspeed.initialize` with `zero_optimization`, whose `offload_*` keys move states to the host",
+    ),
+    (
+        r"^estimate_zero",
+        "this formula counts DeepSpeed's copies and buffers, which are others here",
+        "run `paceline plan script.py`, which counts what a plan needs on a device",
     ),
     (
         r"^(get|safe|set)_|fragment|hp_|partition|Partition|Fragment",

@@ -21,7 +21,7 @@ from paceline.config.given import Given
 from paceline.config.overrides import Overrides
 from paceline.run.starting import RunArguments
 from paceline.world.world import World
-from paceline_deepspeed import checkpointing, muon, optimizers, schedules
+from paceline_deepspeed import around_forward, checkpointing, muon, optimizers, schedules
 from paceline_deepspeed.arguments import checked, sizes_for_auto
 from paceline_deepspeed.config import Batch, DeepSpeedConfig
 from paceline_deepspeed.engine import DeepSpeedEngine
@@ -105,7 +105,10 @@ def build(
     init_distributed(dist_init_required=dist_init_required)
 
     settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
-    accelerator = _accelerator(model, parsed, batch, settings)
+    # The script may give a model of stage 3 again, with an optimizer, and its parameters stay what they are then.
+    is_divided = parsed["zero_optimization.stage"] == 3
+    trains = is_divided or optimizer is not None or parsed["optimizer.type"] is not None
+    accelerator = _accelerator(model, parsed, batch, settings, trains)
     checkpointing.follow(parsed)
 
     chosen_optimizer = _optimizer(parsed, model, optimizer, model_parameters)
@@ -152,14 +155,20 @@ def _engine_before(model: nn.Module) -> DeepSpeedEngine | None:
     return None if reference is None else reference.engine
 
 
-def _accelerator(model: nn.Module, parsed: DeepSpeedConfig, batch: Batch, settings: list[Given]) -> Accelerator:
+def _accelerator(
+    model: nn.Module, parsed: DeepSpeedConfig, batch: Batch, settings: list[Given], trains: bool
+) -> Accelerator:
     """Returns the accelerator that will prepare a model: a new one, or that of the engine which has prepared it before."""
     engine_before = _engine_before(model)
     if engine_before is None:
-        if parsed["fp16.enabled"] or parsed["bf16.enabled"]:
-            _make_masters(model)
+        half = _half_dtype(parsed)
+        if half is not None:
+            _set_dtypes(model, half, trains)
         scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
-        return start_accelerator(RunArguments(overrides=Overrides(plan=settings), scaler=scaler, semantics=DEEPSPEED))
+        new = start_accelerator(RunArguments(overrides=Overrides(plan=settings), scaler=scaler, semantics=DEEPSPEED))
+        if half is not None and _engine_of(model) is DeepSpeedEngine:  # a pipeline runs its layers itself
+            around_forward.compute_alike(model, new.autocast)
+        return new
     accelerator = engine_before.accelerator
     if engine_before.optimizer is not None:
         accelerator.clear()
@@ -226,19 +235,44 @@ def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _make_masters(model: nn.Module) -> None:
-    """Makes trained parameters of 16 bits float32, in place, since small steps would be lost in them.
+def _half_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
+    """Returns the dtype of 16 bits that a config asks for, if any."""
+    if config["fp16.enabled"]:
+        return torch.float16
+    return torch.bfloat16 if config["bf16.enabled"] else None
 
-    DeepSpeed steps float32 copies of them. Here the parameters themselves are float32, and autocast computes in 16 bits.
+
+def _set_dtypes(model: nn.Module, half: torch.dtype, trains: bool) -> None:
+    """Gives the parameters of a model the dtypes in which they are kept, in place.
+
+    DeepSpeed makes all of them 16 bits, and steps float32 copies. Here those that are trained are float32 themselves, since
+    small steps would be lost in 16 bits, and autocast computes in 16 bits. Others are kept in 16 bits, which takes half of the
+    memory, apart from those of norms, which on a CPU take no weight of 16 bits beside a float32 input.
+
+    Args:
+        model: the script's.
+        half: the dtype of 16 bits.
+        trains: whether parameters that need gradients are trained.
     """
-    for parameter in model.parameters():
-        if not parameter.requires_grad or parameter.dtype not in (torch.float16, torch.bfloat16):
-            continue
-        gradient = parameter.grad
-        parameter.grad = None
-        parameter.data = parameter.data.float()
-        if gradient is not None:
-            parameter.grad = gradient.float()
+    for module in model.modules():
+        own = list(module.parameters(recurse=False))
+        has_matrix = any(parameter.dim() > 1 for parameter in own)
+        for parameter in own:
+            if trains and parameter.requires_grad:
+                _convert(parameter, torch.float32)
+            elif has_matrix:
+                _convert(parameter, half)
+
+
+def _convert(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Changes the dtype of a parameter and of its gradient in place, if it is one of the three that models compute in."""
+    if parameter.dtype == dtype or parameter.dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return
+    gradient = parameter.grad
+    parameter.grad = None
+    parameter.data = parameter.data.to(dtype)
+    if gradient is not None:
+        parameter.grad = gradient.to(dtype)
 
 
 def _engine_of(model: Any) -> type[DeepSpeedEngine]:

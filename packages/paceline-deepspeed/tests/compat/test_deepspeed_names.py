@@ -63,6 +63,7 @@ def test_what_scripts_catch_is_an_exception() -> None:
 
 def test_constants_have_their_values() -> None:
     from deepspeed.checkpoint.constants import OPTIMIZER_STATE_DICT
+    from deepspeed.runtime.config import ADAM_OPTIMIZER, DEEPSPEED_OPTIMIZERS
     from deepspeed.runtime.constants import (
         GRADIENT_CLIPPING,
         GRADIENT_CLIPPING_DEFAULT,
@@ -73,8 +74,36 @@ def test_constants_have_their_values() -> None:
     config = {"gradient_clipping": 0.5}
     assert config[GRADIENT_CLIPPING] == 0.5 and GRADIENT_CLIPPING_DEFAULT == 1.0 and TRAIN_BATCH_SIZE_DEFAULT is None
     assert (ROUTE_TRAIN, OPTIMIZER_STATE_DICT) == ("train", "optimizer_state_dict")
+    assert ADAM_OPTIMIZER == "adam" and ADAM_OPTIMIZER in DEEPSPEED_OPTIMIZERS
     with pytest.raises(ImportError):
         from deepspeed.runtime.constants import NO_SUCH_CONSTANT  # noqa: F401
+
+
+def test_small_functions_that_scripts_call_by_themselves(tmp_path) -> None:
+    from deepspeed.checkpoint.utils import clone_tensors_for_torch_save
+    from deepspeed.moe import utils as experts
+    from deepspeed.runtime.activation_checkpointing.checkpointing import detach_variable
+    from deepspeed.runtime.utils import ensure_directory_exists, move_to_device
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+    from deepspeed.runtime.zero.utils import is_zero_param
+
+    view = torch.ones(100, requires_grad=True)[:2]
+    copied = clone_tensors_for_torch_save({"a": [view, 3]})["a"]
+    assert copied[0].untyped_storage().nbytes() == 8 and not copied[0].requires_grad and copied[1] == 3
+    moved = move_to_device({"a": [torch.ones(2)]}, "meta")["a"][0]
+    kept = torch.ones(2)
+    assert moved.is_meta and move_to_device((kept,), "cpu", lambda _: True)[0] is kept
+    inputs = detach_variable((torch.ones(1, requires_grad=True) * 2, torch.ones(1), "x"))
+    assert inputs[0].is_leaf and inputs[0].requires_grad and not inputs[1].requires_grad and inputs[2] == "x"
+    ensure_directory_exists(str(tmp_path / "a" / "b" / "file"))
+    assert (tmp_path / "a" / "b").is_dir()
+    layer = torch.nn.Linear(2, 2)
+    groups = [{"params": list(layer.parameters())}]
+    assert not is_zero_param(layer.weight) and not experts.is_moe_param(layer.weight)
+    assert experts.has_moe_layers(layer) == (False, 0) and not experts.is_moe_param_group(groups[0])
+    assert experts.split_params_into_different_moe_groups_for_optimizer(groups[0]) == groups
+    torch.serialization.add_safe_globals([ZeroStageEnum])
+    assert ZeroStageEnum(2) is ZeroStageEnum.gradients and ZeroStageEnum.weights == 3
 
 
 def test_a_name_that_is_not_carried_names_the_native_way() -> None:

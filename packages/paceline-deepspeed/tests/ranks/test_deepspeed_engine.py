@@ -380,6 +380,56 @@ def test_bf16_steps_on_what_overflowed_where_nobody_checks() -> None:
     assert run_ranks(work, 1) == [True]
 
 
+class Scorer(nn.Module):
+    """A model with a method beside its forward, a frozen layer, and a layer that computes in float32 for itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.frozen, self.norm, self.head = (
+            nn.Linear(8, 8),
+            nn.Linear(8, 8),
+            nn.LayerNorm(8),
+            nn.Linear(8, 4),
+        )
+        self.frozen.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        with torch.autocast("cpu", enabled=False):
+            hidden = self.frozen(hidden.to(self.frozen.weight.dtype))
+        return self.head(self.norm(hidden))
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.norm(self.first(x) + self.frozen(x)))
+
+
+def test_methods_around_the_forward_pass_compute_in_16_bits() -> None:
+    def work() -> None:
+        x = torch.randn(3, 8, generator=torch.Generator().manual_seed(1))
+        for stage, trains in itertools.product((0, 2, 3), (True, False)):
+            keys = config(bf16={"enabled": True}, zero_optimization={"stage": stage})
+            if not trains:
+                del keys["optimizer"]
+            engine, *_ = initialize(model=Scorer(), config=keys)
+            module = engine.module
+            assert module.first.weight.dtype == (torch.float32 if trains or stage == 3 else torch.bfloat16)
+            assert module.frozen.weight.dtype == torch.bfloat16  # half of the memory, as there
+            assert engine(x).dtype == torch.float32  # the frozen layer has found the autocast of the model's own
+            scores = Scorer().bfloat16().score(x.bfloat16())
+            for method in (engine.score, module.score):
+                for inputs in (x, x.bfloat16()):
+                    found = method(inputs)
+                    assert found.dtype == torch.bfloat16
+                    assert torch.allclose(found, scores, atol=2e-2)
+            if trains:
+                engine.backward(module.score(x).float().square().mean())
+                engine.step()
+                assert engine.was_step_applied()
+
+    run_ranks(work, 2)
+
+
 # -- what it is made of ----------------------------------------------------------------------------------------
 
 
