@@ -122,6 +122,10 @@ def test_the_bytes_on_disk_and_those_that_stay() -> None:
         assert on_device.parameters == pytest.approx(left, rel=0.01), offload
         assert on_device.gradients == pytest.approx(2**19 if left else 0, rel=0.01), offload
         assert on_device.optimizer == 0
+        # The memory of a CPU is the host's: nothing leaves it but to a disk.
+        on_host = estimate(case, Need((facts,), on_host=True))
+        in_memory = estimate(replace(case, offload="no", strategies=case.strategies[:1]), Need((facts,)))
+        assert on_host == (on_device if "disk" in offload else in_memory)
 
 
 def nets() -> list[tuple[nn.Module, torch.optim.Optimizer]]:
