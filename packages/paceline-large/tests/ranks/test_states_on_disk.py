@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from paceline import Accelerator
 from paceline.base.errors import PacelineError, TrainError
 from paceline.optim import Lamb, Lion
+from paceline.planner.estimate import estimate
 from paceline.testing import run_ranks
 from paceline.world.sharded import local
 
@@ -69,8 +71,22 @@ class Run:
         return [torch.as_tensor(value).clone() for value in self.accelerator.get_state_dict(self.model).values()]
 
 
-def mapped(parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter lies in a file without a name."""
+def bytes_in_memory(run: Run) -> int:
+    """Returns the bytes of a rank's parameters and states that are in no file."""
+    values = [local(parameter) for parameter in run.model.parameters()]
+    for state in run.optimizer.state.values():
+        values += [local(value) for value in state.values() if isinstance(value, Tensor) and value.dim()]
+    return sum(value.nbytes for value in values if not mapped(value))
+
+
+def forecast(run: Run) -> int:
+    need = replace(run.accelerator.run.need(), states=3.0)  # of AdamW with amsgrad
+    rest = estimate(run.accelerator.plan, need)
+    return rest.parameters + rest.optimizer
+
+
+def mapped(parameter: Tensor) -> bool:
+    """Returns whether a tensor lies in a file without a name."""
     address = local(parameter).untyped_storage().data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(text, 16) for text in line.split(maxsplit=1)[0].split("-"))
@@ -85,10 +101,14 @@ def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) ->
         for name, plan in DATA_PLANS.items():
             if not plan:
                 continue
-            expected = Run(plan).train(*range(4)).weights()
+            offload = "all" if name == "parameters" else "optimizer"
+            run = Run({**plan, "offload": offload}).train(*range(4))
+            assert bytes_in_memory(run) == pytest.approx(forecast(run), rel=0.02), name
+            expected = run.weights()
             run = Run({**plan, **on_disk(tmp_path / "disk", name)}).train(0, 1)
             run.accelerator.save_state(str(tmp_path / name))
             outcome[name] = expected, run.train(2, 3).weights()
+            assert bytes_in_memory(run) == pytest.approx(forecast(run), rel=0.02), name
             assert {mapped(parameter) for parameter in run.model.parameters()} <= {name == "parameters"}
         # The room for parameters is reserved in `prepare`.
         reserve = os.posix_fallocate
