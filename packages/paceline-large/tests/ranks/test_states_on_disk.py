@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from parity_models import GPT, loss_of
 from torch import Tensor, nn
 
 from paceline import Accelerator
@@ -145,6 +146,33 @@ def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) ->
         assert all(map(torch.equal, weights, from_disk[name])), name
         assert all(map(torch.equal, weights, with_parameters[name])), name
     assert not list((tmp_path / "disk").iterdir())
+
+
+def beside_another_axis(folder: Path, axis: str) -> None:
+    def weights(more: dict[str, Any]) -> tuple[list[Tensor], set[bool]]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, plan={"shard": 2, axis: 2, "zero": 3, **more})
+        model = GPT(layers=2)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        layout = accelerator.plan.layout
+        for step in range(2):
+            tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step))
+            tokens = tokens.chunk(layout.width)[layout.data_index(accelerator.process_index)]
+            accelerator.forward_backward(model, (tokens, tokens.roll(1, 1)), loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(accelerator.get_state_dict(model).values()), set(map(mapped, model.parameters()))
+
+    expected, _ = weights({})
+    for what in ("all", "optimizer"):
+        found, are_mapped = weights({"offload": f"{what}=disk:{folder}", "options": {"offload": {"part_mb": 0.02}}})
+        assert all(map(torch.equal, expected, found)), what
+        assert are_mapped == {what == "all"}
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_the_bits_of_memory_where_another_axis_divides_the_model_too(axis: str, tmp_path: Path) -> None:
+    run_ranks(beside_another_axis, 4, args=(tmp_path, axis), timeout_s=200)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
