@@ -74,9 +74,9 @@ class Chosen:
 
 def estimate(plan: Plan, need: Need) -> Bytes:
     """Returns the bytes on one rank under a resolved plan: each strategy's `cost` in turn, summed over the models."""
-    total = Bytes()
     if need.on_host:
-        plan = replace(plan, offload=plan.offload_to_disk)
+        return _estimate_on_host(plan, replace(need, on_host=False))
+    total = Bytes()
     # They were measured for all models together, so that only the first model counts them.
     activations = need.activations
     for facts in need.models:
@@ -88,6 +88,15 @@ def estimate(plan: Plan, need: Need) -> Bytes:
         total = Bytes(**sums)
         activations = 0
     return total
+
+
+def _estimate_on_host(plan: Plan, need: Need) -> Bytes:
+    """Returns the bytes where the device is the host. Of what leaves its memory for a disk, gradients stay."""
+    left = estimate(replace(plan, offload=plan.offload_to_disk), need)
+    if plan.offloads_parameters and plan.disk_folder:
+        states_alone = replace(plan, offload=f"optimizer=disk:{plan.disk_folder}")
+        left = replace(left, gradients=estimate(states_alone, need).gradients)
+    return left
 
 
 def choose(
