@@ -233,9 +233,7 @@ def test_everything_else_may_be_in_bfloat16_with_weights_in_their_own_dtype() ->
         assert losses == pytest.approx(whole, abs=1e-2)
 
 
-def resumed(
-    folder: str, plan: dict[str, Any], saves: bool = True
-) -> tuple[list[float], list[float], set[torch.dtype]]:
+def resumed(folder: str, plan: dict[str, Any], saves: bool = True) -> tuple[list[float], list[float], set[torch.dtype]]:
     """Losses of steps 2 and 3 of a run, and those of a new run that has loaded the state after step 1.
 
     With `saves=False` the state is there already, and the first list is empty.

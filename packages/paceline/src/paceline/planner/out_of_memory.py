@@ -32,9 +32,7 @@ def is_out_of_memory(error: Exception) -> bool:
     return any(words in message for words in _MEMORY_WORDS)
 
 
-def explain(
-    error: BaseException, where: str, plan: Plan, need: Need, world_size: int, local_size: int
-) -> OutOfMemory:
+def explain(error: BaseException, where: str, plan: Plan, need: Need, world_size: int, local_size: int) -> OutOfMemory:
     """Returns an error that says what the plan needs and what could be changed.
 
     Args:
