@@ -207,7 +207,7 @@ class Run:
         explain_exhaustion(error, where, self.situation)
 
     def situation(self) -> tuple[Plan, Need, int, int]:
-        """Returns what an out-of-memory error reports: the plan, what it needs, the number of ranks, and of those on this node."""
+        """Returns what an out-of-memory error reports: the plan, its need, the number of ranks, and of those on this node."""
         return self.plan, self.need(), self.world.size, self.world.local_size
 
     def need(self, models: Iterable[ModelFacts] | None = None) -> Need:
