@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import errno
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from parity_models import GPT, loss_of
 from torch import Tensor, nn
 
 from paceline import Accelerator
 from paceline.base.errors import PacelineError, TrainError
 from paceline.optim import Lamb, Lion
+from paceline.planner.estimate import estimate
 from paceline.testing import run_ranks
 from paceline.world.sharded import local
 
@@ -69,8 +72,22 @@ class Run:
         return [torch.as_tensor(value).clone() for value in self.accelerator.get_state_dict(self.model).values()]
 
 
-def mapped(parameter: nn.Parameter) -> bool:
-    """Returns whether a parameter lies in a file without a name."""
+def bytes_in_memory(run: Run) -> int:
+    """Returns the bytes of a rank's parameters and states that are in no file."""
+    values = [local(parameter) for parameter in run.model.parameters()]
+    for state in run.optimizer.state.values():
+        values += [local(value) for value in state.values() if isinstance(value, Tensor) and value.dim()]
+    return sum(value.nbytes for value in values if not mapped(value))
+
+
+def forecast(run: Run) -> int:
+    need = replace(run.accelerator.run.need(), states=3.0)  # of AdamW with amsgrad
+    rest = estimate(run.accelerator.plan, need)
+    return rest.parameters + rest.optimizer
+
+
+def mapped(parameter: Tensor) -> bool:
+    """Returns whether a tensor lies in a file without a name."""
     address = local(parameter).untyped_storage().data_ptr()
     for line in Path("/proc/self/maps").read_text().splitlines():
         start, end = (int(text, 16) for text in line.split(maxsplit=1)[0].split("-"))
@@ -85,10 +102,14 @@ def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) ->
         for name, plan in DATA_PLANS.items():
             if not plan:
                 continue
-            expected = Run(plan).train(*range(4)).weights()
+            offload = "all" if name == "parameters" else "optimizer"
+            run = Run({**plan, "offload": offload}).train(*range(4))
+            assert bytes_in_memory(run) == pytest.approx(forecast(run), rel=0.02), name
+            expected = run.weights()
             run = Run({**plan, **on_disk(tmp_path / "disk", name)}).train(0, 1)
             run.accelerator.save_state(str(tmp_path / name))
             outcome[name] = expected, run.train(2, 3).weights()
+            assert bytes_in_memory(run) == pytest.approx(forecast(run), rel=0.02), name
             assert {mapped(parameter) for parameter in run.model.parameters()} <= {name == "parameters"}
         # The room for parameters is reserved in `prepare`.
         reserve = os.posix_fallocate
@@ -125,6 +146,33 @@ def test_the_bits_of_states_in_memory_and_a_resume_at_another_width(tmp_path) ->
         assert all(map(torch.equal, weights, from_disk[name])), name
         assert all(map(torch.equal, weights, with_parameters[name])), name
     assert not list((tmp_path / "disk").iterdir())
+
+
+def beside_another_axis(folder: Path, axis: str) -> None:
+    def weights(more: dict[str, Any]) -> tuple[list[Tensor], set[bool]]:
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, plan={"shard": 2, axis: 2, "zero": 3, **more})
+        model = GPT(layers=2)
+        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.01))
+        layout = accelerator.plan.layout
+        for step in range(2):
+            tokens = torch.randint(24, (4, 8), generator=torch.Generator().manual_seed(step))
+            tokens = tokens.chunk(layout.width)[layout.data_index(accelerator.process_index)]
+            accelerator.forward_backward(model, (tokens, tokens.roll(1, 1)), loss_of)
+            optimizer.step()
+            optimizer.zero_grad()
+        return list(accelerator.get_state_dict(model).values()), set(map(mapped, model.parameters()))
+
+    expected, _ = weights({})
+    for what in ("all", "optimizer"):
+        found, are_mapped = weights({"offload": f"{what}=disk:{folder}", "options": {"offload": {"part_mb": 0.02}}})
+        assert all(map(torch.equal, expected, found)), what
+        assert are_mapped == {what == "all"}
+
+
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_the_bits_of_memory_where_another_axis_divides_the_model_too(axis: str, tmp_path: Path) -> None:
+    run_ranks(beside_another_axis, 4, args=(tmp_path, axis), timeout_s=200)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)

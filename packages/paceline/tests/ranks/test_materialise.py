@@ -84,3 +84,34 @@ def test_a_rank_never_holds_the_whole_model() -> None:
     for grown, size in testing.run_ranks(peak, world=4, args=({"shard": 4},)):
         # The rank's own quarter is larger than what memory that was free before could have taken.
         assert size / 8 <= grown < size / 2
+
+
+class Frozen(nn.Module):
+    """A weight and a buffer that a library keeps in a dtype which gloo does not send, and which differs between ranks."""
+
+    def __init__(self, dtype: torch.dtype, value: float) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.weight = nn.Parameter(torch.full((4, 4), value).to(dtype), requires_grad=False)
+        self.register_buffer("scale", torch.full((3,), value).to(dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) @ self.weight.to(x.dtype) * self.scale.float().sum()
+
+
+def frozen_values(plan: dict[str, Any], dtypes: list[torch.dtype]) -> None:
+    from paceline import Accelerator
+
+    for dtype in dtypes:
+        accelerator = Accelerator(plan=plan, cpu=True)
+        model = Frozen(dtype, 1.0 + accelerator.process_index)
+        model, _ = accelerator.prepare(model, torch.optim.SGD(model.layer.parameters(), lr=0.1))
+        accelerator.backward(model(torch.ones(2, 4)).sum())
+        state = accelerator.get_state_dict(model)
+        assert state["weight"].dtype == state["scale"].dtype == dtype
+        assert state["weight"].float().eq(1).all() and state["scale"].float().eq(1).all()
+
+
+@pytest.mark.parametrize("plan", PLANS[:4:3], ids=named)
+def test_frozen_values_of_any_dtype_are_those_of_the_first_rank(plan: dict[str, Any]) -> None:
+    run_ranks(frozen_values, world=2, args=(plan, [torch.float8_e4m3fn, torch.int16, torch.uint32]))

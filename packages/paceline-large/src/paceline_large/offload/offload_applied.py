@@ -42,7 +42,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
 
 def _moves(context: Context, options: OffloadOptions) -> bool:
     """Returns whether the memory of the device is another than that of the host."""
-    return context.device.type != "cpu" or options.always or context.runtime.has_own_memory
+    return context.runtime.accelerated(context.device) or options.always
 
 
 class OffloadedModel(AppliedStrategy):

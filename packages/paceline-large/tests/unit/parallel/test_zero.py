@@ -122,6 +122,14 @@ def test_the_bytes_on_disk_and_those_that_stay() -> None:
         assert on_device.parameters == pytest.approx(left, rel=0.01), offload
         assert on_device.gradients == pytest.approx(2**19 if left else 0, rel=0.01), offload
         assert on_device.optimizer == 0
+        # The memory of a CPU is the host's: nothing leaves it but to a disk, and gradients do not.
+        on_host = estimate(case, Need((facts,), on_host=True))
+        in_memory = estimate(replace(case, offload="no", strategies=case.strategies[:1]), Need((facts,)))
+        assert on_host.gradients == in_memory.gradients
+        if "disk" not in offload:
+            assert on_host == in_memory
+        else:
+            assert (on_host.parameters, on_host.optimizer) == (on_device.parameters, 0)
 
 
 def nets() -> list[tuple[nn.Module, torch.optim.Optimizer]]:

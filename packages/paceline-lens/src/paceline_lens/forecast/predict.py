@@ -12,7 +12,7 @@ from paceline.config.given import Choice
 from paceline.config.settings import RunSettings, searched_settings
 from paceline.config.sources import HANDED, hand_over
 from paceline.planner.device import Device
-from paceline.planner.estimate import Chosen, Need, Rejected, choose, estimate, gib, settings_of, shown
+from paceline.planner.estimate import Chosen, Rejected, choose, estimate, gib, settings_of, shown
 from paceline.world.layout import given_axes
 from paceline_lens.forecast.calibration import Lookup
 from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld, rehearse
@@ -109,7 +109,7 @@ class _PredictedSearch:
                 fixed.setdefault(decision.field, decision.value)
         undivided = _undivided(simulated.world_size, fixed, opened)
         first = self.rehearse(undivided, "the model undivided")
-        need = _need(first)
+        need = first.need(first.local_states)
         rejected = list(known)
         skip = [plan.settings for plan in known]
         fitting: list[tuple[Chosen, Rehearsal]] = []
@@ -187,10 +187,6 @@ def _with_settings(
     return replace(simulated, settings={**simulated.settings, HANDED: hand_over(choices)})
 
 
-def _need(rehearsal: Rehearsal) -> Need:
-    return Need(rehearsal.models, rehearsal.activations, rehearsal.local_states)
-
-
 def _report(
     rehearsal: Rehearsal,
     simulated: SimulatedWorld,
@@ -199,7 +195,7 @@ def _report(
     rejected: Sequence[Rejected],
     lookup: Lookup | None,
 ) -> PlanReport:
-    need = _need(rehearsal)
+    need = rehearsal.need(rehearsal.local_states)
     by_formula = estimate(rehearsal.plan, need) if rehearsal.memory is None else None
     return PlanReport(
         rehearsal.plan, simulated.world_size, rehearsal, by_formula, device, chosen, tuple(rejected), lookup=lookup

@@ -60,6 +60,7 @@ class Rehearsal:
         optimizer: bytes of optimizer states that this rank holds.
         problem: why the script did not reach a step; "" if it did.
         seconds: how long the rehearsal took.
+        on_host: whether the device is the host, see `Need`.
     """
 
     plan: Plan
@@ -69,6 +70,11 @@ class Rehearsal:
     optimizer: int = 0
     problem: str = ""
     seconds: float = 0.0
+    on_host: bool = False
+
+    def need(self, states: float) -> Need:
+        """Returns what the models need, with so many float32 values of optimizer state for each trained parameter."""
+        return Need(self.models, self.activations, states, self.on_host)
 
     @property
     def activations(self) -> int:
@@ -91,7 +97,7 @@ class Rehearsal:
         if self.memory is None or not self._trainable:
             return 2.0
         # What this rank would keep if there were one value for each trained parameter.
-        of_one_value = estimate(self.plan, Need(tuple(self.models), states=1.0)).optimizer
+        of_one_value = estimate(self.plan, self.need(1.0)).optimizer
         return round(self.optimizer / max(1, of_one_value))
 
     @property
@@ -381,9 +387,10 @@ class RehearsalRuntime(Runtime):
         if self.plan is None:
             raise RuntimeError("it ended without a call of `prepare` with a model")
         facts = tuple(self._facts.values())
+        on_host = not self.has_own_memory
         if not self._steps:
             problem = problem or "it ended before an optimizer step"
-            return Rehearsal(self.plan, facts, None, self._trace.traffic, 0, problem, seconds)
+            return Rehearsal(self.plan, facts, None, self._trace.traffic, 0, problem, seconds, on_host)
         start = self._start
         traffic = self._trace.traffic
         # The script ended before the step after the warm-up was complete, so that only the warm-up can be reported.
@@ -391,4 +398,4 @@ class RehearsalRuntime(Runtime):
             start = 0
             traffic = self._warm_up_traffic
         memory = self._allocations.peak(start)
-        return Rehearsal(self.plan, facts, memory, traffic, memory.largest["optimizer"], "", seconds)
+        return Rehearsal(self.plan, facts, memory, traffic, memory.largest["optimizer"], "", seconds, on_host)

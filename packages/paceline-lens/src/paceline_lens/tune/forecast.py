@@ -67,7 +67,7 @@ class Forecaster:
         """Makes a forecaster from one rehearsal. It takes activations to be proportional to the samples."""
         return cls(
             plan=rehearsal.plan,
-            need=Need(rehearsal.models, rehearsal.activations, rehearsal.whole_states),
+            need=rehearsal.need(rehearsal.whole_states),
             rows=rows,
             flops=rehearsal.traffic.flops / max(1, rehearsal.plan.accumulate),
             slope=rehearsal.activations / rows if rows else 0.0,

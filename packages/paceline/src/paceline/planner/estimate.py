@@ -7,7 +7,7 @@ gives the activations of a batch: a rehearsal of the whole model on one rank mea
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -37,11 +37,13 @@ class Need:
         models: their facts.
         activations: bytes that one rank keeps between forward and backward without any strategy.
         states: float32 values that the optimizer keeps for each trained parameter.
+        on_host: whether the device is the host itself: nothing leaves its memory but to a disk.
     """
 
     models: tuple[ModelFacts, ...]
     activations: int = 0
     states: float = 2.0
+    on_host: bool = False
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,8 @@ class Chosen:
 
 def estimate(plan: Plan, need: Need) -> Bytes:
     """Returns the bytes on one rank under a resolved plan: each strategy's `cost` in turn, summed over the models."""
+    if need.on_host:
+        return _estimate_on_host(plan, replace(need, on_host=False))
     total = Bytes()
     # They were measured for all models together, so that only the first model counts them.
     activations = need.activations
@@ -84,6 +88,15 @@ def estimate(plan: Plan, need: Need) -> Bytes:
         total = Bytes(**sums)
         activations = 0
     return total
+
+
+def _estimate_on_host(plan: Plan, need: Need) -> Bytes:
+    """Returns the bytes where the device is the host. Of what leaves its memory for a disk, gradients stay."""
+    left = estimate(replace(plan, offload=plan.offload_to_disk), need)
+    if plan.offloads_parameters and plan.disk_folder:
+        states_alone = replace(plan, offload=f"optimizer=disk:{plan.disk_folder}")
+        left = replace(left, gradients=estimate(states_alone, need).gradients)
+    return left
 
 
 def choose(
@@ -202,7 +215,7 @@ def settings_of(plan: Plan) -> dict[str, Any]:
     return settings
 
 
-def division_of(plan: Plan, facts: ModelFacts) -> str:
+def division_of(plan: Plan, facts: ModelFacts, on_host: bool = False) -> str:
     """Describes in one line how a run divides a model over the ranks, and what one rank holds then.
 
     The line is "" if every rank holds the whole model and computes whole samples.
@@ -210,6 +223,7 @@ def division_of(plan: Plan, facts: ModelFacts) -> str:
     Args:
         plan: the resolved plan.
         facts: the facts of the model.
+        on_host: as in `Need`.
     """
     layout = plan.layout
     divisions: list[str] = []
@@ -226,7 +240,7 @@ def division_of(plan: Plan, facts: ModelFacts) -> str:
             divisions.append(f"{axis.name}={size} divides {axis.divides} over {size} ranks")
     if not divisions or not facts.trainable:
         return ""
-    needed = estimate(plan, Need((facts,)))
+    needed = estimate(plan, Need((facts,), on_host=on_host))
     at_rest = (needed.parameters + needed.gradients + needed.optimizer) / facts.parameters
     return (
         f"{facts.name} ({_count(facts.parameters)} parameters): {', '.join(divisions)}; about {at_rest:.1f} bytes a "

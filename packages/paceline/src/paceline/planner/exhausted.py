@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.world.forward import override_forward
 
-Situation = Callable[[], tuple[Plan, tuple[ModelFacts, ...], int, int]]
+if TYPE_CHECKING:
+    from paceline.planner.estimate import Need
+
+Situation = Callable[[], tuple[Plan, "Need", int, int]]
 
 
 def explain_exhaustion(error: BaseException, where: str, situation: Situation) -> None:
@@ -20,7 +22,7 @@ def explain_exhaustion(error: BaseException, where: str, situation: Situation) -
     Args:
         error: was caught around a pass or a step. That of a connection becomes one that says which rank has left.
         where: "forward", "backward" or "step".
-        situation: the plan, the models, ranks in all and ranks on this node; asked for when it happens.
+        situation: the plan, what its models need, ranks in all and ranks on this node; asked for when it happens.
 
     Raises:
         OutOfMemory: `out-of-memory`.

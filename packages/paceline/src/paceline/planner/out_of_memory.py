@@ -9,10 +9,8 @@ from __future__ import annotations
 import torch
 
 from paceline.base.errors import Problem, TrainError
-from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
-from paceline.planner.estimate import Need, choose, estimate, gib, shown
-from paceline.world.layout import given_axes
+from paceline.planner.estimate import Need, choose, estimate, gib, settings_of, shown
 
 # The CPU's allocator, driver calls outside torch's caching allocator, and cuBLAS raise plain RuntimeErrors.
 # cuDNN says NOT_SUPPORTED where no algorithm fits into what is left.
@@ -34,17 +32,14 @@ def is_out_of_memory(error: Exception) -> bool:
     return any(words in message for words in _MEMORY_WORDS)
 
 
-def explain(
-    error: BaseException, where: str, plan: Plan, models: tuple[ModelFacts, ...], world_size: int, local_size: int
-) -> OutOfMemory:
+def explain(error: BaseException, where: str, plan: Plan, need: Need, world_size: int, local_size: int) -> OutOfMemory:
     """Returns an error that says what the plan needs and what could be changed.
 
     Args:
         error: the error of the allocator.
         where: "forward", "backward" or "step".
-        plan, models, world_size, local_size: see `Run.situation`.
+        plan, need, world_size, local_size: see `Run.situation`.
     """
-    need = Need(models)
     needed = estimate(plan, need)
     rows = ", ".join(f"{name} {gib(count)}" for name, count in vars(needed).items() if count and name != "sent")
     message = str(error).strip().splitlines() or [type(error).__name__]
@@ -61,12 +56,10 @@ def explain(
 
 def _next(plan: Plan, need: Need, now: int, world_size: int, local_size: int) -> str:
     """Returns the fix: divide more on these ranks, keep fewer activations, or take more ranks."""
-    fixed = {axis: getattr(plan.layout, axis) for axis in given_axes()}
-    fixed |= {"mixed_precision": plan.precision, "accumulate": plan.accumulate, "recompute": plan.recompute}
     for times in (1, 2, 4, 8):
         size = world_size * times
         near = max(local_size, min(8, local_size * times))
-        chosen = choose(need, size, near, now - 1, fixed, ("replicate", "shard", "zero"))
+        chosen = choose(need, size, near, now - 1, settings_of(plan), ("replicate", "shard", "zero"))
         if chosen.settings is not None and chosen.estimate is not None:
             flags = shown(chosen.settings)
             if times > 1:

@@ -235,7 +235,7 @@ class Preparation:
             self._prepare_model(model, plan, mesh)
         if other is None:
             run.resolve(plan)
-        _tell(plan, new)
+        _tell(plan, new, on_host=not run.runtime.accelerated(run.device))
         run.events.prepared([model.module for model in new])
         return names
 
@@ -275,7 +275,7 @@ class Preparation:
 
         # Layouts must agree, so rank 0's memory decides for all.
         memory = run.collectives.broadcast_object(run.runtime.memory(run.device, run.world.local_size))
-        plan = fit(plan, [model.facts for model in new], run.world, memory)
+        plan = fit(plan, run.need([model.facts for model in new]), run.world, memory)
         if other is None:
             run.lay_out(plan)
         return plan
@@ -766,15 +766,15 @@ def _frozen(models: Sequence[nn.Module]) -> Iterator[None]:
                     parameter.requires_grad_(True)
 
 
-def _tell(plan: Plan, new: Sequence[_NewModel]) -> None:
-    """Logs the plan, and what it divides of each new model."""
+def _tell(plan: Plan, new: Sequence[_NewModel], on_host: bool) -> None:
+    """Logs the plan, and what it divides of each new model; `on_host` as in `Need`."""
     info("plan", plan.explain())
     if plan.layout.size() == 1:
         return
     from paceline.planner.estimate import division_of  # one process divides nothing
 
     for model in new:
-        line = division_of(plan, model.facts)
+        line = division_of(plan, model.facts, on_host)
         if line:
             warn_once("plan", line)
 

@@ -76,9 +76,7 @@ def start_run(arguments: RunArguments) -> Run:
         reason = f"{plan.precision} has no effect on the CPU, as under {semantics.library}"
         warn_once("compat", f"{reason}: use bf16 for fewer bytes.")
         plan = plan.in_float32(reason)
-    # In a rehearsal the memory of the CPU may stand for that of an accelerator.
-    accelerated = device.type != "cpu" or surroundings.has_own_memory
-    plan = PRECISIONS.get(plan.precision).settle(plan, accelerated)
+    plan = PRECISIONS.get(plan.precision).settle(plan, surroundings.accelerated(device))
     folder = None if arguments.project_dir is None else str(arguments.project_dir)
     run = Run(world, device, collectives, settings, decisions, plan, surroundings, arguments.scaler, folder)
     # Nobody reads the progress of a process that no launcher has started.

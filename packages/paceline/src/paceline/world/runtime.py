@@ -56,6 +56,10 @@ class Runtime:
         """
         return None
 
+    def accelerated(self, device: torch.device) -> bool:
+        """Returns whether the memory of a device is another than the host's."""
+        return device.type != "cpu" or self.has_own_memory
+
     def memory(self, device: torch.device, local_size: int) -> int:
         """Returns the bytes of memory of one rank: those of its accelerator, or its share of the host's memory."""
         if device.type != "cpu":

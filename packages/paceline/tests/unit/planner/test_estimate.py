@@ -100,6 +100,9 @@ def test_how_a_model_is_divided_is_one_line(need):
         for settings in ({}, {"shard": 4, "zero": 2}, {"shard": 2, "zero": 3, "replicate": 2}, {"shard": 2, "cp": 2})
     }
     assert said.pop("{}") == ""
+    offloaded = planned(need, 4, shard=4, zero=3, offload="all")
+    assert "about 0.0 bytes" in division_of(offloaded, facts)
+    assert "about 4.0 bytes" in division_of(offloaded, facts, on_host=True)
     assert [line.partition(": ")[2].partition(", with Adam")[0] for line in said.values()] == [
         "zero=2 divides gradients and optimizer states over 4 ranks; about 7.0 bytes a parameter on each",
         "zero=3 divides parameters, gradients and optimizer states over 2 ranks; about 8.0 bytes a parameter on each",

@@ -56,7 +56,8 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup, sou
     with torch.no_grad():
         for chunk in batches(plain, CHUNK):
             with flattened(chunk) as flat:
-                dist.broadcast(flat, group=group, group_src=source)
+                # As bytes: gloo knows no float8 and no integers of 16 bits.
+                dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
 
 
 def values_of(model: nn.Module) -> list[torch.Tensor]:
