@@ -132,16 +132,12 @@ _CARRIED = {
         estimate_command estimate_command_parser estimate_training_usage gather_data""",
     f"{_COMMANDS}.launch": """accelerate.commands.launch.main=main deepspeed_launcher launch_command
         launch_command_parser multi_gpu_launcher simple_launcher""",
-    f"{_COMMANDS}.launch_validation": "_convert_nargs_to_dict _validate_launch_command",
     f"{_COMMANDS}.merge": """accelerate.commands.merge.description=description accelerate.commands.merge.main=main
         merge_command merge_command_parser""",
     f"{_COMMANDS}.test": "accelerate.commands.test.main=main test_command test_command_parser",
     f"{_COMMANDS}.to_fsdp2": """ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2
         load_config to_fsdp2_command to_fsdp2_command_parser""",
     f"{_COMMANDS}.tpu": "accelerate.commands.tpu.main=main tpu_command_launcher tpu_command_parser",
-    f"{_HERE}.launch_environment": """_filter_args PrepareForLaunch convert_dict_to_env_variables env_var_path_add
-        prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config prepare_multi_gpu_env
-        prepare_simple_launcher_cmd_env setup_fp8_env""",
     "paceline.data.seed": "set_seed",
     f"{_HERE}.rank_logger": "MultiProcessAdapter get_logger",
     f"{_HERE}.memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
@@ -191,6 +187,12 @@ _NATIVE_WAYS = (
         r"[Ss]age[Mm]a",
         "Paceline starts no jobs on SageMaker",
         "start `paceline launch train.py` on the machine itself",
+    ),
+    (
+        r"\.prepare_\w+_(cmd_)?env|PrepareForLaunch|_env_parallelism_config|setup_fp8_env|env_var_path_add"
+        r"|convert_dict_to_env|_filter_args|_validate_launch_command|_convert_nargs_to_dict",
+        "`accelerate launch` runs `paceline launch` here, which makes commands and variables by itself",
+        "call `accelerate.commands.launch.launch_command(args)`, or start `paceline launch train.py`",
     ),
     (
         r"\.bnb\.",

@@ -145,6 +145,8 @@ def test_nothing_heavy_is_loaded_to_serve_names() -> None:
         ("accelerate.utils.bnb", "quantize_and_offload_8bit", "one device"),
         ("accelerate.commands.launch", "tpu_launcher", "TPU"),
         ("accelerate.utils.launch", "prepare_tpu", "TPU"),
+        ("accelerate.utils", "prepare_multi_gpu_env", "paceline launch"),
+        ("accelerate.commands.launch", "_validate_launch_command", "paceline launch"),
         ("accelerate.commands.launch", "sagemaker_launcher", "SageMaker"),
         ("accelerate.commands.config.config", "get_sagemaker_input", "SageMaker"),
         ("accelerate.utils", "MegatronLMPlugin", "Megatron-LM"),
