@@ -33,7 +33,6 @@ ON_PYPI = {
     "opentelemetry-exporter-otlp-proto-http",
     "peft",
     "ray",
-    "rich",
     "transformers",
     "{package}",
     "{library}",
