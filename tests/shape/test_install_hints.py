@@ -30,7 +30,6 @@ ON_PYPI = {
     "mlflow",
     "swanlab",
     "trackio",
-    "opentelemetry-exporter-otlp-proto-http",
     "peft",
     "ray",
     "transformers",

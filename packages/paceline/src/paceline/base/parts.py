@@ -35,7 +35,7 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
         "paceline.observers": ("anomalies", "journal", "profile", "system_values"),
         "paceline.recordings": ("journal",),
         "paceline.trackers": (
-            "aim", "clearml", "comet_ml", "dvclive", "mlflow", "opentelemetry", "swanlab", "trackio", "wandb",
+            "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb",
         ),
     },
     "doors": {"paceline.commands": ("doors",), "paceline.name_servers": ("doors",)},

@@ -100,13 +100,13 @@ class BlankTracker:
         return self
 
 
-def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested settings as one level: `{"data": {"seed": 1}}` becomes `{"data/seed": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            for inner_name, inner_value in flatten(value, separator).items():
-                flat[f"{name}{separator}{inner_name}"] = inner_value
+            for inner_name, inner_value in flatten(value).items():
+                flat[f"{name}/{inner_name}"] = inner_value
         else:
             flat[str(name)] = value
     return flat
