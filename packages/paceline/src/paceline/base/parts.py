@@ -30,7 +30,6 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
             "checkpoint diff", "checkpoint export", "checkpoint ls", "checkpoint prune", "checkpoint show",
             "checkpoint verify", "metrics", "plan", "ps", "rehearse", "trackers", "tune", "verify", "watch",
         ),
-        "paceline.deliveries": ("thread",),
         "paceline.hang_reports": ("hangs",),
         "paceline.observers": ("anomalies", "journal", "profile", "system_values"),
         "paceline.recordings": ("journal",),
