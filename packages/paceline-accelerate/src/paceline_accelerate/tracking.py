@@ -95,7 +95,8 @@ class _ClientTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = options
-        self.paceline_tracker = TRACKERS.get(str(self.name))(".", **options)
+        # The folder is where values wait for MLflow's server; the others write none of their own.
+        self.paceline_tracker = TRACKERS.get(str(self.name))("runs", **options)
 
     @property
     def tracker(self) -> Any:
@@ -363,8 +364,6 @@ class _Adapted:
             else:
                 self.shown = make(run, **self._options)
         assert self.shown is not None
-        if type(self.shown) is MLflowTracker and self._folder is not None:
-            self.shown.paceline_tracker.folder = Path(self._folder)  # for values that wait to be sent
         self.shown.start()
         if config:
             self.shown.store_init_configuration(dict(config))
