@@ -62,7 +62,9 @@ class DeliveryEntry:
 class Deliverable(Protocol):
     """A tracker whose values a thread sends, since its client would wait for the server."""
 
-    name: str
+    @property
+    def name(self) -> str:
+        """The name of the tracker."""
 
     def address(self) -> dict[str, Any]:
         """Returns what another process needs to send values to the same run: plain JSON without secrets; "id" is the run."""
