@@ -164,10 +164,10 @@ programs: setup  ## run programs of public repositories beside the real library:
 hosts: setup  ## tests on several hosts of this machine (root; tests/hosts/install.sh), mpirun, SLURM, Ray, Kubernetes; says what is missing
 	$(PYTEST) tests/hosts packages/paceline-hosts/tests/ranks/test_launch_kubernetes.py -rs $(ARGS)
 
-# Clients of trackers, which are no dependencies: over 1 GB. MLflow's server and an OTLP receiver run on loopback, all others
-# offline. Prometheus is tried where it is installed (apt-get install prometheus).
+# Clients of trackers, which are no dependencies: over 1 GB. MLflow's server runs on loopback, all others offline.
+# Prometheus is tried where it is installed (apt-get install prometheus).
 TRACKER_CLIENTS := aim==3.29.1 clearml==2.1.12 comet_ml==3.58.8 dvclive==3.49.1 mlflow==3.17.2 swanlab==0.10.3 trackio==0.43.0 \
-	wandb==0.31.0 opentelemetry-exporter-otlp-proto-http==1.45.2
+	wandb==0.31.0
 TRACKER_STAMP := .venv-trackers/.setup-done-$(SUM)-$(shell echo $(TRACKER_CLIENTS) | cksum | cut -d' ' -f1)
 
 trackers: $(TRACKER_STAMP)  ## tests on the real clients of trackers, in an environment of their own

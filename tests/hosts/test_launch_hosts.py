@@ -339,4 +339,4 @@ def test_hosts_with_folders_of_their_own_have_one_record_and_one_report(network:
     assert "report.html" in names and "stacks-1.txt" in names
     assert "report.html" not in network.hosts[2].run("ls /run/watched").stdout
     shown = network.hosts[0].run(f"{paceline()} watch --text --once /run/watched").stdout
-    assert "3 processes on 3 hosts" in shown and all(f"node{n}" in shown for n in range(3)), shown
+    assert "3 processes started on 3 hosts" in shown, shown

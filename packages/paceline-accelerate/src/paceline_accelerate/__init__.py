@@ -132,16 +132,12 @@ _CARRIED = {
         estimate_command estimate_command_parser estimate_training_usage gather_data""",
     f"{_COMMANDS}.launch": """accelerate.commands.launch.main=main deepspeed_launcher launch_command
         launch_command_parser multi_gpu_launcher simple_launcher""",
-    f"{_COMMANDS}.launch_validation": "_convert_nargs_to_dict _validate_launch_command",
     f"{_COMMANDS}.merge": """accelerate.commands.merge.description=description accelerate.commands.merge.main=main
         merge_command merge_command_parser""",
     f"{_COMMANDS}.test": "accelerate.commands.test.main=main test_command test_command_parser",
     f"{_COMMANDS}.to_fsdp2": """ARGUMENT_KEY_MAPPING ARGUMENT_VALUE_MAPPING ConversionStatus convert_config_to_fsdp2
         load_config to_fsdp2_command to_fsdp2_command_parser""",
     f"{_COMMANDS}.tpu": "accelerate.commands.tpu.main=main tpu_command_launcher tpu_command_parser",
-    f"{_HERE}.launch_environment": """_filter_args PrepareForLaunch convert_dict_to_env_variables env_var_path_add
-        prepare_deepspeed_cmd_env prepare_extend_env_parallelism_config prepare_multi_gpu_env
-        prepare_simple_launcher_cmd_env setup_fp8_env""",
     "paceline.data.seed": "set_seed",
     f"{_HERE}.rank_logger": "MultiProcessAdapter get_logger",
     f"{_HERE}.memory": "clear_device_cache find_executable_batch_size release_memory should_reduce_batch_size",
@@ -158,17 +154,6 @@ _CARRIED = {
     f"{_HERE}.checkpoint_functions": """load_accelerator_state load_custom_state save_accelerator_state
         save_custom_state""",
     f"{_HERE}.local_sgd": "LocalSGD",
-    f"{_HERE}.test_utils.testing": """AccelerateTestCase DEFAULT_LAUNCH_COMMAND MockingTestCase SubprocessCallException
-        TempDirTestCase are_the_same_tensors assert_exception capture_call_output device_count execute_subprocess_async
-        get_backend get_launch_command get_torch_dist_unique_port memory_allocated_func
-        accelerate.test_utils.testing.parse_flag_from_env=parse_flag_from_env path_in_accelerate_package
-        pytest_xdist_worker_id require_torch_min_version run_command run_first skip slow torch_device""",
-    f"{_HERE}.test_utils.training": "RegressionDataset RegressionModel",
-    "accelerate.test_utils.scripts": "test_ops test_script test_sync",
-    **{
-        f"{_HERE}.test_utils.scripts.{script}": f"accelerate.test_utils.scripts.{script}.main=main"
-        for script in ("test_cli", "test_ops", "test_script", "test_sync")
-    },
 }
 
 # The modules that accelerate imports with a package, so that `from accelerate import *` gives them too. It leaves out others:
@@ -183,6 +168,11 @@ _IMPORTED_WITH = {
 # First match counts: pattern of a name with its module, why it is not carried, what to do.
 _NATIVE_WAYS = (
     (
+        r"\.test_utils\b|\.commands\.test\.",
+        "the tools of accelerate's own tests are not carried",
+        "check an installation by `accelerate test`, and test a loop by `paceline.testing.run_ranks`",
+    ),
+    (
         r"tpu|TPU|xla",
         "Paceline runs on the CPU and on accelerators that `torch.accelerator` knows, and a TPU is none of them",
         "run on such a device: `paceline launch train.py`",
@@ -191,6 +181,12 @@ _NATIVE_WAYS = (
         r"[Ss]age[Mm]a",
         "Paceline starts no jobs on SageMaker",
         "start `paceline launch train.py` on the machine itself",
+    ),
+    (
+        r"\.prepare_\w+_(cmd_)?env|PrepareForLaunch|_env_parallelism_config|setup_fp8_env|env_var_path_add"
+        r"|convert_dict_to_env|_filter_args|_validate_launch_command|_convert_nargs_to_dict",
+        "`accelerate launch` runs `paceline launch` here, which makes commands and variables by itself",
+        "call `accelerate.commands.launch.launch_command(args)`, or start `paceline launch train.py`",
     ),
     (
         r"\.bnb\.",
@@ -216,11 +212,6 @@ _NATIVE_WAYS = (
         r"verify_on_hub",
         "nothing here reaches over the network",
         "native: `huggingface_hub.model_info(name)`",
-    ),
-    (
-        r"test_utils\.(examples|training)\.",
-        "it reads files of accelerate's own repository, which are not here",
-        "take `RegressionDataset` and `RegressionModel` of `accelerate.test_utils`, or data of your own",
     ),
 )
 _DEFAULT_WAY = (
@@ -288,13 +279,11 @@ def carried() -> dict[str, str]:
             sources[theirs] = f"{module}:{ours or theirs}"
     for module in ("accelerator", "checkpointing", "data_loader", "tracking", "utils.fsdp_utils", "utils.other"):
         sources[f"accelerate.{module}.logger"] = f"{_HERE}.rank_logger:accelerate.{module}"
-    # `is_wandb_available`, `require_wandb` and their like are all answered by one module each.
+    # `is_wandb_available` and its like are all answered by one module.
     for names_of_module in modules().values():
         for name in names_of_module:
             if re.fullmatch(r"is_\w+_available", name):
                 sources.setdefault(name, f"{_HERE}.available:{name}")
-            if name.startswith("require_"):
-                sources.setdefault(name, f"{_HERE}.test_utils.testing:{name}")
     return sources
 
 

@@ -7,12 +7,10 @@ test compares the table with the imports of these modules.
 # Function, with its module -> the other modules that call it by its name.
 REPLACEABLE = {
     "available:is_bnb_available": "quantised",
-    "available:is_fp8_available": "launch_environment commands.config.questions",
+    "available:is_fp8_available": "commands.config.questions",
     "available:is_torchao_available": "recipes",
     "available:is_transformer_engine_available": "recipes",
-    "commands.config.config_args:load_config_from_file": (
-        "commands.config.update commands.env commands.launch_validation commands.tpu"
-    ),
+    "commands.config.config_args:load_config_from_file": "commands.config.update commands.env commands.tpu",
     "data_loader:prepare_data_loader": "preparation",
     "data_loader:skip_first_batches": "accelerator",
     "deepspeed_plugin:get_active_deepspeed_plugin": "deepspeed_preparation deepspeed_wrappers",
@@ -56,7 +54,6 @@ REPLACEABLE = {
     "samplers:get_sampler": "data_loader loader_classes",
     "state:is_initialized": "accelerator_arguments deepspeed_wrappers",
     "surroundings:is_peft_model": "fsdp_modules sharded",
-    "surroundings:is_port_in_use": "launch_environment",
     "surroundings:load": "checkpoint_functions",
     "surroundings:parse_flag_from_env": "big_modeling",
     "wrapping:clean_state_dict_for_safetensors": "checkpoint_functions",

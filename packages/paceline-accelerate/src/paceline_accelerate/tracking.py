@@ -95,7 +95,8 @@ class _ClientTracker(GeneralTracker):
         super().__init__()
         self.run_name = run_name
         self.init_kwargs = options
-        self.paceline_tracker = TRACKERS.get(str(self.name))(".", **options)
+        # The folder is where values wait for MLflow's server; the others write none of their own.
+        self.paceline_tracker = TRACKERS.get(str(self.name))("runs", **options)
 
     @property
     def tracker(self) -> Any:
@@ -208,6 +209,11 @@ class MLflowTracker(_ClientTracker):
             "description": description,
         }
         self._stand_for(experiment_name or "Default", options)
+
+    @on_main_process
+    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
+        """Writes values, and returns when the server has them; a thread sends those of `Accelerator.log`."""
+        self.paceline_tracker.log_at_once(values, step, **kwargs)
 
 
 class ClearMLTracker(_ClientTracker):
@@ -333,8 +339,8 @@ class _Adapted:
             self.name = str(shown.name)
 
     @property
-    def deliverable(self) -> Any:
-        """Paceline's tracker behind one of accelerate's classes, whose values can be sent while training goes on."""
+    def _behind(self) -> Any:
+        """Paceline's tracker behind one of accelerate's classes; None for a class of a script."""
         # Subclasses are excluded: a script's subclass may do more in its `log`, which sending past it would leave out.
         if type(self.shown) not in _CLASSES:
             return None
@@ -342,7 +348,7 @@ class _Adapted:
 
     def run_id(self) -> str | None:
         """Returns what a later process needs to continue this run; None for a tracker of a script."""
-        tracker = self.deliverable
+        tracker = self._behind
         return None if tracker is None else tracker.run_id()
 
     def resume(self, run_id: str) -> None:
@@ -365,7 +371,10 @@ class _Adapted:
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: Any) -> None:
         """Logs values."""
         assert self.shown is not None
-        self.shown.log(values, step=step, **options)
+        if type(self.shown) is MLflowTracker:
+            self.shown.paceline_tracker.log(values, step, **options)
+        else:
+            self.shown.log(values, step=step, **options)
 
     def finish(self, status: str = "finished") -> None:
         """Ends the run."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import enum
 import json
 import os
@@ -28,7 +27,6 @@ from paceline_accelerate.arguments import DataLoaderConfiguration, ProfileKwargs
 from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 from paceline_accelerate.host import CPUInformation, get_cpu_distributed_information
 from paceline_accelerate.kinds import BaseEnum, CustomDtype, DynamoBackend, LoggerType, PrecisionType, RNGType
-from paceline_accelerate.launch_environment import _filter_args
 from paceline_accelerate.module_sizes import dtype_byte_size
 from paceline_accelerate.parallelism_config import ParallelismConfig
 from paceline_accelerate.plugins import TorchTensorParallelPlugin
@@ -204,14 +202,6 @@ def test_one_value_is_concatenated_to_itself_and_an_exception_says_what_it_was_g
         nested.concatenate([1, 2])
     error = errors.DistributedOperationException("hi")
     assert str(error) == "hi" and error.args == ("hi",) and str(pickle.loads(pickle.dumps(error))) == "hi"
-
-
-def test_arguments_that_another_parser_knows() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--name", default="none")
-    args = argparse.Namespace(steps=5, other=3)
-    assert vars(_filter_args(args, parser, ["--name", "x"])) == {"steps": 5, "name": "x"}
 
 
 def test_save_hooks_can_be_looked_at_and_taken_out(tmp_path: Path) -> None:

@@ -16,9 +16,9 @@ from paceline.cli.main import parser_for
 from paceline.compat import install
 from paceline.config.given import Given
 from paceline.config.sources import resolve_launch, resolve_run
-from paceline_accelerate.commands import estimate, launch, launch_validation, to_fsdp2
+from paceline_accelerate import launcher_variables
+from paceline_accelerate.commands import estimate, launch, to_fsdp2
 from paceline_accelerate.commands.config.update import update_config
-from paceline_accelerate.commands.launch_validation import _convert_nargs_to_dict, _validate_launch_command
 from paceline_accelerate.fsdp import said_by
 from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
@@ -44,13 +44,11 @@ def served():
 
 
 @pytest.mark.parametrize("function", sorted(RECORDED))
-def test_as_recorded(function: str, monkeypatch) -> None:
+def test_as_recorded(function: str) -> None:
     import commands_program
 
     from paceline_accelerate.commands.config import config_args
 
-    # Another process of this machine may listen on the usual port, of which a warning tells.
-    monkeypatch.setattr("paceline_accelerate.launch_environment.is_port_in_use", lambda port: False)
     answer = json.dumps(getattr(commands_program, function)())
     # torch's own policy has this field from 2.15 on; the answers were recorded under 2.13.
     answer = answer.replace(", param_dtype_override_fn=None", "")
@@ -139,72 +137,38 @@ def test_a_list_of_classes_is_said_in_the_words_of_fsdp2() -> None:
     }
 
 
-def validated(*words: str) -> tuple[dict[str, object], object, bool]:
-    """Which arguments `_validate_launch_command` changes, and the two other values that it returns."""
-    words = (*words, "train.py")
-    plain = vars(launch.launch_command_parser().parse_args(words))
-    args, config, from_file = _validate_launch_command(launch.launch_command_parser().parse_args(words))
-    changed = {name: value for name, value in vars(args).items() if name not in plain or plain[name] != value}
-    return changed, config, from_file
-
-
-def test_arguments_of_a_launch_are_filled_as_by_the_real_library(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr(launch_validation, "default_config_file", str(tmp_path / "none.yaml"))
-    changed, config, from_file = validated("--multi_gpu", "--num_processes", "2")
-    filled = {"debug": False, "dynamo_backend": "no", "mixed_precision": "no", "num_machines": 1, "use_cpu": False}
-    assert changed == {**filled, "num_cpu_threads_per_process": 1}
-    assert config is None and not from_file
-    file = tmp_path / "config.yaml"
-    file.write_text(
-        "distributed_type: FSDP\nmixed_precision: bf16\nnum_processes: 2\nfsdp_config:\n  fsdp_version: 2\n"
-        "  fsdp_min_num_params: 3\nparallelism_config:\n  parallelism_config_tp_size: 2\nuse_cpu: true\n"
-    )
-    changed, config, from_file = validated("--config_file", str(file), "--fsdp_version", "1")
-    assert type(config).__name__ == "ClusterConfig" and from_file
-    assert changed["use_fsdp"] and changed["use_parallelism_config"] and changed["use_cpu"]
-    assert changed["fsdp_min_num_params"] == 3 and changed["parallelism_config_tp_size"] == 2
-    assert "fsdp_version" not in changed, "a flag wins over the file"
-    assert (changed["num_processes"], changed["mixed_precision"], changed["gpu_ids"]) == (2, "bf16", "all")
-    assert not validated("--config_file", str(file), "--mixed_precision", "no")[2]
-    file.write_text("distributed_type: NO\nnum_processes: 1\n")
-    changed = validated("--config_file", str(file))[0]
-    assert "multi_gpu" not in changed and changed["num_processes"] == 1, "without quotes, YAML reads NO as false"
-    file.write_text("distributed_type: MULTI_CPU\nnum_processes: -1\n")
-    with pytest.raises(ValueError, match="need to manually pass in `--num_processes`"):
-        validated("--config_file", str(file))
-    with pytest.raises(FileNotFoundError, match="does not exist"):
-        validated("--config_file", str(tmp_path / "missing.yaml"))
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--cpu --multi_gpu", "You can only use one of `--cpu`, `--multi_gpu`, `--tpu`"),
-        ("--use_fsdp --use_deepspeed", "You can only use one of"),
-        ("--multi_gpu --num_processes 1", "at least 2 processes"),
-        ("--use_parallelism_config", "You cannot use `--use_parallelism_config` without `--use_fsdp`"),
-    ],
-)
-def test_flags_that_do_not_go_together(words: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        validated(*words.split())
-
-
 def test_a_config_that_is_missing_cannot_be_converted(tmp_path: Path) -> None:
     words = ["--config_file", str(tmp_path / "missing.yaml"), "--output_file", str(tmp_path / "out.yaml")]
     with pytest.raises(FileNotFoundError, match="not found"):
         to_fsdp2.to_fsdp2_command(to_fsdp2.to_fsdp2_command_parser().parse_args(words))
 
 
-def test_arguments_of_a_script_become_names_with_values() -> None:
-    words = ["--lr", "1e-4", "--n-steps", "1e3", "--flag", "True", "--name", "x y", "--word", "true"]
-    read = {"lr": 0.0001, "n_steps": 1000, "flag": True, "name": "x y", "word": "true"}
-    assert _convert_nargs_to_dict(words) == read and _convert_nargs_to_dict([]) == {}
-    for wrong in (["--a"], ["--a", "--b", "1"], ["--a", "-1"]):
-        with pytest.raises(ValueError, match="store_true"):
-            _convert_nargs_to_dict(wrong)
-    with pytest.raises(SystemExit):
-        _convert_nargs_to_dict(["value", "--a", "1"])
+def test_a_script_finds_the_variables_that_accelerate_always_sets(monkeypatch) -> None:
+    for name in launcher_variables._DEFAULTS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    exported: dict[str, str] = {}
+    monkeypatch.setattr(launcher_variables.environment, "export", exported.update)
+    monkeypatch.setenv("PACELINE_CPU", "yes")
+    launcher_variables.export_settings()
+    assert exported == {"ACCELERATE_USE_CPU": "True"}, "accelerate's launcher did not start it"
+    monkeypatch.setenv("PACELINE_COMPAT", "deepspeed,accelerate")
+    launcher_variables.export_settings()
+    assert exported["ACCELERATE_MIXED_PRECISION"] == "no" and exported["ACCELERATE_DYNAMO_MODE"] == "default"
+    assert "ACCELERATE_DYNAMO_BACKEND" not in exported, "its value stays"
+
+
+def test_the_longer_name_of_a_flag_comes_last_as_in_help_texts() -> None:
+    actions = {action.dest: action.option_strings for action in launch.launch_command_parser()._actions}
+    assert actions["module"][:2] == ["-m", "--module"]
+
+
+def test_a_converted_config_does_not_replace_a_file(tmp_path) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text("fsdp_config: {fsdp_version: 1}\n")
+    args = argparse.Namespace(config_file=str(file), overwrite=False, output_file=str(file))
+    with pytest.raises(FileExistsError, match="already exists"):
+        to_fsdp2.to_fsdp2_command(args)
 
 
 # -- estimate-memory -----------------------------------------------------------------------------------------

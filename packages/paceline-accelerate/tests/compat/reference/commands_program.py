@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import importlib
 import os
-import sys
 import tempfile
 from enum import Enum
 
@@ -103,21 +102,6 @@ DYNAMO_CASES = [
     ({}, {"backend": "inductor", "options": {"a": 1}}),
     ({}, {"backend": "x"}),
 ]
-BUILDERS = [
-    ("prepare_simple_launcher_cmd_env", ["-m"]),
-    ("prepare_simple_launcher_cmd_env", ["--no_python"]),
-    ("prepare_simple_launcher_cmd_env", ["-m", "--no_python"]),
-    ("prepare_simple_launcher_cmd_env", ["--gpu_ids", "0,1", "--debug", "--enable_cpu_affinity"]),
-    ("prepare_simple_launcher_cmd_env", ["--num_processes", "2", "--mixed_precision", "fp16"]),
-    ("prepare_simple_launcher_cmd_env", ["--num_machines", "2", "--main_process_port", "7", "--main_process_ip", "h"]),
-    ("prepare_simple_launcher_cmd_env", ["--dynamo_backend", "inductor", "--dynamo_use_dynamic"]),
-    ("prepare_multi_gpu_env", ["--num_processes", "4", "--enable_cpu_affinity"]),
-    ("prepare_multi_gpu_env", ["--num_processes", "2", "--use_fsdp", "--fsdp_auto_wrap_policy", "size_based_wrap"]),
-    ("prepare_multi_gpu_env", ["--num_processes", "4", "--use_parallelism_config", "--parallelism_config_tp_size", "2"]),
-    ("prepare_multi_gpu_env", ["--num_processes", "2", "--use_parallelism_config", "--parallelism_config_sp_size", "2"]),
-    ("prepare_deepspeed_cmd_env", ["--num_processes", "2", "--use_deepspeed", "--zero_stage", "3"]),
-    ("prepare_deepspeed_cmd_env", ["--num_processes", "2", "--use_deepspeed", "--zero3_init_flag", "true"]),
-]  # fmt: skip
 
 
 def plain(value):
@@ -208,42 +192,6 @@ def to_fsdp2():
 
     converted = [convert_config_to_fsdp2({"fsdp_config": dict(block)}) for block in FSDP1]
     return [converted, plain(ARGUMENT_KEY_MAPPING), plain(ARGUMENT_VALUE_MAPPING)]
-
-
-def builders():
-    """Commands, variables and torchrun's arguments."""
-    import accelerate.utils.launch as launch
-    from accelerate.commands.launch import launch_command_parser
-
-    found = []
-    for name, words in BUILDERS:
-        args = launch_command_parser().parse_args([*words, "train.py", "--lr", "1"])
-        defaults = {"mixed_precision": "no", "dynamo_backend": "no", "num_cpu_threads_per_process": 1, "num_machines": 1,
-                    "use_cpu": False, "deepspeed_fields_from_accelerate_config": ""}  # fmt: skip
-        for field, value in defaults.items():
-            if getattr(args, field, None) is None:
-                setattr(args, field, value)
-        before = dict(os.environ)
-        for variable in [each for each in before if each.startswith(("OMP_", "PYTHONPATH", "ACCELERATE_"))]:
-            del os.environ[variable]
-        outside = dict(os.environ)
-
-        function = getattr(launch, name)
-
-        def build(function=function, args=args, outside=outside):
-            built = function(args)
-            command, variables = built if isinstance(built, tuple) else (None, built)
-            told = {key: value for key, value in variables.items() if outside.get(key) != value and key != "PYTHONPATH"}
-            shown = ["python" if word == sys.executable else word for word in command or []]
-            torchrun = [
-                getattr(args, field, None) for field in ("nproc_per_node", "nnodes", "master_port", "rdzv_endpoint")
-            ]
-            return [shown, told, torchrun]
-
-        found.append(answer(build))
-        os.environ.clear()
-        os.environ.update(before)
-    return found
 
 
 def plugins():
@@ -347,7 +295,6 @@ def everything():
         config_files,
         basic_config,
         to_fsdp2,
-        builders,
         plugins,
         setters,
         handlers,

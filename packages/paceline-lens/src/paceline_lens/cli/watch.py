@@ -1,4 +1,4 @@
-"""Shows a run live: as a page in the browser, or with --text in the terminal.
+"""Shows a run live: as a page in the browser, or with --text as lines in the terminal.
 
 RUN is a folder, a name or a process number of `paceline ps`, or HOST:RUN for one on a host that ssh reaches. Without it, the
 newest run of this machine is shown.
@@ -7,7 +7,6 @@ newest run of this machine is shown.
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from typing import TYPE_CHECKING
 
@@ -27,13 +26,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         help="a folder, a name or process number of `paceline ps`, or HOST:RUN [the newest run]",
     )
-    parser.add_argument("--text", action="store_true", help="show it in the terminal")
+    parser.add_argument("--text", action="store_true", help="write lines about it to the terminal")
     parser.add_argument("--once", action="store_true", help="with --text: show the current state, and exit")
     parser.add_argument(
         "--interval-s",
         type=float,
         metavar="S",
-        help="seconds between two updates [1; if the output is not a terminal, 10]",
+        help="with --text: seconds between two lines of its status [10]",
     )
     parser.add_argument(
         "--freeze", metavar="FILE", help="write the page in its current state to an HTML file, and exit"
@@ -114,58 +113,15 @@ def _serve(followed: FollowedRun, port: int | None) -> int:
 
 
 def _show_text(followed: FollowedRun, interval_s: float | None, once: bool) -> int:
-    from importlib.util import find_spec
-
-    has_rich = find_spec("rich") is not None
-    is_terminal = sys.stdout.isatty()
-    if is_terminal and not has_rich:
-        print("paceline: `pip install rich` draws the run; without it there are lines", file=sys.stderr)
-    if once and has_rich:
-        from rich.console import Console
-
-        from paceline_lens.watch.text import frame
-
-        console = Console()
-        console.print(frame(followed.snapshot(), console.width, 100))
-        return 0
-    if once:
-        from paceline_lens.watch.plain import PlainLog
-
-        print(*PlainLog().lines(followed.snapshot()), sep="\n")
-        return 0
-    if is_terminal and has_rich:
-        return _draw(followed, interval_s or 1.0)
-    return _print_lines(followed, interval_s or 10.0)
-
-
-def _draw(followed: FollowedRun, interval_s: float) -> int:
-    """Draws the run on the whole terminal; its last state stays there when it has ended."""
-    from rich.console import Console
-    from rich.live import Live
-
-    from paceline_lens.watch.text import frame
-
-    console = Console()
-    with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
-        while True:
-            snapshot = followed.snapshot()
-            live.update(frame(snapshot, console.width, console.height), refresh=True)
-            if snapshot["state"] == "ended":
-                break
-            time.sleep(interval_s)
-    console.print(frame(snapshot, console.width, 100))
-    return 0
-
-
-def _print_lines(followed: FollowedRun, interval_s: float) -> int:
-    """Says what is new, each second; how far the run is, every few seconds."""
+    """Says what is new, each second; how far the run is, every few seconds. With `once`, says all of it now."""
     from paceline_lens.watch.plain import PlainLog
 
+    interval_s = interval_s or 10.0
     log = PlainLog(interval_s)
     while True:
         snapshot = followed.snapshot()
         for line in log.lines(snapshot):
             print(line, flush=True)
-        if snapshot["state"] == "ended":
+        if once or snapshot["state"] == "ended":
             return 0
         time.sleep(min(1.0, interval_s))

@@ -1,4 +1,4 @@
-"""`Delivery` sends the values of one tracker from a thread, so that training never waits for a network. `Trackers` makes it.
+"""`Delivery` sends the values of one tracker from a thread, so that training never waits for a network. `mlflow.py` uses it.
 
     log()   -> a line in unsent-mlflow-<id>.jsonl (microseconds)      the training thread
             -> send(address, entries), many lines in one request      a thread, at most twice a second
@@ -18,11 +18,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from paceline.base.errors import Problem, TrackerError
 from paceline.base.log import logger, warn_once
-from paceline.observe.trackers.tracker import Deliverable
 
 VERSION = 1
 # What one request carries at most; MLflow takes 1000 values.
@@ -58,6 +57,27 @@ class DeliveryEntry:
     def of_line(cls, line: bytes) -> DeliveryEntry:
         """Returns the entry of a line."""
         return cls(*json.loads(line))
+
+
+class Deliverable(Protocol):
+    """A tracker whose values a thread sends, since its client would wait for the server."""
+
+    @property
+    def name(self) -> str:
+        """The name of the tracker."""
+
+    def address(self) -> dict[str, Any]:
+        """Returns what another process needs to send values to the same run: plain JSON without secrets; "id" is the run."""
+
+    def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
+        """Returns the values that this tracker accepts."""
+
+    @staticmethod
+    def send(address: Mapping[str, Any], entries: Sequence[DeliveryEntry]) -> None:
+        """Sends entries, at most 1000 values. It may be called again with entries that have arrived already.
+
+        Any error means: try again later. `RefusedError` says that the server will never take them.
+        """
 
 
 class Delivery:
@@ -100,6 +120,9 @@ class Delivery:
         if self._end > self._start:  # a process of this run that died has left values in the file
             self._work.set()
         self._thread.start()
+        for path in sorted(folder.glob(f"unsent-{tracker.name}-*.jsonl")):
+            if path != self.path:
+                logger("observe").warning("values of an earlier run were never sent: `paceline trackers %s`.", path)
 
     def put(self, values: Mapping[str, Any], step: int | None) -> None:
         """Writes values to the file, from which the thread sends them soon.

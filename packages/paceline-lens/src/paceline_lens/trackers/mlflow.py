@@ -1,7 +1,7 @@
 """`MLflowTracker` writes numbers, figures and files to MLflow: a server, or a local database (`MLFLOW_TRACKING_URI`).
 
-MLflow's client sends each value at once, and waits up to four minutes for a server that is down. So `Delivery` sends the
-values, by `address` and `send`. All other calls go to the client directly.
+MLflow's client sends each value at once, and waits up to four minutes for a server that is down. So a `Delivery` sends the
+values of `log`, by `address` and `send`. All other calls go to the client directly.
 """
 
 from __future__ import annotations
@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from paceline.base import env as environment
+from paceline.base.errors import TrackerError
 from paceline.base.log import warn_once
 from paceline.observe.trackers.library import LibraryTracker
 from paceline.observe.trackers.tracker import Status
-from paceline_lens.trackers.delivery import DeliveryEntry, RefusedError
+from paceline_lens.trackers.delivery import Delivery, DeliveryEntry, RefusedError
 from paceline_lens.trackers.server import knock
 
 
@@ -32,10 +34,16 @@ class MLflowTracker(LibraryTracker):
     package = "mlflow"
     without_server = "start the server, or keep the numbers in a file: MLFLOW_TRACKING_URI=sqlite:///mlflow.db"
 
+    def __init__(self, folder: str | Path = ".", **options: object) -> None:
+        super().__init__(folder, **options)
+        self._run_folder = self.folder
+        self._delivery: Delivery | None = None  # begins with the first value
+
     def open_run(self, run: str) -> Any:
         """Begins a run of an experiment, which is created if there is none of this name."""
         import mlflow
 
+        self._run_folder = self.folder / run
         env = environment.snapshot()
         knock(env.get("MLFLOW_TRACKING_URI", ""))  # the client would try for four minutes
         options = self.options
@@ -89,7 +97,16 @@ class MLflowTracker(LibraryTracker):
         return {name: value for name, value in values.items() if name not in stored}
 
     def log(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
-        """Writes numbers."""
+        """Hands numbers to the thread that sends them; `options` of MLflow's own call send them at once."""
+        if options:
+            self.log_at_once(values, step, **options)
+            return
+        if self._delivery is None:
+            self._delivery = Delivery(self, self._run_folder)
+        self._delivery.put(values, step)
+
+    def log_at_once(self, values: Mapping[str, Any], step: int | None = None, **options: object) -> None:
+        """Sends numbers, and returns when the server has them; `options` are those of `mlflow.log_metrics`."""
         import mlflow
 
         mlflow.log_metrics(self.numbers_of(values), step=step, **options)
@@ -151,25 +168,36 @@ class MLflowTracker(LibraryTracker):
                 raise RefusedError(str(error)) from error
             raise
 
-    def abandon(self) -> None:
-        """Closes the run on this side: otherwise the client would wait for the server again when the interpreter exits."""
-        import mlflow
-
-        impatient = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "2"}
-        with environment.patched(impatient), contextlib.suppress(mlflow.MlflowException):
-            mlflow.end_run()
-        self._run = None
-
     def close_run(self, status: Status) -> None:
-        """Ends the run; after an error as a failed one."""
+        """Ends the run, after an error as a failed one, when all values are sent.
+
+        Raises:
+            TrackerError: `tracker-unsent`, `tracker-refused`.
+        """
         import mlflow
 
-        if status == "finished":
+        problem = None
+        if self._delivery is not None:
+            timeout_s = environment.get("PACELINE_TRACKER_FLUSH_S")
+            if status == "failed":
+                # The other processes wait for this one, which has failed, and only learn of the error when it ends.
+                timeout_s = min(timeout_s, _FLUSH_AFTER_AN_ERROR_S)
+            problem = self._delivery.finish(status, timeout_s)
+            self._delivery = None
+        if problem is not None and problem.code == "tracker-unsent":
+            # Otherwise the client would wait for the server again when the interpreter exits.
+            impatient = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0", "MLFLOW_HTTP_REQUEST_TIMEOUT": "2"}
+            with environment.patched(impatient), contextlib.suppress(mlflow.MlflowException):
+                mlflow.end_run()
+        elif status == "finished":
             mlflow.end_run()
         else:
             mlflow.end_run(status="FAILED")
+        if problem is not None:
+            raise TrackerError.of([problem])
 
 
+_FLUSH_AFTER_AN_ERROR_S = 5.0
 # The codes of errors for names and values that MLflow does not accept, and for a run that was deleted.
 _REFUSALS = ("INVALID_PARAMETER_VALUE", "BAD_REQUEST", "RESOURCE_DOES_NOT_EXIST")
 

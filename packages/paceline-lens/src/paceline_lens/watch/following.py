@@ -1,6 +1,6 @@
 """`FollowedRun` reads the journal of a run as it grows, and looks at those processes of the run that are on this host.
 
-The terminal view, the page and the frozen page get their snapshots from it.
+The lines in the terminal, the page and the frozen page get their snapshots from it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Formats a snapshot of a run as plain lines: for logs of CI, for terminals without rich, and for the status line."""
+"""Formats a snapshot of a run as plain lines: for the terminal, for logs of CI, and for the status line."""
 
 from __future__ import annotations
 

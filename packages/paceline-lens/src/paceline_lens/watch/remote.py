@@ -1,4 +1,4 @@
-"""Shows a run of another host through ssh: its terminal view, or its page through a tunnel. For `paceline watch HOST:RUN`."""
+"""Shows a run of another host through ssh: its lines, or its page through a tunnel. For `paceline watch HOST:RUN`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def watch_on(host: str, run: str, command: str, *, text: bool, once: bool = Fals
         command: the command that starts paceline on that host.
         text: whether the run is shown in this terminal. Otherwise that host serves the page, and the same port of this host
             leads to it.
-        once: whether the terminal view is printed once, instead of until the run ends.
+        once: whether the lines of its present state are printed, instead of all until the run ends.
         port: the port of the page; None for a free one.
 
     Raises:

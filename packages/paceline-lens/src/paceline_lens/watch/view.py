@@ -6,8 +6,8 @@
         view.add(line)
     view.snapshot(time.time())
 
-The terminal view, the page and the findings all read the snapshot. It consists of plain JSON types; a float that is not finite
-is "nan", "inf" or "-inf". Times are unix seconds, sizes are bytes, and None stands for what is not known. "Recent" is the last
+The page, `plain.py` and the findings all read the snapshot. It consists of plain JSON types; a float that is not finite is
+"nan", "inf" or "-inf". Times are unix seconds, sizes are bytes, and None stands for what is not known. "Recent" is the last
 30 seconds, or the last 30 steps if a step takes longer than a second.
 
 version         1

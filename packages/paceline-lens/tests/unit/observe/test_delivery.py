@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+import re
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.run_ids import RunIds
 from paceline.observe.trackers.tracker import TRACKERS
 from paceline_lens.trackers.delivery import Delivery, DeliveryEntry, RefusedError, Sender
+from paceline_lens.trackers.mlflow import MLflowTracker
 
 
 class Server:
@@ -70,9 +73,6 @@ class ToyTracker:
     def finish(self, status="finished") -> None:
         self.said.append(status)
 
-    def abandon(self) -> None:
-        self.said.append("abandoned")
-
     def address(self):
         return {"id": self.id, "host": "nowhere"}
 
@@ -90,7 +90,6 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Server:
     log.forget_warnings()
     server = Server()
     monkeypatch.setattr(ToyTracker, "server", server)
-    monkeypatch.setenv("PACELINE_TRACKER_FLUSH_S", "5")
     return server
 
 
@@ -205,22 +204,16 @@ def test_a_full_file_says_what_is_lost(server: Server, tmp_path: Path, caplog) -
 
 
 def test_a_server_that_is_never_back(server: Server, tmp_path: Path, capsys, monkeypatch) -> None:
-    monkeypatch.setenv("PACELINE_TRACKER_FLUSH_S", "0.3")
     monkeypatch.setattr(TRACKERS, "_added", {"toy": ToyTracker})
     server.is_up = False
-    tracker = ToyTracker()
-    trackers = Trackers(tracker, tmp_path)
-    trackers.start("digits")
-    trackers.log({"loss": 1.0}, step=1)
+    sent = delivery(tmp_path)
+    sent.put({"loss": 1.0}, 1)
     (path,) = unsent(tmp_path)
     assert main(["trackers", str(path)]) == 1
     assert "belongs to a run that goes on" in capsys.readouterr().err
-    with pytest.raises(
-        TrackerError, match=r"connection refused(.|\n)*tried for 0.3 s(.|\n)*`paceline trackers /"
-    ) as caught:
-        trackers.finish()
-    assert caught.value.code == "tracker-unsent"
-    assert tracker.said == ["start", "abandoned"]
+    problem = sent.finish("finished", 0.3)
+    assert problem is not None and problem.code == "tracker-unsent"
+    assert re.search(r"connection refused(.|\n)*tried for 0.3 s(.|\n)*`paceline trackers /", str(problem))
     until(lambda: not any(thread.name == "tracker toy" for thread in threading.enumerate()))
     assert main(["trackers", str(tmp_path)]) == 1
     assert "[tracker-unsent]" in capsys.readouterr().err
@@ -297,3 +290,42 @@ def test_trackers_go_on_in_their_runs_where_training_does(server: Server, tmp_pa
     assert started("r6") == ["start", "finished"]
     (tmp_path / "digits" / "trackers.json").write_text('{"version": 2}')
     assert started("r7", goes_on=True) == ["start", "finished"]
+
+
+class Client:
+    """Stands for the module `mlflow`, and notes how a run ends."""
+
+    MlflowException = ConnectionError
+
+    def __init__(self) -> None:
+        self.ended: list[object] = []
+
+    def end_run(self, **options: object) -> None:
+        self.ended.append(options.get("status", "FINISHED"))
+
+    def get_tracking_uri(self) -> str:
+        return "nowhere"
+
+
+@pytest.mark.parametrize("is_up", [True, False])
+def test_mlflow_delivers_what_is_logged(server: Server, tmp_path: Path, monkeypatch, is_up: bool) -> None:
+    client = Client()
+    monkeypatch.setitem(sys.modules, "mlflow", client)
+    monkeypatch.setattr(MLflowTracker, "send", staticmethod(lambda address, entries: server.take(entries)))
+    monkeypatch.setattr(MLflowTracker, "run_id", lambda self: "r1")
+    monkeypatch.setenv("PACELINE_TRACKER_FLUSH_S", "5" if is_up else "0.1")
+    server.is_up = is_up
+    tracker = MLflowTracker(tmp_path)
+    tracker._run, tracker._run_folder = object(), tmp_path / "digits"
+    (tmp_path / "digits").mkdir()
+    for step in range(5):
+        tracker.log({"loss": step}, step)
+    if is_up:
+        tracker.finish()
+        assert server.values("loss") == [(step, step) for step in range(5)]
+        assert unsent(tmp_path) == []
+    else:
+        with pytest.raises(TrackerError, match=r"tried for 0.1 s") as caught:
+            tracker.finish("failed")
+        assert caught.value.code == "tracker-unsent" and len(unsent(tmp_path)) == 1
+    assert client.ended == ["FINISHED"]

@@ -46,7 +46,7 @@ def lines(path):
 
 def test_both_trackers_are_found_and_fit_the_protocol(tmp_path):
     assert TRACKERS.names() == [
-        "aim", "clearml", "comet_ml", "csv", "dvclive", "jsonl", "mlflow", "opentelemetry", "swanlab", "tensorboard",
+        "aim", "clearml", "comet_ml", "csv", "dvclive", "jsonl", "mlflow", "swanlab", "tensorboard",
         "trackio", "wandb",
     ]  # fmt: skip
     for name in TRACKERS.names():

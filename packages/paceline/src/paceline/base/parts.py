@@ -30,12 +30,11 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
             "checkpoint diff", "checkpoint export", "checkpoint ls", "checkpoint prune", "checkpoint show",
             "checkpoint verify", "metrics", "plan", "ps", "rehearse", "trackers", "tune", "verify", "watch",
         ),
-        "paceline.deliveries": ("thread",),
         "paceline.hang_reports": ("hangs",),
         "paceline.observers": ("anomalies", "journal", "profile", "system_values"),
         "paceline.recordings": ("journal",),
         "paceline.trackers": (
-            "aim", "clearml", "comet_ml", "dvclive", "mlflow", "opentelemetry", "swanlab", "trackio", "wandb",
+            "aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "trackio", "wandb",
         ),
     },
     "doors": {"paceline.commands": ("doors",), "paceline.name_servers": ("doors",)},

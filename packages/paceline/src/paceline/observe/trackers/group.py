@@ -2,7 +2,7 @@
 
 Trackers(["tensorboard"], folder)   every rank: looks up names and packages, and raises all problems at once
   .start("digits", config)          main process: constructs and starts each tracker
-  .log({"loss": 0.7}, step=10)      main process: reads tensors once, then each tracker gets them, some by a thread
+  .log({"loss": 0.7}, step=10)      main process: reads tensors once, then each tracker gets them
   .finish()                         main process. A run that ends without it is finished at exit, after an error as "failed"
 
 On other ranks these calls do nothing.
@@ -18,23 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from paceline.base import env
 from paceline.base.errors import Problem, TrackerError
-from paceline.base.log import logger, warn_once
+from paceline.base.log import warn_once
 from paceline.base.parts import extra_with, how_to_install
 from paceline.observe.trackers.run_ids import RunIds
-from paceline.observe.trackers.tracker import (
-    DELIVERIES,
-    TRACKERS,
-    BlankTracker,
-    Deliverable,
-    DeliveryOfValues,
-    Status,
-    Tracker,
-)
+from paceline.observe.trackers.tracker import TRACKERS, BlankTracker, Status, Tracker
 
 Wanted = str | type | Tracker
-_FLUSH_AFTER_AN_ERROR_S = 5.0
 
 
 class Trackers:
@@ -55,10 +45,9 @@ class Trackers:
         self.folder = str(folder)
         self.is_main = is_main
         self.started: dict[str, Tracker] = {}
-        self._deliveries: dict[str, DeliveryOfValues] = {}
         self._wanted = _resolve(_as_list(wanted))
-        # It runs when this object is collected, or at exit. It gets only the dicts: a reference to `self` would keep it alive.
-        weakref.finalize(self, _finish_left_over, self.started, self._deliveries, os.getpid())
+        # It runs when this object is collected, or at exit. It gets only the dict: a reference to `self` would keep it alive.
+        weakref.finalize(self, _finish_left_over, self.started, os.getpid())
 
     @property
     def names(self) -> list[str]:
@@ -84,8 +73,7 @@ class Trackers:
         if not self.is_main:
             return
         self.finish()
-        folder = self.folder_of(run)
-        run_ids = RunIds(folder)
+        run_ids = RunIds(self.folder_of(run))
         earlier = run_ids.earlier(goes_on=goes_on)
         ids: dict[str, str] = {}
         for name, chosen in self._wanted.items():
@@ -103,21 +91,10 @@ class Trackers:
                 ids[name] = run_id
         if ids:
             run_ids.write(ids)
-        self._begin_deliveries(folder)
 
     def folder_of(self, run: str) -> Path:
         """Returns the folder with what a later process needs to continue a run."""
         return Path(self.folder) / run
-
-    def _begin_deliveries(self, folder: Path) -> None:
-        for name, tracker in self.started.items():
-            deliverable = getattr(tracker, "deliverable", tracker)
-            if isinstance(deliverable, Deliverable):
-                self._deliveries[name] = DELIVERIES.get("thread")(deliverable, folder)
-        in_use = {delivery.path for delivery in self._deliveries.values()}
-        for path in sorted(folder.glob("unsent-*.jsonl")):
-            if path not in in_use:
-                logger("observe").warning("values of an earlier run were never sent: `paceline trackers %s`.", path)
 
     def log(self, values: Mapping[str, Any], step: int | None = None) -> None:
         """Passes values to each tracker. Tensors with one element become numbers first; each needs one read of the device."""
@@ -130,12 +107,8 @@ class Trackers:
                 )
             return
         plain = {str(name): _number_of(value) for name, value in values.items()}
-        for name, tracker in self.started.items():
-            delivery = self._deliveries.get(name)
-            if delivery is None:
-                tracker.log(plain, step)
-            else:
-                delivery.put(plain, step)
+        for tracker in self.started.values():
+            tracker.log(plain, step)
 
     def get_tracker(self, name: str, unwrap: bool = False) -> Any:
         """Returns the tracker called `name`; on other ranks and before `start` a blank one, which accepts every call.
@@ -160,12 +133,8 @@ class Trackers:
         return getattr(tracker, "native", tracker) if unwrap else tracker
 
     def finish(self, status: Status = "finished") -> None:
-        """Finishes each tracker, also if another one raises.
-
-        Raises:
-            TrackerError: `tracker-unsent`, `tracker-refused`; and what trackers raise.
-        """
-        _finish(self.started, self._deliveries, status, env.get("PACELINE_TRACKER_FLUSH_S"))
+        """Finishes each tracker, also if another one raises; the first error is raised then."""
+        _finish(self.started, status)
 
     def _check_options(self, options: Mapping[str, Any]) -> None:
         unknown = sorted(set(options) - set(self._wanted))
@@ -271,41 +240,19 @@ def _number_of(value: object) -> object:
     return value
 
 
-def _finish(
-    started: dict[str, Tracker], deliveries: dict[str, DeliveryOfValues], status: Status, timeout_s: float
-) -> None:
+def _finish(started: dict[str, Tracker], status: Status) -> None:
     errors: list[Exception] = []
     while started:
-        name, tracker = started.popitem()
+        _, tracker = started.popitem()
         try:
-            _finish_one(tracker, deliveries.pop(name, None), status, timeout_s)
+            tracker.finish(status)
         except Exception as error:
             errors.append(error)  # raised below, after the other trackers have closed their files
     if errors:
         raise errors[0]
 
 
-def _finish_one(tracker: Tracker, delivery: DeliveryOfValues | None, status: Status, timeout_s: float) -> None:
-    if delivery is None:
-        tracker.finish(status)
-        return
-    problem = delivery.finish(status, timeout_s)
-    # The client's own way to end a run would wait for a server that does not answer.
-    if problem is not None and problem.code == "tracker-unsent":
-        delivery.tracker.abandon()
-    else:
-        tracker.finish(status)
-    if problem is not None:
-        raise TrackerError.of([problem])
-
-
-def _finish_left_over(started: dict[str, Tracker], deliveries: dict[str, DeliveryOfValues], owner: int) -> None:
+def _finish_left_over(started: dict[str, Tracker], owner: int) -> None:
     """Finishes what a script left open. A forked process inherits the files but does not own them."""
-    if os.getpid() != owner:
-        return
-    timeout_s = env.get("PACELINE_TRACKER_FLUSH_S")
-    if getattr(sys, "last_value", None) is None:
-        _finish(started, deliveries, "finished", timeout_s)
-    else:
-        # The other processes wait for this one, which has failed, and only learn of the error when it ends.
-        _finish(started, deliveries, "failed", min(timeout_s, _FLUSH_AFTER_AN_ERROR_S))
+    if os.getpid() == owner:
+        _finish(started, "finished" if getattr(sys, "last_value", None) is None else "failed")

@@ -5,15 +5,13 @@ Each implementation has a file in this folder, which the registry finds by its l
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from paceline.base.errors import Problem, TrackerError
+from paceline.base.errors import TrackerError
 from paceline.base.registry import Registry
 
 TRACKERS = Registry("paceline.trackers", "tracker")
-DELIVERIES = Registry("paceline.deliveries", "way to send the values of trackers")
 
 Status = Literal["finished", "failed"]
 
@@ -43,49 +41,6 @@ class Tracker(Protocol):
         """Writes buffered values and closes the run."""
 
 
-@runtime_checkable
-class Deliverable(Protocol):
-    """A tracker whose values a thread sends, since its client would wait for the server."""
-
-    name: str
-
-    def address(self) -> dict[str, Any]:
-        """Returns what another process needs to send values to the same run: plain JSON without secrets; "id" is the run."""
-
-    def numbers_of(self, values: Mapping[str, Any]) -> dict[str, float]:
-        """Returns the values that this tracker accepts."""
-
-    @staticmethod
-    def send(address: Mapping[str, Any], entries: Sequence[Any]) -> None:
-        """Sends entries, at most 1000 values. It may be called again with entries that have arrived already.
-
-        Any error means: try again later. One of the delivery's own says that the server will never take them.
-        """
-
-    def abandon(self) -> None:
-        """Closes the run on this side alone, since the server does not answer."""
-
-
-class DeliveryOfValues(Protocol):
-    """Sends the values of one `Deliverable` tracker while training goes on; an entry point `thread` of `paceline.deliveries`.
-
-    It is constructed as `Class(tracker, folder)`, with the folder of the run.
-
-    Attributes:
-        tracker: the tracker.
-        path: the file with values that were not sent yet.
-    """
-
-    tracker: Deliverable
-    path: Path
-
-    def put(self, values: Mapping[str, Any], step: int | None) -> None:
-        """Takes values, and returns at once."""
-
-    def finish(self, status: str, timeout_s: float) -> Problem | None:
-        """Sends the remaining values and the status of the run, for at most `timeout_s`; returns what could not be sent."""
-
-
 class BlankTracker:
     """Replaces a tracker on all ranks but the main one: it accepts every call and does nothing."""
 
@@ -100,13 +55,13 @@ class BlankTracker:
         return self
 
 
-def flatten(values: Mapping[str, Any], separator: str = "/") -> dict[str, Any]:
+def flatten(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns nested settings as one level: `{"data": {"seed": 1}}` becomes `{"data/seed": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            for inner_name, inner_value in flatten(value, separator).items():
-                flat[f"{name}{separator}{inner_name}"] = inner_value
+            for inner_name, inner_value in flatten(value).items():
+                flat[f"{name}/{inner_name}"] = inner_value
         else:
             flat[str(name)] = value
     return flat

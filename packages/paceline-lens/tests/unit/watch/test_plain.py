@@ -1,13 +1,10 @@
-"""A run on a terminal and in lines."""
+"""A run in lines."""
 
 from __future__ import annotations
 
-import io
 import math
 from pathlib import Path
 
-import pytest
-from rich.console import Console
 from synthetic_journal import STARTED, write_synthetic
 from watched_run import EVEN, WatchedRun, moved
 
@@ -22,84 +19,23 @@ from paceline_lens.watch.records import (
     Stuck,
     ValuesLogged,
 )
-from paceline_lens.watch.text import frame, sparkline
 from paceline_lens.watch.view import RunView
 
 
-def drawn(snapshot: dict, width: int = 100, height: int = 40, **options: object) -> str:
-    out = io.StringIO()
-    Console(file=out, width=width, height=height, **options).print(frame(snapshot, width, height))  # type: ignore[arg-type]
-    return out.getvalue()
-
-
-def run_of(folder: Path, **options: object) -> dict:
-    reader = JournalReader(write_synthetic(folder, **options))  # type: ignore[arg-type]
+def test_a_run_says_which_rank_and_why(tmp_path: Path) -> None:
+    reader = JournalReader(write_synthetic(tmp_path, exit_code=None))
     view = RunView(reader.header)
     for line in reader.read():
         view.add(line)
-    return view.snapshot(STARTED + 60)
-
-
-def test_the_frame_says_which_rank_and_why(tmp_path: Path) -> None:
-    text = drawn(run_of(tmp_path, exit_code=None))
-    assert "4 processes on 2 hosts" in text
-    assert "step 240 of 240 (100%)" in text
-    assert "now  250 ms a step  256 samples/s  262k tokens/s  MFU 48.5%" in text
-    assert "plan 230 ms a step" in text
-    assert "   3 node2 >41%" in text
+    text = "\n".join(PlainLog().lines(view.snapshot(STARTED + 60)))
+    assert "4 processes started on 2 hosts" in text
+    assert "step 240 of 240 (100%)" in text and "250 ms a step, 256 samples/s, 262k tokens/s, MFU 48.5%" in text
     assert "Rank 3 on node2 waits 41% of its time for its data, the others 2%." in text
     assert "checkpoint at step 240: 1.5 GB, the loop waited 0.2 s" in text
 
 
-def test_a_run_that_is_stuck_or_has_ended(tmp_path: Path) -> None:
-    stuck = drawn(run_of(tmp_path / "stuck", exit_code=None, stuck_at=40))
-    assert "no step for 20 s" in stuck
-    assert "has been waiting for its data for 20 s, at data.py:41" in stuck
-    assert "all stacks: stuck.txt" in stuck
-    ended = drawn(run_of(tmp_path / "ended", exit_code=1, restart_at=20), 140)
-    assert "exit code 1: rank 1 failed with exit code 1." in ended
-    assert "restarts: 1" in ended
-    assert "lost: node2; joined: node2" in ended
-
-
-@pytest.mark.parametrize("width", [30, 60, 80, 200])
-@pytest.mark.parametrize("ranks", [1, 4, 64])
-def test_every_size_of_terminal_is_filled_and_not_exceeded(tmp_path: Path, width: int, ranks: int) -> None:
-    text = drawn(run_of(tmp_path, exit_code=None, ranks=ranks, names=50), width, 30)
-    assert all(len(line) <= width for line in text.splitlines())
-    assert len(text.splitlines()) <= 40
-
-
-def test_many_ranks_show_those_that_matter() -> None:
-    run = WatchedRun(1024)
-    run.hello()
-    slow, others = moved("data", 150.0)
-    run.train(6, others, {777: slow})
-    text = drawn(run.snapshot(), 120, 30)
-    assert " 777 node389" in text
-    assert "more ranks; those of the findings come first" in text
-    assert len(text.splitlines()) <= 32
-
-
 def test_a_run_of_which_nothing_is_known() -> None:
-    assert "starting" in drawn(WatchedRun(2).snapshot())
     assert status(WatchedRun(2).snapshot()) == "starting: 0 of 2 ranks have begun, 0 s"
-
-
-def test_without_colour_the_same_is_said(tmp_path: Path) -> None:
-    snapshot = run_of(tmp_path, exit_code=None)
-    coloured = drawn(snapshot, force_terminal=True, color_system="256")
-    assert "\x1b[" in coloured
-    assert "\x1b[" not in drawn(snapshot, no_color=True)
-
-
-def test_sparklines() -> None:
-    assert sparkline([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0], 20) == "▁▂▃▄▅▆▇█"
-    assert sparkline([1.0, "nan", 1.0, "-inf"], 20) == "▁✕▁✕"
-    assert sparkline([], 20) == ""
-    assert len(sparkline([float(value % 7) for value in range(5000)], 40)) == 40
-    assert "✕" in sparkline([*[1.0] * 5000, "inf", *[2.0] * 5000], 40)
-    assert sparkline([-1.7e308, 1.7e308], 20)[-1] in "▁█"
 
 
 def test_numbers_are_short() -> None:
