@@ -154,6 +154,17 @@ _CARRIED = {
     f"{_HERE}.checkpoint_functions": """load_accelerator_state load_custom_state save_accelerator_state
         save_custom_state""",
     f"{_HERE}.local_sgd": "LocalSGD",
+    f"{_HERE}.test_utils.testing": """AccelerateTestCase DEFAULT_LAUNCH_COMMAND MockingTestCase SubprocessCallException
+        TempDirTestCase are_the_same_tensors assert_exception capture_call_output device_count execute_subprocess_async
+        get_backend get_launch_command get_torch_dist_unique_port memory_allocated_func
+        accelerate.test_utils.testing.parse_flag_from_env=parse_flag_from_env path_in_accelerate_package
+        pytest_xdist_worker_id require_torch_min_version run_command run_first skip slow torch_device""",
+    f"{_HERE}.test_utils.training": "RegressionDataset RegressionModel",
+    "accelerate.test_utils.scripts": "test_ops test_script test_sync",
+    **{
+        f"{_HERE}.test_utils.scripts.{script}": f"accelerate.test_utils.scripts.{script}.main=main"
+        for script in ("test_cli", "test_ops", "test_script", "test_sync")
+    },
 }
 
 # The modules that accelerate imports with a package, so that `from accelerate import *` gives them too. It leaves out others:
@@ -167,11 +178,6 @@ _IMPORTED_WITH = {
 
 # First match counts: pattern of a name with its module, why it is not carried, what to do.
 _NATIVE_WAYS = (
-    (
-        r"\.test_utils\b|\.commands\.test\.",
-        "the tools of accelerate's own tests are not carried",
-        "check an installation by `accelerate test`, and test a loop by `paceline.testing.run_ranks`",
-    ),
     (
         r"tpu|TPU|xla",
         "Paceline runs on the CPU and on accelerators that `torch.accelerator` knows, and a TPU is none of them",
@@ -212,6 +218,11 @@ _NATIVE_WAYS = (
         r"verify_on_hub",
         "nothing here reaches over the network",
         "native: `huggingface_hub.model_info(name)`",
+    ),
+    (
+        r"test_utils\.(examples|training)\.",
+        "it reads files of accelerate's own repository, which are not here",
+        "take `RegressionDataset` and `RegressionModel` of `accelerate.test_utils`, or data of your own",
     ),
 )
 _DEFAULT_WAY = (
@@ -279,11 +290,13 @@ def carried() -> dict[str, str]:
             sources[theirs] = f"{module}:{ours or theirs}"
     for module in ("accelerator", "checkpointing", "data_loader", "tracking", "utils.fsdp_utils", "utils.other"):
         sources[f"accelerate.{module}.logger"] = f"{_HERE}.rank_logger:accelerate.{module}"
-    # `is_wandb_available` and its like are all answered by one module.
+    # `is_wandb_available`, `require_wandb` and their like are all answered by one module each.
     for names_of_module in modules().values():
         for name in names_of_module:
             if re.fullmatch(r"is_\w+_available", name):
                 sources.setdefault(name, f"{_HERE}.available:{name}")
+            if name.startswith("require_"):
+                sources.setdefault(name, f"{_HERE}.test_utils.testing:{name}")
     return sources
 
 

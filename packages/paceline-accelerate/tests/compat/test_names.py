@@ -147,7 +147,6 @@ def test_nothing_heavy_is_loaded_to_serve_names() -> None:
         ("accelerate.utils.launch", "prepare_tpu", "TPU"),
         ("accelerate.utils", "prepare_multi_gpu_env", "paceline launch"),
         ("accelerate.commands.launch", "_validate_launch_command", "paceline launch"),
-        ("accelerate.test_utils.testing", "require_cuda", "accelerate test"),
         ("accelerate.commands.launch", "sagemaker_launcher", "SageMaker"),
         ("accelerate.commands.config.config", "get_sagemaker_input", "SageMaker"),
         ("accelerate.utils", "MegatronLMPlugin", "Megatron-LM"),

@@ -59,7 +59,14 @@ class Server(importlib.metadata.DistributionFinder, Loader):
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         """Makes an empty module, whose names are looked up when they are first used."""
-        return ServedModule(spec.name, self)
+        module = ServedModule(spec.name, self)
+        # The module needs `__file__`: tests find a library's scripts beside `inspect.getfile(accelerate.test_utils)`.
+        package = folder_for_children(self.library).parent.joinpath(*spec.name.split(".")[1:])
+        for file in (package / "__init__.py", package.with_suffix(".py")):
+            if file.is_file():
+                module.__file__ = str(file)
+                break
+        return module
 
     def exec_module(self, module: ModuleType) -> None:
         """Does nothing, because the names are looked up later."""
