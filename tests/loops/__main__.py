@@ -122,7 +122,15 @@ def _has(program: Program, name: str) -> bool:
         "Afterwards": bool(program.afterwards),
         "PlainSave": program.plain_save,
         "KeptSave": bool(program.loop.again) and program.save_at is not None,
-        "Low": program.precision != "no",
+        "Low": program.precision in ("bf16", "fp16"),
+        "Disk": program.offload.endswith("=disk"),
+        "EightBit": any(optimizer.kind == "adamw8bit" for optimizer in program.optimizers),
+        "Float8": bool(program.recipe),
+        "Local": program.local is not None,
+        "Packed": any(loader.kind == "packed" for loader in program.loaders),
+        "Recompute": bool(program.recompute),
+        "Dispatch": program.dispatch is not None,
+        "Twice": program.twice,
     }
     return parts.get(name, False) or any(uses(program, kind) for kind in kinds)
 

@@ -17,6 +17,8 @@ NUMBERS = ("losses", "norms", "metrics", "gradients")
 # Sums in another order, through at most 30 steps of Adam, whose division enlarges what is near zero.
 TOLERANCE = 1e-7
 LOW_PRECISION_TOLERANCE = 0.1
+FLOAT8_ALONE = 1e-3
+FLOAT8_TOLERANCES = {"rowwise_with_gw_hp": 1e-3, "mxfp8": 1e-3, "rowwise": 2e-2, "tensorwise": 1e-1}
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from loops.draw_low import with_low
 from loops.programs import (
     Accumulate,
     AddGroup,
@@ -103,7 +104,7 @@ class Loss:
 
 def draw(seed: int, shuffles: bool = False) -> Program:
     """The program of a seed. `shuffles`: whether loaders may shuffle."""
-    return _Drawing(random.Random(seed), seed, shuffles).program()
+    return with_low(_Drawing(random.Random(seed), seed, shuffles).program())
 
 
 class _Drawing:

@@ -211,6 +211,7 @@ def run_script(job: Job) -> dict[str, Any]:
         result = {**_error(error), "early": "train" not in names}
     finally:
         torch.set_default_dtype(dtype)
+        torch.compiler.set_stance("default")
         accelerators = [names.pop(name) for name in ("accelerator2", "accelerator") if name in names]
     if "error" not in result or result["early"]:
         for accelerator in accelerators:
