@@ -1,7 +1,7 @@
 """Turns some drawn programs into ones of lower precision, less memory, packed tokens or local steps.
 
 All of it comes from a random stream of its own and after everything else, so that all other programs of a seed stay the same.
-Each kind has what it is tried with: a program that cannot have it is returned as it was.
+If a program cannot be of the kind that is drawn, others are drawn until one can.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from loops.script import OPTIMIZERS_OF_MODULES
 KINDS = {"disk": 5, "eight bit": 3, "float8": 3, "local": 4, "packed": 4, "recompute": 2, "dispatch": 3, "twice": 2}
 # Each of up to four ranks has a multiple of 32 rows.
 _MX_BATCH = 384
+_TRIES = 300
 _DISKS = ("optimizer=disk", "all=disk", "activations+optimizer=disk")
 
 
-def with_low(program: Program, kind: str = "") -> Program:
-    """The program, or what one of the kinds makes of it.
+def draw_low(seed: int, program: Program, others: Callable[[random.Random], Program], kind: str = "") -> Program:
+    """The program of a seed, or one of a kind that is drawn.
 
     Args:
+        program: what is drawn without these kinds.
+        others: draws one more program of the seed, where this one cannot be of the kind.
         kind: the one that is wanted; "" draws it.
     """
-    rng = random.Random(f"{program.seed} low")
+    rng = random.Random(f"{seed} low")
     drawn = rng.choices([*KINDS, ""], [*KINDS.values(), 100 - sum(KINDS.values())])[0]
     kind = kind or drawn
-    changes: dict[str, Callable[[Program, random.Random], Program]] = {
-        "disk": _on_disk,
-        "eight bit": _in_eight_bits,
-        "float8": _in_float8,
-        "local": _with_local_steps,
-        "packed": _packed,
-        "recompute": _recomputed,
-        "dispatch": _dispatched,
-        "twice": _twice,
-    }
-    return changes[kind](program, rng) if kind else program
+    if not kind:
+        return program
+    for _ in range(_TRIES):
+        changed = _CHANGES[kind](program, rng)
+        if changed is not None:
+            return changed
+        program = others(rng)
+    raise AssertionError(f"none of {_TRIES} programs can be of the kind {kind!r}")
 
 
-def _on_disk(program: Program, rng: random.Random) -> Program:
+def _on_disk(program: Program, rng: random.Random) -> Program | None:
     """States on disk, and parameters where ranks divide them."""
     program = replace(program, offload=rng.choice(_DISKS))
     is_elementwise = all(each.kind not in OPTIMIZERS_OF_MODULES for each in program.optimizers)
@@ -105,26 +105,29 @@ def _with_wide(program: Program, rng: random.Random) -> tuple[Program, int] | No
     return replace(program, models=tuple(models)), number
 
 
-def _in_eight_bits(program: Program, rng: random.Random) -> Program:
+def _in_eight_bits(program: Program, rng: random.Random) -> Program | None:
     """The optimizers of a wide body keep their states in 8 bits."""
     made = _with_wide(program, rng)
     if made is None or program.precision != "no":
-        return program
+        return None
     wide, model = made
     optimizers = []
     for optimizer in wide.optimizers:
         owns = any(each.model == model and each.part != "head" for each in optimizer.slices)
         optimizers.append(replace(optimizer, kind="adamw8bit") if owns else optimizer)
+    # Steps before the loop, and weights of 0.3, would be in float64: see `script.construction`.
+    if wide.begun or any(isinstance(each, Backward) and each.items == "float" for each in _flat(wide)):
+        return None
     return _maybe_saved(replace(wide, optimizers=tuple(optimizers)), rng)
 
 
-def _in_float8(program: Program, rng: random.Random) -> Program:
+def _in_float8(program: Program, rng: random.Random) -> Program | None:
     """Products of a wide body in float8. Adam divides a difference of rounding by itself, so it is not among the optimizers."""
     made = _with_wide(program, rng)
     flat = _flat(program)
     is_plain = program.precision == "no" and not any(isinstance(each, Forward) and each.penalty for each in flat)
     if made is None or not is_plain or program.averages or uses(program, ForwardBackward | Remember):
-        return program
+        return None
     wide, _ = made
     recipe: Recipe = rng.choice(get_args(Recipe)[1:])
     kinds = ("SGD", "momentum")
@@ -137,19 +140,19 @@ def _in_float8(program: Program, rng: random.Random) -> Program:
     return _maybe_saved(replace(result, afterwards=afterwards), rng)
 
 
-def _with_local_steps(program: Program, rng: random.Random) -> Program:
+def _with_local_steps(program: Program, rng: random.Random) -> Program | None:
     """Ranks take steps of their own, on full batches. What looks at one rank's gradients or weights has no common value."""
     flat = _flat(program)
     loop = program.loop
     is_simple = len(program.models) == 1 and loop.kind == "for" and program.precision == "no"
     strange = Freeze | AddGroup | Write | Read | Continue | Next | Remember | ForwardBackward
     if not is_simple or uses(program, strange) or program.averages or program.loose or program.afterwards:
-        return program
+        return None
     if any(isinstance(each, Backward) and each.items is not None for each in flat) or not uses(program, Step):
-        return program
+        return None
     body = _counted(program.body)
     if body is None:
-        return program
+        return None
     models = program.models
     if models[0].body == "BatchNorm":
         models = (replace(models[0], body="LayerNorm"),)
@@ -176,14 +179,14 @@ def _counted(body: tuple[Statement, ...]) -> tuple[Statement, ...] | None:
     return None
 
 
-def _packed(program: Program, rng: random.Random) -> Program:
+def _packed(program: Program, rng: random.Random) -> Program | None:
     """Loaders give packed documents. A batch has another number of tokens each time, and ranks have different ones."""
     flat = _flat(program)
     through = any(isinstance(each, Forward) and (each.penalty or each.through is not None) for each in flat)
     strange = ForwardBackward | Next | EvaluateBatch | Continue
     is_simple = program.loop.kind == "for" and program.precision == "no" and not program.averages
     if not is_simple or through or uses(program, strange) or program.apart:
-        return program
+        return None
     models = tuple(_of_documents(model) for model in program.models)
     loaders = tuple(
         Loader(rows=rng.randint(12, 30), batch=rng.choice([16, 24, 40]), kind="packed") for _ in program.loaders
@@ -201,16 +204,28 @@ def _of_documents(model: Model) -> Model:
     return replace(model, body="Documents", tied=False)
 
 
-def _recomputed(program: Program, rng: random.Random) -> Program:
+def _recomputed(program: Program, rng: random.Random) -> Program | None:
     return replace(program, recompute=rng.choice(["blocks", "2", "selective"]))
 
 
-def _dispatched(program: Program, rng: random.Random) -> Program:
+def _dispatched(program: Program, rng: random.Random) -> Program | None:
     return replace(program, dispatch=rng.random() < 0.75)
 
 
-def _twice(program: Program, rng: random.Random) -> Program:
+def _twice(program: Program, rng: random.Random) -> Program | None:
     """Not with what belongs to one run: a save, a second accelerator, other optimizers."""
     if program.save_at is not None or program.apart or program.late is not None or program.afterwards or program.loose:
-        return program
+        return None
     return replace(program, twice=True)
+
+
+_CHANGES: dict[str, Callable[[Program, random.Random], Program | None]] = {
+    "disk": _on_disk,
+    "eight bit": _in_eight_bits,
+    "float8": _in_float8,
+    "local": _with_local_steps,
+    "packed": _packed,
+    "recompute": _recomputed,
+    "dispatch": _dispatched,
+    "twice": _twice,
+}

@@ -239,7 +239,7 @@ def definitions(program: Program) -> str:
     if "packed" in kinds:
         text.insert(1, "from paceline import PackedDocuments, TokenBatchSampler, pack_documents\n")
         text.append(_DOCUMENTS)
-    if any(optimizer.kind in LATER_OPTIMIZERS for optimizer in program.optimizers):
+    if _has_eight_bits(program):
         # torchao compiles its step for each shape, which takes seconds.
         text.insert(1, "from paceline.optim import adamw8bit\n")
         text.append('\ntorch.compiler.set_stance("force_eager")')
@@ -260,6 +260,10 @@ def definitions(program: Program) -> str:
         text.insert(1, "from paceline_large.optim.muon import Muon, newton_schulz, shape_scale\n")
         text.append(_MUON)
     return "\n".join(text)
+
+
+def _has_eight_bits(program: Program) -> bool:
+    return any(optimizer.kind in LATER_OPTIMIZERS for optimizer in program.optimizers)
 
 
 _source = cache(inspect.getsource)  # half of the time of a program on one process
@@ -302,6 +306,9 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
         size = (batches or {}).get(number, str(loader.batch))
         options = ", shuffle=True" * loader.shuffle + ", drop_last=True" * loader.drop_last
         lines.append(f"loader{number} = DataLoader({data}, batch_size={size}{options})")
+    if _has_eight_bits(program):
+        # The table of codes has the default dtype, and torchao multiplies it by float32.
+        lines.append("torch.set_default_dtype(torch.float32)")
     return "\n".join(lines) + "\n"
 
 
