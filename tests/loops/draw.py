@@ -107,7 +107,7 @@ def draw(seed: int, shuffles: bool = False, kind: str = "") -> Program:
 
     Args:
         shuffles: whether loaders may shuffle.
-        kind: one of `draw_low.KINDS` that the program is to be of.
+        kind: one of `draw_low.KINDS` that the program is to be of, or "none" of them, as libraries with other names have none.
     """
 
     def drawn(own: random.Random) -> Program:

@@ -39,7 +39,7 @@ from loops.programs import (
 from loops.script import OPTIMIZERS_OF_MODULES
 
 # How many of a hundred programs are of each kind.
-KINDS = {"disk": 5, "eight bit": 3, "float8": 3, "local": 4, "packed": 4, "recompute": 2, "dispatch": 3, "twice": 2}
+KINDS = {"disk": 5, "eight-bit": 3, "float8": 3, "local": 4, "packed": 4, "recompute": 2, "dispatch": 3, "twice": 2}
 # Each of up to four ranks has a multiple of 32 rows.
 _MX_BATCH = 384
 _TRIES = 300
@@ -52,8 +52,10 @@ def draw_low(seed: int, program: Program, others: Callable[[random.Random], Prog
     Args:
         program: what is drawn without these kinds.
         others: draws one more program of the seed, where this one cannot be of the kind.
-        kind: the one that is wanted; "" draws it.
+        kind: the one that is wanted; "" draws it, and with "none" the program stays what it is.
     """
+    if kind == "none":
+        return program
     rng = random.Random(f"{seed} low")
     drawn = rng.choices([*KINDS, ""], [*KINDS.values(), 100 - sum(KINDS.values())])[0]
     kind = kind or drawn
@@ -122,13 +124,14 @@ def _in_eight_bits(program: Program, rng: random.Random) -> Program | None:
 
 
 def _in_float8(program: Program, rng: random.Random) -> Program | None:
-    """Products of a wide body in float8. Adam divides a difference of rounding by itself, so it is not among the optimizers."""
-    made = _with_wide(program, rng)
+    """Products in float8. Adam divides a difference of rounding by itself, so it is not among the optimizers."""
     flat = _flat(program)
     is_plain = program.precision == "no" and not any(isinstance(each, Forward) and each.penalty for each in flat)
-    if made is None or not is_plain or program.averages or uses(program, ForwardBackward | Remember):
+    if not is_plain or program.averages or uses(program, ForwardBackward | Remember):
         return None
-    wide, _ = made
+    # A model without a layer that fits is refused.
+    models = tuple(replace(model, body="Wide", tied=False) for model in program.models)
+    wide = replace(program, models=models)
     recipe: Recipe = rng.choice(get_args(Recipe)[1:])
     kinds = ("SGD", "momentum")
     optimizers = [each if each.kind in kinds else replace(each, kind=rng.choice(kinds)) for each in wide.optimizers]
@@ -221,7 +224,7 @@ def _twice(program: Program, rng: random.Random) -> Program | None:
 
 _CHANGES: dict[str, Callable[[Program, random.Random], Program | None]] = {
     "disk": _on_disk,
-    "eight bit": _in_eight_bits,
+    "eight-bit": _in_eight_bits,
     "float8": _in_float8,
     "local": _with_local_steps,
     "packed": _packed,
