@@ -184,7 +184,7 @@ def is_apart(differences: dict[str, float], seed: int) -> bool:
 
 def tolerance(seed: int) -> float:
     """Returns the largest difference that rounding makes in a program."""
-    program = draw(seed, kind="none")
+    program = draw(seed)
     halves = program["precision"] != "fp32" or program["config"].get("communication_data_type", "fp32") != "fp32"
     return TOLERANCE_16_BITS if halves else TOLERANCE
 
