@@ -208,7 +208,9 @@ def _of_documents(model: Model) -> Model:
 
 
 def _recomputed(program: Program, rng: random.Random) -> Program | None:
-    return replace(program, recompute=rng.choice(["blocks", "2", "selective"]))
+    """Models of blocks, without which there is nothing to compute again."""
+    models = tuple(replace(model, body=rng.choice(["Blocks", "Blocks", "Wide"]), tied=False) for model in program.models)
+    return replace(program, models=models, recompute=rng.choice(["blocks", "2", "selective"]))
 
 
 def _dispatched(program: Program, rng: random.Random) -> Program | None:
