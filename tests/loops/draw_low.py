@@ -214,7 +214,17 @@ def _recomputed(program: Program, rng: random.Random) -> Program | None:
 
 
 def _dispatched(program: Program, rng: random.Random) -> Program | None:
-    return replace(program, dispatch=rng.random() < 0.75)
+    """Half of them have experts, which a last batch of a row or two leaves without any on most ranks."""
+    models = list(program.models)
+    loaders = list(program.loaders)
+    own = [n for n, model in enumerate(models) if model.body_of is None and model.body != "Blocks"]
+    if own and program.precision == "no" and rng.random() < 0.5:
+        number = rng.choice(own)
+        models[number] = replace(models[number], body=rng.choice(["StackedMixture", "ListedMixture"]), tied=False)
+        first = loaders[0]
+        loaders[0] = replace(first, rows=first.rows // first.batch * first.batch + rng.randint(1, 3))
+    dispatch = rng.random() < 0.75
+    return replace(program, models=tuple(models), loaders=tuple(loaders), dispatch=dispatch)
 
 
 def _twice(program: Program, rng: random.Random) -> Program | None:
