@@ -169,8 +169,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--in-turn", action="store_true", help="on more than two ranks, one plan for each program")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="groups of ranks at the same time")
     parser.add_argument("--shrink", type=int, default=5, help="how many failures are made smaller")
-    parser.add_argument("--using", default="", help="only programs that have this statement, such as Write; "
-        f"or draws only programs of this kind: {', '.join(KINDS)}")
+    parser.add_argument(
+        "--using",
+        default="",
+        help="only programs that have this statement, such as Write; "
+        f"or draws only programs of this kind: {', '.join(KINDS)}",
+    )
     parser.add_argument("--door", choices=list(DOORS), default="", help="through the names of another library")
     parser.add_argument("--minutes", type=float, help="programs that have not begun by then are left out")
     parser.add_argument("--shuffle", action="store_true", help="loaders may shuffle")

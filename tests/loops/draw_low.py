@@ -209,7 +209,9 @@ def _of_documents(model: Model) -> Model:
 
 def _recomputed(program: Program, rng: random.Random) -> Program | None:
     """Models of blocks, without which there is nothing to compute again."""
-    models = tuple(replace(model, body=rng.choice(["Blocks", "Blocks", "Wide"]), tied=False) for model in program.models)
+    models = tuple(
+        replace(model, body=rng.choice(["Blocks", "Blocks", "Wide"]), tied=False) for model in program.models
+    )
     return replace(program, models=models, recompute=rng.choice(["blocks", "2", "selective"]))
 
 

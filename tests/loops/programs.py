@@ -83,8 +83,8 @@ class Loader:
     Attributes:
         rows: samples of an epoch.
         batch: samples of one batch over all ranks.
-        kind: "map", "iterable" (an iterable data set), "sized" (one with a length), "endless"; "packed": documents, as many in a
-            batch as `batch` tokens hold, packed into one row.
+        kind: "map", "iterable" (an iterable data set), "sized" (one with a length), "endless"; "packed":
+            documents, as many in a batch as `batch` tokens hold, packed into one row.
         shuffle: of a data set with a length, in an order that the global seed decides.
         drop_last: whether a short last batch is left out.
         taken: how `Next` takes batches: "" from one iterator after the other, "fresh" the first one of a new iterator each
