@@ -13,10 +13,12 @@ by value.
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import pickle
 import signal
+import tempfile
 import time
 import traceback
 import warnings
@@ -24,6 +26,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -39,6 +42,7 @@ from paceline.world.world import World
 
 _LIFETIME_S = 900  # of a group, which ends with its file
 _MOST_GROUPS = 4
+_STACKS_SIGNAL = signal.SIGRTMAX - 5  # a rank writes where it is
 
 
 class SharedCallFailed(Exception):
@@ -52,6 +56,7 @@ class SharedRanks:
         warm_up()  # here, and not in each fork
         pipes = [Pipe() for _ in range(world)]
         self._ends = [ours for ours, _ in pipes]
+        self._stacks = tempfile.TemporaryDirectory(prefix="paceline-shared-")
         parent = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of Python 3.12, where this process has threads
@@ -63,7 +68,13 @@ class SharedRanks:
                     end.close()
                 theirs = [end for _, end in pipes]
                 testing.run_ranks(
-                    _serve, world, args=(theirs, group), env=env, timeout_s=_LIFETIME_S, group=False, output=[]
+                    _serve,
+                    world,
+                    args=(theirs, group, self._stacks.name),
+                    env=env,
+                    timeout_s=_LIFETIME_S,
+                    group=False,
+                    output=[],
                 )
             except testing.RankFailed:
                 traceback.print_exc()
@@ -86,7 +97,7 @@ class SharedRanks:
             while len(returned) < len(self._ends):
                 answers = wait([end for end in self._ends if end not in returned], until - time.monotonic())
                 if not answers:
-                    raise SharedCallFailed(f"no answer within {timeout_s:g} s")
+                    raise SharedCallFailed(f"no answer within {timeout_s:g} s\n{self._where_they_are()}")
                 for end in answers:
                     assert isinstance(end, Connection)
                     has_returned, value = pickle.loads(end.recv_bytes())
@@ -111,14 +122,24 @@ class SharedRanks:
         os.waitpid(self._keeper, 0)
         self._close()
 
+    def _where_they_are(self) -> str:
+        """The stacks of all ranks, which are children of the process that keeps them."""
+        for child in Path(f"/proc/{self._keeper}/task/{self._keeper}/children").read_text().split():
+            os.kill(int(child), _STACKS_SIGNAL)
+        time.sleep(1)
+        files = sorted(Path(self._stacks.name).iterdir())
+        return "\n".join(f"--- stacks of rank {file.name}\n{file.read_text()}" for file in files)
+
     def _close(self) -> None:
         for end in self._ends:
             end.close()
+        self._stacks.cleanup()
 
 
-def _serve(ends: list[Connection], group: bool) -> None:
+def _serve(ends: list[Connection], group: bool, stacks: str) -> None:
     """What each rank does: one call after the other, until the empty one or the end of the process of the tests."""
     me = replace(World.detect(), source="run_ranks")
+    faulthandler.register(_STACKS_SIGNAL, file=Path(stacks, str(me.rank)).open("w"), all_threads=True)  # noqa: SIM115
     for other in ends[: me.rank] + ends[me.rank + 1 :]:
         other.close()
     environment, dtype = dict(os.environ), torch.get_default_dtype()

@@ -338,6 +338,17 @@ AVERAGE_IN_THE_LOOP = Program(
 )
 
 
+# The only batch is taken ahead, so that its loop has ended, and the model sees a copy of it.
+ONLY_BATCH_AHEAD = Program(
+    seed=18,
+    models=(Model("Mlp"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)),),
+    loaders=(Loader(rows=5, batch=12),),
+    body=(Forward(0, 0, 0, penalty=True), Backward((0,)), Step(0), Zero("optimizer", 0)),
+    loop=Loop("for", (0,), ahead=1),
+)
+
+
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
     cases = []
@@ -371,6 +382,7 @@ def test_programs_that_were_wrong_once() -> None:
         cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
     cases += [Case(ASSIGNED_BEFORE_TWO_PASSES, 2, plan) for plan in ("shard", "zero2")]
     cases.append(Case(AVERAGE_IN_THE_LOOP, 2, "replicate"))
+    cases.append(Case(ONLY_BATCH_AHEAD, 2, "replicate"))
     cases += [Case(LAST_ROW_OF_A_STREAM, 2, plan) for plan in ("replicate", "zero1", "shard")]
     cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))
     cases.append(Case(replace(PENALTY_OF_EXPERTS, models=(Model("ListedMixture"),)), 2, "ep"))

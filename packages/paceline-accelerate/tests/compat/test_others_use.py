@@ -230,7 +230,9 @@ def test_a_hook_leaves_a_forward_that_was_set_before() -> None:
 
 def test_records_name_the_line_of_the_script(caplog: pytest.LogCaptureFixture) -> None:
     Accelerator(cpu=True)
-    with caplog.at_level(logging.WARNING):  # puts the root logger's level back, which accelerate's function sets as well
+    with caplog.at_level(
+        logging.WARNING
+    ):  # puts the root logger's level back, which accelerate's function sets as well
         log = get_logger("mine", "INFO")
         log.info("a")
         log.info("b", main_process_only=False, in_order=True)

@@ -1,6 +1,7 @@
 """Thousands of drawn schedules of crashes, cuts and returns against the membership protocol, and proof that they find errors.
 
-SIMULATION_SEEDS=FIRST:LAST plays these schedules instead of the usual ones: `SIMULATION_SEEDS=5729:5730` plays one again.
+SIMULATION_SEEDS=FIRST:LAST plays these schedules instead of the usual ones, where pytest is given the name of a case: a
+failure prints the command that plays its schedule again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def play(numbers: range, store: bool = False) -> None:
         schedule = Schedule.drawn(seed, store)
         problem, _ = violation_of(schedule, on_the_wire=seed % 20 == 0)
         if problem:
-            again = f"SIMULATION_SEEDS={seed}:{seed + 1} pytest {__file__}"
+            with_store = "_with_a_store" if store else ""
+            case = f"{__file__}::test_every_schedule{with_store}_keeps_the_promises"
+            again = f"SIMULATION_SEEDS={seed}:{seed + 1} pytest {case}"
             pytest.fail(f"{explained(schedule)}\n\nagain: {again}", pytrace=False)
 
 

@@ -15,7 +15,7 @@ from paceline.data.loader import CreatedIterator, GivenBatch, PreparedLoader, T
 from paceline.plan.data import BatchInfo
 from paceline.world.events import Events
 from paceline.world.runtime import Runtime
-from paceline.world.tree import storage_of, tensors
+from paceline.world.tree import first_rows, storage_of, tensors
 
 if TYPE_CHECKING:
     from paceline.data.origins import Origins
@@ -69,7 +69,7 @@ class ActiveLoaders:
         self._num_storages = 0  # of the newest batch
         # The last ones of loops that the script has left before their end.
         self._left: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
-        # The last batch that was given, as long as losses come from the newest one.
+        # The last batch that was given for gradients, as long as losses come from the newest one.
         self._last: weakref.ref[GivenBatch] | None = None
         self._ended_by_current = False  # whether `ends_window` took the last batch for that of the micro-batch
         self._given_since_gather = 0  # in the loop that began last
@@ -331,6 +331,16 @@ class ActiveLoaders:
         if any(storage_of(tensor) in self._by_storage for tensor in tensors(inputs)):
             self._follow(BatchesInUse.HELD)
             self.origins.call(model, inputs)
+        elif self._may_be_of_last(inputs):
+            self._follow(BatchesInUse.HELD)  # and the loss, whose batch nobody sees, is taken for one of the last batch
+
+    def _may_be_of_last(self, inputs: object) -> bool:
+        """Returns whether inputs may be copies of the last batch: no loss was computed from it, and they have as many rows."""
+        last = None if self._last is None else self._last()
+        if last is None or last.loader() not in self._given:
+            return False
+        is_kept = any(last in batches for batches in self._by_storage.values())
+        return is_kept and first_rows(inputs) == last.seen_rows
 
     def train(self) -> None:
         """Called by each backward pass: the loaders that are being iterated are marked as loaders that train."""
@@ -370,10 +380,10 @@ class ActiveLoaders:
                 others = [other for other in known if other.loader != given.loader]
                 self._by_storage[storage] = frozenset([*others, given])
         self._num_storages = len(storages)
-        if self.in_use == BatchesInUse.NEWEST:
-            self._last = weakref.ref(given)
-        else:
+        if self.in_use > BatchesInUse.NEWEST:
             self.origins.remember(given)
+        elif torch.is_grad_enabled():
+            self._last = weakref.ref(given)
         for later in self._stack[self._stack.index(loader) + 1 :]:
             self._interleaved.add((id(loader), id(later)))
         if self._created:  # which it hardly ever is, and to iterate it costs a microsecond
