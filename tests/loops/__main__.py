@@ -15,6 +15,7 @@ from typing import get_args
 from loops.check import DOORS, PLANS, Case, cases_of_door, check, references
 from loops.compare import Outcome
 from loops.draw import draw
+from loops.draw_low import KINDS
 from loops.programs import Forward, Program, Statement, statements, uses
 from loops.report import Tally, page
 from loops.script import standalone
@@ -85,8 +86,9 @@ def run_chunk(
     Args:
         in_turn: on more than two ranks, each program runs under one plan of each width.
     """
-    programs = [draw(seed, shuffle) for seed in seeds]
-    if using:
+    kind = "none" if door else using if using in KINDS else ""
+    programs = [draw(seed, shuffle, kind) for seed in seeds]
+    if using and using not in KINDS:
         programs = [program for program in programs if _has(program, using)]
     programs = [program for program in map(DOORS[door].adapted, programs) if program is not None]
     wants = references(programs, door)
@@ -122,7 +124,7 @@ def _has(program: Program, name: str) -> bool:
         "Afterwards": bool(program.afterwards),
         "PlainSave": program.plain_save,
         "KeptSave": bool(program.loop.again) and program.save_at is not None,
-        "Low": program.precision != "no",
+        "Low": program.precision in ("bf16", "fp16"),
     }
     return parts.get(name, False) or any(uses(program, kind) for kind in kinds)
 
@@ -167,7 +169,12 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--in-turn", action="store_true", help="on more than two ranks, one plan for each program")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="groups of ranks at the same time")
     parser.add_argument("--shrink", type=int, default=5, help="how many failures are made smaller")
-    parser.add_argument("--using", default="", help="only programs that have this statement: Write")
+    parser.add_argument(
+        "--using",
+        default="",
+        help="only programs that have this statement, such as Write; "
+        f"or draws only programs of this kind: {', '.join(KINDS)}",
+    )
     parser.add_argument("--door", choices=list(DOORS), default="", help="through the names of another library")
     parser.add_argument("--minutes", type=float, help="programs that have not begun by then are left out")
     parser.add_argument("--shuffle", action="store_true", help="loaders may shuffle")

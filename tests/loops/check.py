@@ -15,7 +15,18 @@ from pathlib import Path
 from typing import Any, Literal
 
 from loops import accelerate_door, deepspeed_door
-from loops.compare import LOW_PRECISION_TOLERANCE, NUMBERS, TOLERANCE, Outcome, difference, outcome
+from loops.compare import (
+    FLOAT8_ALONE,
+    FLOAT8_BY_FEATURES,
+    FLOAT8_ROUNDED_ELSEWHERE,
+    FLOAT8_TOLERANCES,
+    LOW_PRECISION_TOLERANCE,
+    NUMBERS,
+    TOLERANCE,
+    Outcome,
+    difference,
+    outcome,
+)
 from loops.plain import plain
 from loops.programs import Backward, Program, Read, statements
 from loops.ranks import Job, Results, run_jobs
@@ -58,7 +69,7 @@ PLANS: dict[int, dict[str, Plan]] = {
     },
 }
 # The bodies that an axis can divide; others divide any.
-_BODIES = {"pp": ("Blocks",), "tp": ("Blocks",), "ep": ("StackedMixture", "ListedMixture")}
+_BODIES = {"pp": ("Blocks", "Wide"), "tp": ("Blocks", "Wide"), "ep": ("StackedMixture", "ListedMixture")}
 _LARGEST = 1e6  # of a loss: beyond it, rounding is no longer small
 
 
@@ -123,7 +134,7 @@ def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iter
     """The cases of a program. A pipeline needs `forward_backward` in place of `backward`; some axes need certain models."""
     # A stage of a pipeline reads the gradients of its own parameters.
     no_pipeline = any(isinstance(statement, Backward | Read) for statement in statements(program.body))
-    cases = []
+    cases: list[Case] = []
     wanted = set(plans)
     for world in worlds:
         for plan in PLANS[world]:
@@ -132,9 +143,20 @@ def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iter
             divided = _BODIES.get(plan[:2])
             if divided and any(model.body not in divided for model in program.models):
                 continue
+            # Plans that divide parameters refuse local steps: one of them is enough.
+            is_refused = program.local is not None and plan not in ("one", "replicate")
+            if is_refused and plan != _refusing(program, world):
+                continue
             if not wanted or plan in wanted:
-                cases.append(_case(program, world, plan, len(cases)))
+                own = program if program.local is None else replace(program, replicas=world)
+                cases.append(_case(own, world, plan, len(cases)))
     return cases
+
+
+def _refusing(program: Program, world: int) -> str:
+    """The plan on this width that refuses a program with local steps."""
+    plans = [plan for plan in PLANS[world] if plan != "replicate" and not plan.startswith(("pp", "tp", "ep"))]
+    return plans[program.seed % len(plans)] if world > 1 else ""
 
 
 def _case(program: Program, world: int, plan: str, number: int) -> Case:
@@ -142,6 +164,8 @@ def _case(program: Program, world: int, plan: str, number: int) -> Case:
     if program.plain_save:
         saved = [(1, "one"), (2, "replicate")][number % 2]
         return Case(program, *saved, then=(world, plan))
+    if program.local is not None:
+        return Case(program, world, plan, (world, plan))
     everywhere = [(world, plan) for world in PLANS for plan in PLANS[world] if not plan.startswith(("pp", "tp", "ep"))]
     return Case(program, world, plan, everywhere[(program.seed + 7 * number) % len(everywhere)])
 
@@ -214,7 +238,7 @@ def check(cases: Sequence[Case], known: Mapping[Program, Any] | None = None) -> 
         low = {
             program: wants[program]
             for program, own in doors.items()
-            if own == door and program.precision != "no" and wants[program] is not None
+            if own == door and program.precision in ("bf16", "fp16") and wants[program] is not None
         }
         wants |= _in_low_precision(low, door)
     with tempfile.TemporaryDirectory(prefix="loops-", dir=temporary_folder()) as folder:
@@ -222,9 +246,30 @@ def check(cases: Sequence[Case], known: Mapping[Program, Any] | None = None) -> 
     outcomes: list[Outcome | None] = []
     for case in cases:
         want = wants[case.program]
-        tolerance = TOLERANCE if case.program.precision == "no" else LOW_PRECISION_TOLERANCE
-        outcomes.append(None if want is None else outcome(results[case], want, tolerance))
+        outcomes.append(None if want is None else outcome(results[case], want, tolerance_of(case)))
     return outcomes
+
+
+def tolerance_of(case: Case) -> float:
+    """How far numbers may be from the reference; in float8 it depends on whether a scale spans rows of several ranks."""
+    if case.program.precision == "no":
+        return TOLERANCE
+    if not case.program.recipe:
+        return LOW_PRECISION_TOLERANCE
+    worlds = {case.world} if case.program.save_at is None else {case.world, case.then[0]}
+    if 3 in worlds or _has_estimated_divisors(case.program):
+        return max(FLOAT8_ROUNDED_ELSEWHERE, FLOAT8_TOLERANCES[case.program.recipe])
+    if worlds == {1}:
+        return FLOAT8_ALONE
+    of_recipe = FLOAT8_TOLERANCES[case.program.recipe]
+    is_by_features = case.plan.startswith("tp") and case.program.recipe != "mxfp8"
+    return max(of_recipe, FLOAT8_BY_FEATURES) if is_by_features else of_recipe
+
+
+def _has_estimated_divisors(program: Program) -> bool:
+    """Whether the size of a window shows only at its end, so that losses before are divided by an estimate."""
+    counts = any(isinstance(each, Backward) and each.items is not None for each in statements(program.body))
+    return program.window > 1 and (counts or any(loader.kind != "map" for loader in program.loaders))
 
 
 def _in_low_precision(exact: Mapping[Program, Any], door: str) -> dict[Program, Any]:
@@ -252,7 +297,7 @@ def _results(cases: Sequence[Case], wants: Mapping[Program, Any], folder: Path) 
     for number, case in enumerate(cases):
         phase = "save" if case in saved else ""
         text = DOORS[case.door].script(case.program, case.settings, phase, str(folder / str(number)))
-        jobs.setdefault(case.world, []).append((case, Job(text, states=not phase and _has_all_states(case.plan))))
+        jobs.setdefault(case.world, []).append((case, Job(text, states=not phase and _has_all_states(case, case.plan))))
     for world, own in jobs.items():
         results |= zip([case for case, _ in own], run_jobs([job for _, job in own], world), strict=True)
     later: dict[int, list[tuple[Case, Job]]] = {}
@@ -262,16 +307,16 @@ def _results(cases: Sequence[Case], wants: Mapping[Program, Any], folder: Path) 
             epoch = wants[case.program]["saved_in"]
             settings = settings_of(case.door, world, plan)
             text = DOORS[case.door].script(case.program, settings, "resume", str(folder / str(number)), epoch)
-            later.setdefault(world, []).append((case, Job(text, states=_has_all_states(plan))))
+            later.setdefault(world, []).append((case, Job(text, states=_has_all_states(case, plan))))
     for world, own in later.items():
         for (case, _), got in zip(own, run_jobs([job for _, job in own], world), strict=True):
             results[case] = _joined(results[case][0], got)
     return results
 
 
-def _has_all_states(plan: str) -> bool:
-    """Whether every rank has the states of all parameters: a stage of a pipeline has those of its own."""
-    return not plan.startswith(("pp", "tp"))
+def _has_all_states(case: Case, plan: str) -> bool:
+    """Whether every rank has the states of all parameters: a stage of a pipeline has its own, and so have local steps."""
+    return case.program.local is None and not plan.startswith(("pp", "tp"))
 
 
 def _joined(before: Mapping[str, Any] | None, after: Results) -> Results:

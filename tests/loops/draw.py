@@ -16,6 +16,7 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from loops.draw_low import draw_low
 from loops.programs import (
     Accumulate,
     AddGroup,
@@ -101,9 +102,18 @@ class Loss:
     after: Body = ()
 
 
-def draw(seed: int, shuffles: bool = False) -> Program:
-    """The program of a seed. `shuffles`: whether loaders may shuffle."""
-    return _Drawing(random.Random(seed), seed, shuffles).program()
+def draw(seed: int, shuffles: bool = False, kind: str = "") -> Program:
+    """The program of a seed.
+
+    Args:
+        shuffles: whether loaders may shuffle.
+        kind: one of `draw_low.KINDS` that the program is to be of, or "none" of them, as libraries with other names have none.
+    """
+
+    def drawn(own: random.Random) -> Program:
+        return _Drawing(own, seed, shuffles).program()
+
+    return draw_low(seed, drawn(random.Random(seed)), drawn, kind)
 
 
 class _Drawing:

@@ -17,19 +17,24 @@ zero, right before a save: checkpoints hold only gradients that wait for a step.
 from __future__ import annotations
 
 import copy
+import threading
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from loops.compare import NUMBERS
+from loops.float8_layers import in_float8
 from loops.programs import (
     Accumulate,
     AddGroup,
     Backward,
     Clip,
     Continue,
+    CountLocalStep,
     Edit,
     Evaluate,
     EvaluateAverage,
@@ -104,11 +109,108 @@ def plain(program: Program) -> dict[str, Any]:
     """Runs a program; see the module. Returns what `compare` compares, and "saved_in": the epoch of the save, or None."""
 
     def run() -> dict[str, Any]:
-        counts: Counts = defaultdict(float)
-        Interpreter(program, counts, counting=True).run()
-        return Interpreter(program, counts, counting=False).run()
+        if program.local is not None:
+            return _replicas(program)
+        notes = _alone(program)
+        if program.twice:
+            again = _alone(replace(program, seed=program.seed + 1))
+            notes = {**again, **{name: notes[name] + again[name] for name in NUMBERS}}
+        return notes
 
     return running(run)
+
+
+def _alone(program: Program) -> dict[str, Any]:
+    counts: Counts = defaultdict(float)
+    Interpreter(program, counts, counting=True).run()
+    return Interpreter(program, counts, counting=False).run()
+
+
+def _replicas(program: Program) -> dict[str, Any]:
+    """`LocalSGD`: each rank of `Program.replicas` trains on its own rows in a thread; averages are taken where all wait."""
+    count = program.replicas
+    exchange = Exchange(program)
+    ranks = []
+    for rank in range(count):
+        counts: Counts = defaultdict(float)
+        share = (rank, exchange)
+        Interpreter(program, counts, counting=True, share=share).run()
+        ranks.append(Interpreter(program, counts, counting=False, share=share))
+    exchange.begin([interpreter.models[0] for interpreter in ranks])
+    with ThreadPoolExecutor(count) as pool:
+        notes = list(pool.map(exchange.guarded, [interpreter.run for interpreter in ranks]))
+    joined = notes[0]
+    for name in ("losses", "metrics"):
+        # Each rank has as many rows as the others.
+        joined[name] = [sum(values) / count for values in zip(*(each[name] for each in notes), strict=True)]
+    joined["norms"] = []
+    return joined
+
+
+class Exchange:
+    """The averages of `LocalSGD` over replicas that run in threads."""
+
+    def __init__(self, program: Program) -> None:
+        assert program.local is not None
+        self.local = program.local
+        self.count = program.replicas
+        self.barrier = threading.Barrier(self.count, self._average)
+        self.models: list[nn.Module] = []
+        self.copies: list[torch.Tensor] = []
+        self.outer: torch.optim.Optimizer | None = None
+
+    def begin(self, models: list[nn.Module]) -> None:
+        """Takes the models of all replicas, which are equal."""
+        self.models = models
+        if self.local.outer:
+            self.copies = [p.detach().clone().requires_grad_() for p in models[0].parameters() if p.requires_grad]
+            self.outer = torch.optim.SGD(self.copies, lr=0.7, momentum=0.9)
+
+    def guarded(self, run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """Runs a replica; if it fails, the others do not wait for it."""
+        try:
+            return run()
+        except BaseException:
+            self.barrier.abort()
+            raise
+
+    def wait(self) -> None:
+        """Averages the models when all replicas have come."""
+        self.barrier.wait()
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        trained = [[p for p in model.parameters() if p.requires_grad] for model in self.models]
+        means = [sum(values) / self.count for values in zip(*trained, strict=True)]
+        if self.outer is not None:
+            for copy_, mean in zip(self.copies, means, strict=True):
+                copy_.grad = copy_ - mean
+            self.outer.step()
+            means = self.copies
+        for parameters in trained:
+            for p, mean in zip(parameters, means, strict=True):
+                p.copy_(mean)
+
+
+class _Share:
+    """A loader's batches, of each the rows of one replica."""
+
+    def __init__(self, loader: Iterable[Any], rank: int, count: int) -> None:
+        self.loader, self.rank, self.count = loader, rank, count
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield tuple(values.chunk(self.count)[self.rank] for values in batch)
+
+
+class _Unpacked:
+    """A loader of packed documents, whose batches are x, y and weights."""
+
+    def __init__(self, loader: Iterable[Any], unpacked: Callable[[Any], Any]) -> None:
+        self.loader, self.unpacked = loader, unpacked
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self.unpacked, self.loader)
 
 
 def running(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -120,12 +222,15 @@ def running(run: Callable[[], dict[str, Any]]) -> dict[str, Any]:
             return run()
         finally:
             torch.set_default_dtype(dtype)
+            torch.compiler.set_stance("default")
 
 
 class Interpreter:
     """Runs a program statement by statement; see the module."""
 
-    def __init__(self, program: Program, counts: Counts, counting: bool) -> None:
+    def __init__(
+        self, program: Program, counts: Counts, counting: bool, share: tuple[int, Exchange] | None = None
+    ) -> None:
         self.program, self.counts, self.counting = program, counts, counting
         names: dict[str, Any] = {}
         exec(definitions(program) + construction(program), names)
@@ -134,6 +239,16 @@ class Interpreter:
         self.optimizers = [names[f"optimizer{number}"] for number in range(len(program.optimizers))]
         self.schedulers = [names[f"scheduler{number}"] for number in range(len(program.schedulers))]
         self.loaders = [names[f"loader{number}"] for number in range(len(program.loaders))]
+        for number, loader in enumerate(program.loaders):
+            if loader.kind == "packed":
+                self.loaders[number] = _Unpacked(self.loaders[number], names["unpacked"])
+        self.exchange: Exchange | None = None
+        self.local_steps = 0
+        if share is not None:
+            rank, self.exchange = share
+            self.loaders = [_Share(loader, rank, program.replicas) for loader in self.loaders]
+        if program.recipe:
+            in_float8(self.models, program.recipe)
         self.averages = [names[f"average{number}"] for number in range(len(program.averages))]
         self.scale: nn.Parameter | None = names.get("scale")
         self.rows: dict[int, torch.Tensor] = {}
@@ -192,6 +307,8 @@ class Interpreter:
                     self._iteration(epoch)
                 if any(window.micro for window in self.windows.values()):
                     raise Unclear("a window is open at the end of an epoch")
+        if self.exchange is not None and not self.counting and self.local_steps % self.exchange.local.steps:
+            self.exchange.wait()
         self.notes["weights"] = [_copied(model.state_dict()) for model in self.models]
         if self.scale is not None:
             self.notes["weights"].append({"scale": self.scale.detach().clone()})
@@ -317,6 +434,9 @@ class Interpreter:
                 self._evaluate(self.models[model], list(self.loaders[loader]))
             case EvaluateBatch(model, loader):
                 self._evaluate(self.models[model], [self.batches[loader]])
+            case CountLocalStep():
+                if self.sync:
+                    self._count_local_step()
             case Prepare():
                 pass
             case _:
@@ -329,6 +449,12 @@ class Interpreter:
         self._use(parameters)
         self.optimizers[optimizer].step()
         self.stale.update(parameters)
+
+    def _count_local_step(self) -> None:
+        assert self.exchange is not None
+        self.local_steps += 1
+        if self.local_steps % self.exchange.local.steps == 0:
+            self.exchange.wait()
 
     # -- loaders -----------------------------------------------------------------------------------------------
 
@@ -391,13 +517,13 @@ class Interpreter:
             names, items = statement.names, statement.items
         else:
             loader, names, items = statement.loader, (-1,), None
-        x, _, weights = self.batches[loader]
+        _, y, weights = self.batches[loader]
         if items == "mask":
-            weights = (weights > 3).to(x.dtype)
+            weights = (weights > 3).to(y.dtype)
         elif items:
-            weights = weights.to(x.dtype) * (0.3 if items == "float" else 1.0)
+            weights = weights.to(y.dtype) * (0.3 if items == "float" else 1.0)
         else:
-            weights = torch.ones(len(x))
+            weights = torch.ones(len(y))
         count = float(weights.sum())
         if self.window is not None:
             key = (id(statement), self._number_of(self.window))
@@ -495,9 +621,10 @@ class Interpreter:
             return self.sync
         return not self.counting and self.norm > when.number
 
-    def _call(self, model: int, x: torch.Tensor) -> torch.Tensor:
+    def _call(self, model: int, x: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor:
         odd = self.program.models[model].side == "branch" and self.t % 2 == 1
-        result: torch.Tensor = self.models[model](x, odd)
+        inputs = x if isinstance(x, tuple) else (x,)
+        result: torch.Tensor = self.models[model](*inputs, odd)
         return result
 
     def _clip(self, clip: Clip) -> None:
@@ -602,7 +729,7 @@ class Interpreter:
     def _evaluate(self, model: nn.Module, batches: list[tuple[torch.Tensor, ...]]) -> None:
         model.eval()
         with torch.no_grad():
-            rows = [_per_row(model(x), y) for x, y, _ in batches]
+            rows = [_per_row(model(*x) if isinstance(x, tuple) else model(x), y) for x, y, _ in batches]
         model.train()
         self.notes["metrics"].append(float(torch.cat(rows).mean()))
 
@@ -618,7 +745,11 @@ def states_of(optimizer: torch.optim.Optimizer, whole: Any = lambda tensor: tens
 
 
 def _value(value: Any, whole: Any) -> Any:
-    return whole(value).detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    value = whole(value).detach().cpu()
+    # A state of 8 bits is compared by the values that its codes stand for.
+    return value.dequantize() if hasattr(value, "codes") else value.clone()
 
 
 def _part(model: nn.Module, part: str) -> nn.Module:

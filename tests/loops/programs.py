@@ -13,6 +13,10 @@ from typing import Literal
 
 ModelPart = Literal["all", "body", "head"]
 ItemCount = Literal["int", "float", "mask"]
+Offload = Literal[
+    "", "activations", "optimizer", "optimizer+activations", "optimizer=disk", "all=disk", "activations+optimizer=disk"
+]  # fmt: skip
+Recipe = Literal["", "rowwise_with_gw_hp", "mxfp8", "rowwise", "tensorwise"]
 
 
 @dataclass(frozen=True)
@@ -79,7 +83,8 @@ class Loader:
     Attributes:
         rows: samples of an epoch.
         batch: samples of one batch over all ranks.
-        kind: "map", "iterable" (an iterable data set), "sized" (one with a length), "endless".
+        kind: "map", "iterable" (an iterable data set), "sized" (one with a length), "endless"; "packed":
+            documents, as many in a batch as `batch` tokens hold, packed into one row.
         shuffle: of a data set with a length, in an order that the global seed decides.
         drop_last: whether a short last batch is left out.
         taken: how `Next` takes batches: "" from one iterator after the other, "fresh" the first one of a new iterator each
@@ -88,17 +93,30 @@ class Loader:
 
     rows: int
     batch: int
-    kind: Literal["map", "iterable", "sized", "endless"] = "map"
+    kind: Literal["map", "iterable", "sized", "endless", "packed"] = "map"
     shuffle: bool = False
     drop_last: bool = False
     taken: Literal["", "fresh", "cycle"] = ""
 
     @property
     def batches(self) -> int | None:
-        """Batches of an epoch; None if it never ends."""
-        if self.kind == "endless":
+        """Batches of an epoch; None if it never ends, or if their number depends on lengths."""
+        if self.kind in ("endless", "packed"):
             return None
         return self.rows // self.batch if self.drop_last else -(-self.rows // self.batch)
+
+
+@dataclass(frozen=True)
+class LocalSteps:
+    """`LocalSGD` of the first model around the loop.
+
+    Attributes:
+        steps: between two averages over the ranks.
+        outer: whether an outer optimizer takes a step in place of each average.
+    """
+
+    steps: int
+    outer: bool = False
 
 
 HookKind = Literal["double", "clamp", "fused", "input", "output", "input gradient", "output gradient"]
@@ -352,6 +370,11 @@ class Write:
 
 
 @dataclass(frozen=True)
+class CountLocalStep:
+    """`local.step()` of `Program.local`, behind the steps of the optimizers."""
+
+
+@dataclass(frozen=True)
 class Continue:
     pass
 
@@ -381,7 +404,7 @@ class Accumulate:
 Statement = (
     Forward | Backward | ForwardBackward | Record | Clip | Read | Step | SchedulerStep | Zero | Freeze | AddGroup
     | Write | Next | Evaluate | EvaluateBatch | Continue | When | Accumulate
-    | Edit | Rate | Remember | Recall | UpdateAverage | EvaluateAverage | UpdateBatchNorm | Prepare
+    | Edit | Rate | Remember | Recall | UpdateAverage | EvaluateAverage | UpdateBatchNorm | Prepare | CountLocalStep
 )  # fmt: skip
 Block = When | Accumulate
 
@@ -393,7 +416,8 @@ class Program:
     Attributes:
         window: micro-batches of an accumulation window.
         split_batches: whether a loader's batch size counts the rows of all ranks.
-        offload: what waits in the host's memory, in the words of the plan; copies are made although the device is the host.
+        offload: what waits in the host's memory or, with "=disk", in files, in the words of the plan; copies are made although
+            the device is the host.
         loose: whether losses are multiplied by a parameter that is in no model; the first optimizer has it, too.
         begun: the steps that all models and optimizers have taken before they are prepared, as after a plain checkpoint.
         save_at: the step after which the run is saved, and goes on in new processes; None if it is not.
@@ -402,6 +426,12 @@ class Program:
         late: the model that a second call of `prepare` gets, by the statement `Prepare`.
         apart: whether models but the first one, and what belongs to them alone, are prepared by a second `Accelerator`.
         afterwards: the kinds of the optimizers that replace the first ones after the first epoch.
+        recipe: how products in float8 are scaled; with `precision` "fp8".
+        recompute: which activations are computed again, in the words of the plan.
+        dispatch: whether rank 0 reads the batches of all; None leaves the choice to the library.
+        local: steps of each rank alone, or None.
+        replicas: how many ranks the reference of `local` simulates.
+        twice: whether the accelerator is cleared after the loop, and another such model trained in it.
     """
 
     seed: int
@@ -414,8 +444,8 @@ class Program:
     hooks: tuple[Hook, ...] = ()
     window: int = 1
     split_batches: bool = True
-    precision: Literal["no", "bf16", "fp16"] = "no"
-    offload: Literal["", "activations", "optimizer", "optimizer+activations"] = ""
+    precision: Literal["no", "bf16", "fp16", "fp8"] = "no"
+    offload: Offload = ""
     loose: bool = False
     begun: int = 0
     save_at: int | None = None
@@ -424,6 +454,12 @@ class Program:
     late: int | None = None
     apart: bool = False
     afterwards: tuple[str, ...] = ()
+    recipe: Recipe = ""
+    recompute: Literal["", "blocks", "2", "selective"] = ""
+    dispatch: bool | None = None
+    local: LocalSteps | None = None
+    replicas: int = 1
+    twice: bool = False
 
 
 def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:

@@ -11,6 +11,7 @@ A script that failed ends its group: a rank may have left a collective that othe
 from __future__ import annotations
 
 import faulthandler
+import importlib
 import mmap
 import os
 import pickle
@@ -121,6 +122,7 @@ def run_jobs(jobs: Sequence[Job], world: int, limit_s: float = _LIMIT_S) -> list
     results: list[Results] = []
     while len(results) < len(jobs):
         batch = jobs[len(results) : len(results) + _MOST_JOBS]
+        _load_before_forking(batch)
         with tempfile.TemporaryDirectory(prefix="loops-", dir=temporary_folder()) as folder:
             board = _Board(world)
             try:
@@ -130,6 +132,19 @@ def run_jobs(jobs: Sequence[Job], world: int, limit_s: float = _LIMIT_S) -> list
                 pass  # what the ranks have written says which script it was
             results += _collected(Path(folder), world, len(batch))
     return results
+
+
+def _load_before_forking(jobs: Sequence[Job]) -> None:
+    """Loads torchao here, if a job needs it: each rank would take seconds for it."""
+    modules: set[str] = set()
+    for job in jobs:
+        program = job.program
+        if "adamw8bit" in job.text or (program and any(each.kind == "adamw8bit" for each in program.optimizers)):
+            modules.add("torchao.optim")
+        if "fp8" in job.text or (program and program.recipe):
+            modules |= {"torchao.float8", "torchao.prototype.moe_training.mxfp8_linear"}
+    for name in sorted(modules):
+        importlib.import_module(name)
 
 
 def _collected(folder: Path, world: int, count: int) -> list[Results]:
@@ -211,6 +226,7 @@ def run_script(job: Job) -> dict[str, Any]:
         result = {**_error(error), "early": "train" not in names}
     finally:
         torch.set_default_dtype(dtype)
+        torch.compiler.set_stance("default")
         accelerators = [names.pop(name) for name in ("accelerator2", "accelerator") if name in names]
     if "error" not in result or result["early"]:
         for accelerator in accelerators:

@@ -20,6 +20,8 @@ JUDGEMENTS = {
     "shard-double-backward": "partly: a gradient penalty under FSDP2; the error names stage 2, which works",
     "batch-norm-double-backward": "partly: local statistics work, but are not those of one process",
     "pipeline-blocks": "no: there are more stages than blocks",
+    "local-sgd-plan": "no: no rank has a whole model, or whole states, that it could step alone",
+    "offload-elementwise": "no: Muon needs whole matrices, and a part of a step would be another step",
     "tensor-nothing": "no: nobody but the user knows how these layers could be divided",
 }
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import inspect
+import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from functools import cache
@@ -18,6 +19,7 @@ from loops.programs import (
     Backward,
     Clip,
     Continue,
+    CountLocalStep,
     Edit,
     Evaluate,
     EvaluateAverage,
@@ -25,6 +27,7 @@ from loops.programs import (
     Forward,
     ForwardBackward,
     Freeze,
+    Loader,
     Next,
     Optimizer,
     Prepare,
@@ -61,6 +64,8 @@ OPTIMIZERS = {
     "RMSprop": "torch.optim.RMSprop({}, lr=0.01, eps=1e-4)",
     "Adagrad": "torch.optim.Adagrad({}, lr=0.05, eps=1e-6)",
 }
+# Those of `draw_low`, with states of 8 bits.
+LATER_OPTIMIZERS = {"adamw8bit": "adamw8bit({}, lr=0.02)"}
 OPTIMIZERS_OF_MODULES = {"Muon": "ExactMuon({}, muon_lr=0.02, adam_lr=0.01)"}
 SCHEDULERS = {
     "StepLR": "torch.optim.lr_scheduler.StepLR({}, 2, gamma=0.5)",
@@ -102,6 +107,31 @@ def rows_of(count, seed):
 def per_row(output, y):
     return (output - y).square().mean(1)
 """
+_DOCUMENTS = '''
+class Texts:
+    """Documents of 2 to 9 tokens, each with a target and a weight."""
+
+    def __init__(self, count, seed):
+        generator = torch.Generator().manual_seed(seed)
+        self.lengths = torch.randint(2, 10, (count,), generator=generator).tolist()
+        self.ids = [torch.randint(0, 8, (length,), generator=generator) for length in self.lengths]
+        self.weights = [torch.randint(1, 6, (length,), generator=generator) for length in self.lengths]
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, index):
+        ids = self.ids[index]
+        return {"input_ids": ids, "targets": ids.roll(-1), "weights": self.weights[index]}
+
+
+def unpacked(batch):
+    y = VALUES[batch["targets"][0]]
+    return (batch["input_ids"], batch["position_ids"]), y, batch["weights"][0]
+
+
+VALUES = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+'''
 _ELEMENTS = """
 def mean_loss(output, y):
     return (output - y).square().mean()
@@ -200,10 +230,19 @@ def definitions(program: Program) -> str:
     if program.precision == "no":
         text.append("torch.set_default_dtype(torch.float64)\n")
     parts = [zoo.Block] * ("Blocks" in bodies) + [zoo.TwoExperts] * ("StackedMixture" in bodies)
-    classes = [*parts, *(zoo.BODIES[body] for body in bodies), zoo.Net]
+    parts += [zoo.WideBlock] * ("Wide" in bodies)
+    nets = [zoo.Net, *([zoo.PackedNet] * ("Documents" in bodies))]
+    classes = [*parts, *((zoo.BODIES | zoo.LATER_BODIES)[body] for body in bodies), *nets]
     text += ["\n" + _source(cls) for cls in classes]
-    if kinds - {"map"}:
+    if kinds - {"map", "packed"}:
         text.append(_STREAM)
+    if "packed" in kinds:
+        text.insert(1, "from paceline import PackedDocuments, TokenBatchSampler, pack_documents\n")
+        text.append(_DOCUMENTS)
+    if _has_eight_bits(program):
+        # torchao compiles its step for each shape, which takes seconds.
+        text.insert(1, "from paceline.optim import adamw8bit\n")
+        text.append('\ntorch.compiler.set_stance("force_eager")')
     text.append(_DATA)
     if uses(program, ForwardBackward):
         text.append(_ELEMENTS)
@@ -223,6 +262,10 @@ def definitions(program: Program) -> str:
     return "\n".join(text)
 
 
+def _has_eight_bits(program: Program) -> bool:
+    return any(optimizer.kind in LATER_OPTIMIZERS for optimizer in program.optimizers)
+
+
 _source = cache(inspect.getsource)  # half of the time of a program on one process
 
 
@@ -237,7 +280,8 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
         tied = "tied=True" if model.tied else ""
         body = f"model{model.body_of}.body" if model.body_of is not None else f"{model.body}({tied})"
         side = ", side=True" if model.side else ""
-        lines.append(f"model{number} = Net({body}{side})")
+        net = "PackedNet" if model.body == "Documents" else "Net"
+        lines.append(f"model{number} = {net}({body}{side})")
         if model.frozen:
             lines.append(f"model{number}.{model.frozen}.requires_grad_(False)")
     lines += [_made(number, optimizer) for number, optimizer in enumerate(program.optimizers)]
@@ -252,6 +296,9 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
     for number, average in enumerate(program.averages):
         lines.append(f"average{number} = {AVERAGES[average.kind].format(f'model{average.model}')}")
     for number, loader in enumerate(program.loaders):
+        if loader.kind == "packed":
+            lines += _packed(number, loader, program.seed + number)
+            continue
         data = f"rows_of({loader.rows}, {program.seed + number})"
         if loader.kind != "map":
             cls = "SizedStream" if loader.kind == "sized" else "Stream"
@@ -259,14 +306,27 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
         size = (batches or {}).get(number, str(loader.batch))
         options = ", shuffle=True" * loader.shuffle + ", drop_last=True" * loader.drop_last
         lines.append(f"loader{number} = DataLoader({data}, batch_size={size}{options})")
+    if _has_eight_bits(program):
+        # The table of codes has the default dtype, and torchao multiplies it by float32.
+        lines.append("torch.set_default_dtype(torch.float32)")
     return "\n".join(lines) + "\n"
+
+
+def _packed(number: int, loader: Loader, seed: int) -> list[str]:
+    """The lines that make a loader of packed documents."""
+    sampler = f"TokenBatchSampler(texts{number}, tokens={loader.batch})"
+    return [
+        f"texts{number} = Texts({loader.rows}, {seed})",
+        f"loader{number} = DataLoader(texts{number}, batch_sampler={sampler}, collate_fn=pack_documents)",
+    ]
 
 
 def _made(number: int, optimizer: Optimizer) -> str:
     """The line that makes an optimizer."""
     if optimizer.kind in OPTIMIZERS_OF_MODULES:
         return f"optimizer{number} = {OPTIMIZERS_OF_MODULES[optimizer.kind].format(_modules(optimizer))}"
-    return f"optimizer{number} = {OPTIMIZERS[optimizer.kind].format(_groups(optimizer))}"
+    made = (OPTIMIZERS | LATER_OPTIMIZERS)[optimizer.kind]
+    return f"optimizer{number} = {made.format(_groups(optimizer))}"
 
 
 def replacing(program: Program) -> list[str]:
@@ -304,11 +364,20 @@ def script(
     if program.window > 1:
         options.append(f"gradient_accumulation_steps={program.window}")
     options.append(f"split_batches={program.split_batches}")
+    if program.dispatch is not None:
+        options.append(f"dispatch_batches={program.dispatch}")
     settings: dict[str, int | str] = {**plan}
     of_strategies: dict[str, dict[str, object]] = {}
     if program.offload:
         settings["offload"] = program.offload
         of_strategies["offload"] = {"always": True}
+    if program.offload.endswith("=disk"):
+        settings["offload"] = f"{program.offload}:{tempfile.gettempdir()}"
+        of_strategies["offload"]["part_mb"] = 0.0003  # about two matrices of most models
+    if program.recipe:
+        of_strategies["fp8"] = {"recipe": program.recipe}
+    if program.recompute:
+        settings["recompute"] = program.recompute
     if "schedule" in settings:
         of_strategies["pipeline"] = {"schedule": settings.pop("schedule")}
     if of_strategies:
@@ -323,17 +392,40 @@ def script(
     first = [f"{kind}{number}" for kind, number in parts if not _is_apart(program, kind, number)]
     second = [f"{kind}{number}" for kind, number in parts if _is_apart(program, kind, number)]
     first += ["scale"] * program.loose
+    imported = "Accelerator, LocalSGD" if program.local else "Accelerator"
     text = [
-        definitions(program).replace("\nfrom torch.utils", "\nfrom paceline import Accelerator\nfrom torch.utils", 1),
+        definitions(program).replace("\nfrom torch.utils", f"\nfrom paceline import {imported}\nfrom torch.utils", 1),
         following(program),
         "" if not uses(program, Read) else _GRADIENT_SIZE + "\n",
         f"accelerator = Accelerator({', '.join(options)})\n",
         f"accelerator2 = Accelerator({', '.join(options)})\n" * program.apart,
+    ]
+    run = [
         construction(program, batches),
         _loading(program, folder) if program.plain_save and phase == "resume" else "",
         _prepared("accelerator", first),
         _prepared("accelerator2", second) if second else "",
+        *_around_the_loop(program),
     ]
+    text += run
+    text.append("losses, norms, metrics, gradients = [], [], [], []\n\n\n")
+    text.append("\n".join(_loop(program, phase == "save", folder)) + "\n\n\n")
+    arguments = ""
+    if phase == "resume":
+        first_epoch = epoch + 1 if program.plain_save else epoch
+        arguments = f"first_epoch={first_epoch}, t={program.save_at}"
+    if phase == "resume" and not program.plain_save:
+        text.append(f'accelerator.load_state("{folder}")\n')
+    text.append(f"with local:\n{INDENT}train({arguments})\n" if program.local else f"train({arguments})\n")
+    if program.twice:
+        again = construction(replace(program, seed=program.seed + 1), batches)
+        text += ["\n\naccelerator.clear()\n", again, *run[1:], "train()\n"]
+    return "".join(text)
+
+
+def _around_the_loop(program: Program) -> list[str]:
+    """What stands between `prepare` and the loop: hooks, iterators, parameters that are taken early, local steps."""
+    text = []
     for hook in program.hooks:
         text.append(f"head = accelerator.unwrap_model(model{hook.model}).head\n")
         if hook.kind in _HEAD_HOOKS:
@@ -349,15 +441,10 @@ def script(
     for write in _early_writes(program):
         given = written(replace(write, early=False))
         text.append(f"{written(write)} = list({given})\n")
-    text.append("losses, norms, metrics, gradients = [], [], [], []\n\n\n")
-    text.append("\n".join(_loop(program, phase == "save", folder)) + "\n\n\n")
-    if phase == "resume" and program.plain_save:
-        text.append(f"train(first_epoch={epoch + 1}, t={program.save_at})\n")
-    elif phase == "resume":
-        text.append(f'accelerator.load_state("{folder}")\ntrain(first_epoch={epoch}, t={program.save_at})\n')
-    else:
-        text.append("train()\n")
-    return "".join(text)
+    if program.local:
+        outer = ", outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9)" * program.local.outer
+        text.append(f"local = LocalSGD(accelerator, model0, local_sgd_steps={program.local.steps}{outer})\n")
+    return text
 
 
 def _prepared(accelerator: str, names: list[str]) -> str:
@@ -514,7 +601,7 @@ def _loop(program: Program, saves: bool, folder: str) -> list[str]:
             names = ", ".join(f"loader{number}" for number in loop.loaders)
             lines.append(f"{INDENT * 2}for ({'), ('.join(batches)}) in zip({names}):")
         else:
-            taken = f"loader{loop.loaders[0]}"
+            taken = _unpacked(program, loop.loaders[0])
             if loop.ahead:
                 taken = f"ahead({taken}, {loop.ahead})"
             if loop.again:
@@ -592,6 +679,9 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             if by == "value":
                 return [f"accelerator.clip_grad_value_({parameters}, {limit})"]
             noted = "norms.append(float(norm))"
+            if program.local:
+                # Each rank has a norm of its own.
+                return [f"accelerator.clip_grad_norm_({parameters}, {limit})"]
             if inside and program.window > 1:
                 noted = f"if accelerator.sync_gradients:\n{noted}"
             return [f"norm = accelerator.clip_grad_norm_({parameters}, {limit})", *_indented(noted)]
@@ -643,16 +733,19 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             return [f"x{loader}, y{loader}, w{loader} = {taken}"]
         case Evaluate(number, loader) | EvaluateAverage(number, loader):
             model = f"average{number}" if isinstance(statement, EvaluateAverage) else f"model{number}"
+            star = "*" * (program.loaders[loader].kind == "packed")
             return _evaluation(
                 model,
                 "seen = []",
-                f"for x, y, w in loader{loader}:",
-                f"{INDENT}seen.append(accelerator.gather_for_metrics(per_row({model}(x), y)))",
+                f"for x, y, w in {_unpacked(program, loader)}:",
+                f"{INDENT}seen.append(accelerator.gather_for_metrics(per_row({model}({star}x), y)))",
                 "metrics.append(float(torch.cat(seen).mean()))",
             )
         case EvaluateBatch(model, loader):
             seen = f"accelerator.gather_for_metrics(per_row(model{model}(x{loader}), y{loader}))"
             return _evaluation(f"model{model}", f"metrics.append(float({seen}.mean()))")
+        case CountLocalStep():
+            return ["local.step()"]
         case Continue():
             return ["continue"]
         case When(kind, number, rest, body):
@@ -753,7 +846,14 @@ def _evaluation(model: str, *lines: str) -> list[str]:
 
 def _call(program: Program, model: int, given: str) -> str:
     odd = ", t % 2 == 1" * (program.models[model].side == "branch")
-    return f"model{model}({given}{odd})"
+    star = "*" * (program.models[model].body == "Documents")
+    return f"model{model}({star}{given}{odd})"
+
+
+def _unpacked(program: Program, loader: int) -> str:
+    """What a loop over a loader takes its batches from."""
+    is_packed = program.loaders[loader].kind == "packed"
+    return f"map(unpacked, loader{loader})" if is_packed else f"loader{loader}"
 
 
 def _clipped(program: Program, over: str, number: int) -> str:

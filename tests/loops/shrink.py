@@ -17,6 +17,7 @@ from loops.programs import (
     Backward,
     Block,
     Clip,
+    CountLocalStep,
     Edit,
     Evaluate,
     EvaluateAverage,
@@ -204,7 +205,19 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
     if not program.split_batches:
         yield replace(program, split_batches=True)
     if program.precision != "no":
-        yield replace(program, precision="no")
+        yield replace(program, precision="no", recipe="")
+    if program.recompute:
+        yield replace(program, recompute="")
+    if program.dispatch is not None:
+        yield replace(program, dispatch=None)
+    if program.local is not None:
+        yield replace(program, local=None)
+        if program.local.outer:
+            yield replace(program, local=replace(program.local, outer=False))
+    if program.twice:
+        yield replace(program, twice=False)
+    if any(loader.kind == "packed" for loader in program.loaders):
+        yield _unpacked(program)
     if program.loose:
         yield replace(program, loose=False)
     if program.averages:
@@ -221,6 +234,8 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
         yield replace(program, begun=0)
     if program.offload:
         yield replace(program, offload="")
+        if program.offload in ("all=disk", "activations+optimizer=disk"):
+            yield replace(program, offload="optimizer=disk")
     for place, loader in enumerate(program.loaders):
         if loader.taken:
             plainer = replace(loader, taken="")
@@ -232,6 +247,13 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
     if program.loop.kind == "zip":
         for loader in program.loop.loaders:
             yield replace(program, loop=Loop("for", (loader,), program.loop.epochs))
+
+
+def _unpacked(program: Program) -> Program:
+    """The program with rows in place of packed documents."""
+    models = tuple(replace(model, body="Mlp") if model.body == "Documents" else model for model in program.models)
+    loaders = tuple(replace(loader, kind="map") if loader.kind == "packed" else loader for loader in program.loaders)
+    return replace(program, models=models, loaders=loaders)
 
 
 def _fewer_batches(program: Program) -> Iterator[Program]:
@@ -251,7 +273,8 @@ def _fewer_batches(program: Program) -> Iterator[Program]:
         for rows in (loader.batch, 2 * loader.batch, loader.rows - loader.batch, full):
             if 0 < rows < loader.rows:
                 yield replace(program, loaders=_with(program.loaders, number, replace(loader, rows=rows)))
-        if loader.batch > 12:
+        # In mxfp8 each rank has a multiple of 32 rows.
+        if loader.batch > 12 and program.recipe != "mxfp8":
             half = replace(loader, batch=12, rows=max(1, loader.rows // 2))
             yield replace(program, loaders=_with(program.loaders, number, half))
 
@@ -398,6 +421,8 @@ def _tidied(program: Program) -> Program | None:
                 return statement if remembers else None
             case Prepare():
                 return statement if program.late is not None else None
+            case CountLocalStep():
+                return statement if program.local is not None else None
             case UpdateAverage() | EvaluateAverage() | UpdateBatchNorm():
                 return statement if program.averages else None
             case When() | Accumulate():
@@ -408,7 +433,7 @@ def _tidied(program: Program) -> Program | None:
     result = replace(program, body=body)
     if not any(isinstance(each, Backward | ForwardBackward) for each in statements(body)):
         return None
-    if not _has_batches(result) or _has_parts_twice(result):
+    if not _has_batches(result) or _has_parts_twice(result) or not _takes_its_batches(result):
         return None
     return result if body == program.body else _tidied(result)
 
@@ -423,6 +448,13 @@ def _has_batches(program: Program) -> bool:
     evaluated = [each for each in statements(program.body) if isinstance(each, kinds)]
     endless |= any(program.loaders[each.loader].kind == "endless" for each in evaluated)
     return not endless and all(each.loader in taken for each in users)
+
+
+def _takes_its_batches(program: Program) -> bool:
+    """Whether models of documents get documents, and others rows."""
+    takes = {model.body == "Documents" for model in program.models if model.body_of is None}
+    gives = {loader.kind == "packed" for loader in program.loaders}
+    return takes == gives
 
 
 def _has_parts_twice(program: Program) -> bool:

@@ -6,9 +6,10 @@ import typing
 
 from loops import programs
 from loops.draw import draw
+from loops.draw_low import KINDS
 from loops.programs import Program, statements
-from loops.script import AVERAGES, EDITS, OPTIMIZERS, OPTIMIZERS_OF_MODULES, SCHEDULERS, script
-from loops.zoo import BODIES
+from loops.script import AVERAGES, EDITS, LATER_OPTIMIZERS, OPTIMIZERS, OPTIMIZERS_OF_MODULES, SCHEDULERS, script
+from loops.zoo import BODIES, LATER_BODIES
 
 SEEDS = range(1500)
 
@@ -37,6 +38,11 @@ def features(program: Program) -> set[str]:
     names |= {f"hook {hook.kind}" for hook in program.hooks}
     names |= {f"offload {program.offload}" * bool(program.offload)}
     names |= {
+        f"recipe {program.recipe}" * bool(program.recipe),
+        f"recompute {program.recompute}" * bool(program.recompute),
+        f"dispatch {program.dispatch}" * (program.dispatch is not None),
+        f"local, outer {program.local.outer}" if program.local else "",
+        "twice" * program.twice,
         "loose" * program.loose,
         "begun" * (program.begun > 0),
         "plain save" * program.plain_save,
@@ -73,10 +79,14 @@ def features(program: Program) -> set[str]:
 
 
 EXPECTED = {
-    *(f"body {name}" for name in BODIES),
+    *(f"body {name}" for name in (*BODIES, *LATER_BODIES)),
+    *(f"recipe {name}" for name in typing.get_args(programs.Recipe) if name),
+    *(f"offload {name}" for name in typing.get_args(programs.Offload) if name),
+    *("recompute blocks", "recompute 2", "recompute selective", "dispatch True", "dispatch False", "twice"),
+    *("local, outer True", "local, outer False", "loader packed", "precision fp8"),
+    *(f"optimizer {name}" for name in LATER_OPTIMIZERS),
     *(f"optimizer {name}" for name in OPTIMIZERS),
     *(f"optimizer {name}" for name in OPTIMIZERS_OF_MODULES),
-    *("offload activations", "offload optimizer", "offload optimizer+activations"),
     *(f"scheduler {name}" for name in SCHEDULERS),
     *(
         "1 models",
@@ -150,3 +160,10 @@ def test_every_feature_is_drawn() -> None:
 def test_every_script_compiles() -> None:
     for seed in range(200):
         compile(script(draw(seed), {"shard": 2}), f"<seed {seed}>", "exec")
+
+
+def test_each_kind_of_less_memory_can_be_asked_for() -> None:
+    plain = draw(4)
+    for kind in KINDS:
+        assert draw(4, kind=kind) != plain
+        compile(script(draw(4, kind=kind), {"shard": 2}), f"<{kind}>", "exec")

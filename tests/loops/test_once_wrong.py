@@ -142,6 +142,18 @@ UNFROZEN_IN_BF16 = Program(
     precision="bf16",
 )
 
+# A mean over the tokens of packed rows, saved on one process in the middle of a window: on several, each rank took all that
+# was counted before for what it had counted itself.
+PACKED_WINDOW_RESUMED = Program(
+    seed=27,
+    models=(Model("Documents"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)),),
+    loaders=(Loader(rows=9, batch=12, kind="packed"),),
+    body=(Accumulate((0,), (Forward(0, 0, 0), Backward((0,)), Step(0), Zero("optimizer", 0))),),
+    window=2,
+    save_at=0,
+)
+
 # Two models in windows: after a resume the first one's backward pass reduces what the checkpoint holds of the second one.
 TWO_MODELS_RESUMED = Program(
     seed=6,
@@ -395,6 +407,7 @@ def test_programs_that_were_wrong_once() -> None:
     cases.append(Case(EXPERTS_IN_MID_RUN, 2, "ep"))
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(STARTED_WITH_TWO_MODELS, 2, "shard"))
+    cases.append(Case(PACKED_WINDOW_RESUMED, 1, "one", (2, "shard")))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
     outcomes = check(cases)
     wrong = [

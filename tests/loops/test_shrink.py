@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from loops.check import Case
 from loops.compare import EQUAL, Outcome
 from loops.draw import draw
+from loops.draw_low import KINDS
 from loops.programs import AddGroup, Backward, Evaluate, Freeze, Program, Step, size, statements, uses
 from loops.script import script
 from loops.shrink import shrink, smaller
@@ -22,8 +23,9 @@ def judge_by(fails) -> object:
 
 
 def test_every_smaller_program_can_be_printed_and_made_smaller() -> None:
-    for seed in range(30):
-        for program in smaller(draw(seed)):
+    kinds = ["", *KINDS]
+    for seed in range(36):
+        for program in smaller(draw(seed, kind=kinds[seed % len(kinds)])):
             compile(script(program, {}), f"<seed {seed}>", "exec")
             names = {each.optimizer for each in statements(program.body) if isinstance(each, Step)}
             assert all(number < len(program.optimizers) for number in names)

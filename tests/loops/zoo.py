@@ -3,6 +3,8 @@
 import torch
 from torch import nn
 
+from paceline import PackedDocuments
+
 
 class Net(nn.Module):
     """A body and a head; `side` is a second head, which every second step uses, or none."""
@@ -112,6 +114,49 @@ class Blocks(nn.Sequential):
         super().__init__(Block(), Block())
 
 
+class WideBlock(nn.Module):
+    """A block whose weights are large enough for states of 8 bits, and of sizes for products in float8."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up_proj, self.down_proj = nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        return x + self.down_proj(torch.tanh(self.up_proj(self.norm(x))))
+
+
+class Wide(nn.Module):
+    def __init__(self, tied=False):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 4)
+        self.blocks = nn.Sequential(WideBlock(), WideBlock())
+
+    def forward(self, x):
+        return torch.tanh(self.last(self.blocks(self.first(x))))
+
+
+class Documents(nn.Module):
+    """Attention inside of each document of a packed row: [1, tokens] -> [tokens, 4]."""
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(8, 4), nn.Embedding(9, 4)
+        self.qkv, self.out = nn.Linear(4, 12), nn.Linear(4, 4)
+
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids) + self.positions(position_ids)
+        q, k, v = (part.unflatten(-1, (2, 2)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        mixed = PackedDocuments(position_ids).attention(q, k, v)
+        return (x + torch.tanh(self.out(mixed.transpose(1, 2).flatten(2))))[0]
+
+
+class PackedNet(Net):
+    """A net that takes a row of packed documents."""
+
+    def forward(self, input_ids, position_ids, odd=False):
+        return (self.side if odd else self.head)(self.body(input_ids, position_ids))
+
+
 class TwoExperts(nn.Module):
     """The stacked weights of two experts."""
 
@@ -161,4 +206,6 @@ BODIES = {
     body.__name__: body
     for body in (Mlp, BatchNorm, LayerNorm, Convolution, Embedding, Attention, Recurrent, Blocks, *MIXTURES)
 }
+# The bodies of `draw_low`.
+LATER_BODIES = {body.__name__: body for body in (Wide, Documents)}
 TIES = ("Mlp", "Embedding")  # the bodies that have layers to tie

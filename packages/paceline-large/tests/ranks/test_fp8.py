@@ -193,8 +193,39 @@ def gradient_differences(recipe: str) -> float:
     return float((halves - whole).norm() / whole.norm())
 
 
+def scaled_differences(recipe: str, factor: float) -> float:
+    """How far the gradient of a layer's input is from itself, relative to its norm, if the loss was multiplied."""
+    from paceline_large.float8.float8_products import product_by
+    from paceline_large.float8.fp8 import RECIPES as DEFINED
+
+    torch.manual_seed(0)
+    x, weight = torch.randn(32, 64), torch.randn(64, 64) * 0.05
+    after = torch.randn(32, 64) * 1e-3
+    product = product_by(recipe, DEFINED[recipe].rows, torch.device("cpu"))
+
+    def gradient(factor: float) -> torch.Tensor:
+        trained = x.clone().requires_grad_()
+        product(trained, weight).backward(after * factor)
+        return trained.grad / factor
+
+    return float((gradient(factor) - gradient(1.0)).norm() / gradient(1.0).norm())
+
+
 def measured() -> dict[str, float]:
     return {recipe: gradient_differences(recipe) for recipe in RECIPES}
+
+
+def measured_scaled() -> dict[str, tuple[float, float]]:
+    return {recipe: (scaled_differences(recipe, 4.0), scaled_differences(recipe, 3.0)) for recipe in RECIPES}
+
+
+def test_a_loss_three_times_as_large_is_rounded_elsewhere_where_scales_are_powers_of_two() -> None:
+    from paceline_large.float8.fp8 import RECIPES as DEFINED
+
+    (found,) = run_ranks(measured_scaled, world=1)
+    for recipe, (of_four, of_three) in found.items():
+        assert of_four == 0.0, recipe
+        assert (1e-2 < of_three < 1e-1) if DEFINED[recipe].has_powers else of_three < 1e-6, recipe
 
 
 def test_halves_of_a_batch_differ_from_the_whole_as_the_table_says() -> None:

@@ -40,6 +40,7 @@ class Float8Recipe:
             the sum of those of its halves, relative to its norm, of one layer in float32 (`tests/ranks/test_fp8.py`).
         blocks: whether scales span so few features that a division of features (tp) keeps them.
         depends: whether losses change visibly with the number of ranks.
+        has_powers: whether scales are powers of two. Then a gradient that is three times as large is rounded elsewhere.
     """
 
     multiple: int
@@ -47,6 +48,7 @@ class Float8Recipe:
     numbers: str
     blocks: bool = False
     depends: bool = False
+    has_powers: bool = True
 
 
 RECIPES = {
@@ -71,6 +73,7 @@ RECIPES = {
         16,
         "a scale spans all rows of a rank: losses and gradients depend on the number of processes (7e-2)",
         depends=True,
+        has_powers=False,
     ),
 }
 
@@ -193,6 +196,12 @@ class Float8Products(Strategy):
         numbers = recipe.numbers
         if plan.half:
             numbers += f"; everything else is in {plan.half}, with its rounding"
+        width = plan.layout.width
+        if recipe.has_powers and width & (width - 1):
+            numbers += (
+                f"; the gradient of a loss is {width} times as large as on one process until it is averaged, and scales are "
+                "powers of two, as this is not: gradients are rounded elsewhere (4e-2; not with 2, 4, 8, ... processes)"
+            )
         if plan.layout.tp > 1 and not recipe.blocks:
             part = f"with tp={plan.layout.tp} a scale is that of a rank's part of the features"
             numbers += f"; {part}: losses differ by about 1e-3"

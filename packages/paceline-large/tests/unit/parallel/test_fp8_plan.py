@@ -146,7 +146,11 @@ def test_the_plan_says_whether_numbers_depend_on_the_number_of_processes() -> No
     for recipe, row in fp8.RECIPES.items():
         plan = planned(gpt(), {"recipe": recipe}, replicate=2)
         [decision] = [decision for decision in plan.decisions if decision.field == "fp8.numbers"]
-        assert decision.value == recipe and row.numbers in decision.reason
+        assert decision.value == recipe and row.numbers in decision.reason and "powers of two" not in decision.reason
+        [on_three] = [
+            each for each in planned(gpt(), {"recipe": recipe}, replicate=3).decisions if each.field == "fp8.numbers"
+        ]
+        assert ("powers of two" in on_three.reason) == row.has_powers
     assert [recipe for recipe, row in fp8.RECIPES.items() if row.depends] == ["tensorwise"]
 
 

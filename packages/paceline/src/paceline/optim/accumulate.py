@@ -457,12 +457,11 @@ class Accumulation:
         """Returns the mean over the samples of a loader, and what this rank has of it in this micro-batch."""
         rows_of_all = sum(batch.weights)
         own: float = batch.weights[batch.index]
-        # A `collate_fn` of the script's own may drop samples, so that ranks know their own rows only.
-        is_local = given.may_drop and self.width > 1
-        if given.may_drop and given.seen_rows is not None and own:
+        # A `collate_fn` of the script's own may drop samples, so that ranks know their own rows only. On one rank, too: a
+        # window that was saved there may go on on several.
+        is_local = given.may_drop
+        if is_local and given.seen_rows is not None and own:
             own = given.seen_rows
-        if given.may_drop and not is_local:
-            rows_of_all = int(own)
         mean = window.mean(SAMPLES, given.loader)
         if mean is None:
             num_ahead = window.steps - window.micro_batch + 1
