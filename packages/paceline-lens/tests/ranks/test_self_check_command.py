@@ -20,7 +20,7 @@ def test_this_machine_passes():
 
 
 def test_a_check_that_fails_says_which():
-    done = run("launch", "--cpu", "-n", "1", "-m", "paceline.cli._self_check", "--procs", "2")
+    done = run("launch", "--cpu", "-n", "1", "-m", "paceline_lens.cli._self_check", "--procs", "2")
     assert done.returncode == 1
     assert "FAILED  group: 1 of 2 processes meet" in done.stdout and "All is well" not in done.stdout
 
@@ -28,8 +28,8 @@ def test_a_check_that_fails_says_which():
 def test_a_range_of_nodes_counts_the_processes_of_those_that_came():
     done = run("test", "--cpu", "--procs", "2", "--nodes", "1:3", "--main-address", "127.0.0.1", "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "-m paceline.cli._self_check --procs 2:6" in done.stdout
-    done = run("launch", "--cpu", "-n", "2", "-m", "paceline.cli._self_check", "--procs", "2:6")
+    assert "-m paceline_lens.cli._self_check --procs 2:6" in done.stdout
+    done = run("launch", "--cpu", "-n", "2", "-m", "paceline_lens.cli._self_check", "--procs", "2:6")
     assert done.returncode == 0, done.stderr
     assert "ok      group: 2 of 2 to 6 processes meet" in done.stdout
 
@@ -37,4 +37,4 @@ def test_a_range_of_nodes_counts_the_processes_of_those_that_came():
 def test_dry_run_shows_the_launch():
     done = run("test", "--cpu", "--procs", "3", "--dry-run")
     assert done.returncode == 0, done.stderr
-    assert "-m paceline.cli._self_check --procs 3" in done.stdout
+    assert "-m paceline_lens.cli._self_check --procs 3" in done.stdout

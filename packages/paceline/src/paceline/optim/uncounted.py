@@ -28,71 +28,20 @@ from paceline.torch_internals.reductions import Reduction, divisor_of, reduction
 
 _NODES = 96  # of the graph behind a loss; losses are a few operations away from their mean
 _LINEAR = (
-    "Add",
-    "Sub",
-    "Rsub",
-    "Mul",
-    "Div",
-    "Neg",
-    "ToCopy",
-    "Sum",
-    "Mean",
-    "Stack",
-    "Unsqueeze",
-    "Squeeze",
-    "View",
-    "Select",
-    "TBackward",
-    "Transpose",
-    "Permute",
-    "Expand",
-    "Cat",
-    "Clone",
-    "Slice",
-    "Index",
-    "Gather",
-    "Lerp",
-    "Diagonal",
-    "Trace",
-)
+    "Add", "Sub", "Rsub", "Mul", "Div", "Neg", "ToCopy", "Sum", "Mean", "Stack", "Unsqueeze", "Squeeze", "View",
+    "Select", "TBackward", "Transpose", "Permute", "Expand", "Cat", "Clone", "Slice", "Index", "Gather", "Lerp",
+    "Diagonal", "Trace",
+)  # fmt: skip
 _CURVED = (
-    *(
-        "Sqrt",
-        "Rsqrt",
-        "Pow",
-        "Log",
-        "Exp",
-        "Reciprocal",
-        "Clamp",
-        "Sigmoid",
-        "Softplus",
-        "Relu",
-        "Abs",
-        "Sgn",
-        "Maximum",
-    ),
-    *("Minimum", "Where", "Softmax", "SpecialEntr", "Cdist", "LinalgVectorNorm", "LinalgSlogdet", "LinalgDet"),
-)
+    "Sqrt", "Rsqrt", "Pow", "Log", "Exp", "Reciprocal", "Clamp", "Sigmoid", "Softplus", "Relu", "Abs", "Sgn", "Maximum",
+    "Minimum", "Where", "Softmax", "SpecialEntr", "Cdist", "LinalgVectorNorm", "LinalgSlogdet", "LinalgDet",
+)  # fmt: skip
 # What penalties on weights do to them before they add up.
 _ELEMENTWISE = (
-    *(
-        "Pow",
-        "Abs",
-        "Sub",
-        "Rsub",
-        "Add",
-        "Mul",
-        "Div",
-        "Neg",
-        "ToCopy",
-        "Clone",
-        "LogBackward",
-        "ExpBackward",
-        "Sqrt",
-        "Relu",
-    ),
-    *("SumBackward", "MeanBackward", "VarBackward", "StdBackward", "LinalgVectorNorm", "MaxBackward", "AmaxBackward"),
-)
+    "Pow", "Abs", "Sub", "Rsub", "Add", "Mul", "Div", "Neg", "ToCopy", "Clone", "LogBackward", "ExpBackward", "Sqrt",
+    "Relu", "SumBackward", "MeanBackward", "VarBackward", "StdBackward", "LinalgVectorNorm", "MaxBackward",
+    "AmaxBackward",
+)  # fmt: skip
 _OF_WHOLE = ("MmBackward", "TBackward", "Transpose", "Permute", "Slice", "Select", "View")
 
 _SUM_TEXT = (

@@ -16,7 +16,7 @@ from paceline.config.settings import RunSettings, settings_of
 from paceline.config.sources import resolve_launch
 from paceline.launch import host
 
-CHECK = "paceline.cli._self_check"
+CHECK = "paceline_lens.cli._self_check"
 
 
 # The checks are a module of ours that trains in float32 with the whole model on each process.
