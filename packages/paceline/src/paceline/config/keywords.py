@@ -23,18 +23,8 @@ Checked = TypeVar("Checked", bound=Callable[..., Any])
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 # What other launchers call the number of processes.
 _PROCESSES = (
-    "nproc",
-    "nprocs",
-    "nproc_per_node",
-    "procs",
-    "num_procs",
-    "n_procs",
-    "np",
-    "gpus",
-    "num_gpus",
-    "devices",
-    "world_size",
-)
+    "nproc", "nprocs", "nproc_per_node", "procs", "num_procs", "n_procs", "np", "gpus", "num_gpus", "devices", "world_size",
+)  # fmt: skip
 
 
 def checked_keywords(target: Checked) -> Checked:
