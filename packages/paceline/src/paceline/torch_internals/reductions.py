@@ -158,10 +158,10 @@ _SCATTERED = ("IndexAddBackward", "ScatterAddBackward")
 _PRODUCTS = ("MmBackward", "BmmBackward", "MvBackward", "DotBackward")
 # Operations whose result for several samples is no sum of numbers, one for each of them.
 _JOINT = (
-    "LinalgVectorNormBackward", "NormBackward", "DistBackward", "StdBackward", "VarBackward", "StdMeanBackward", "VarMeanBackward",
-    "MaxBackward", "MinBackward", "AmaxBackward", "AminBackward", "MedianBackward", "NanmedianBackward", "KthvalueBackward",
-    "LogsumexpBackward", "SoftmaxBackward", "LogSoftmaxBackward", "LogcumsumexpBackward", "TopkBackward", "SortBackward",
-    "CumsumBackward", "CumprodBackward", "ProdBackward", "LinalgSvdBackward",
+    "LinalgVectorNormBackward", "NormBackward", "DistBackward", "StdBackward", "VarBackward", "StdMeanBackward",
+    "VarMeanBackward", "MaxBackward", "MinBackward", "AmaxBackward", "AminBackward", "MedianBackward", "NanmedianBackward",
+    "KthvalueBackward", "LogsumexpBackward", "SoftmaxBackward", "LogSoftmaxBackward", "LogcumsumexpBackward", "TopkBackward",
+    "SortBackward", "CumsumBackward", "CumprodBackward", "ProdBackward", "LinalgSvdBackward",
 )  # fmt: skip
 # torch's numbers for `reduction`
 _MEAN = 1
