@@ -227,8 +227,10 @@ class _Drawing:
         forwards = [each for each in statements(program.body) if isinstance(each, Forward) and each.through is None]
         if not forwards or program.precision != "no" or not self.chance(0.06):
             return program
-        if program.loop.ahead or program.loop.again:
-            return program  # the model gets a copy of a batch, and the script has several: Paceline says that nobody sees which
+        # The model gets a copy of a batch. Where a script has several at once, Paceline warns that nobody sees which one it is.
+        taken = [each.loader for each in statements(program.body) if isinstance(each, Next)]
+        if program.loop.ahead or program.loop.again or len({*program.loop.loaders, *taken}) > 1:
+            return program
         chosen = self.random.choice(forwards)
         return replace(program, body=_replaced(program.body, chosen, replace(chosen, penalty=True)))
 
@@ -745,7 +747,7 @@ class _Drawing:
 
     def _with_save(self, program: Program) -> Program:
         changing = any(isinstance(each, AddGroup | Freeze) for each in statements(program.body))
-        if changing or program.hooks or not self.chance(0.12) or program.precision != "no":
+        if changing or program.hooks or not self.chance(0.12):
             return program
         return replace(program, save_at=self.random.randint(0, 4))
 
