@@ -110,7 +110,7 @@ class SeenPart:
         is_curved: whether the loss is more of the result than a multiple.
         is_divided: whether a division is among them.
         is_penalty: whether it is computed of weights alone.
-        is_of_columns: whether it gives more than one number; `weight` is then the norm of what they count.
+        is_of_columns: whether it gives more than one number; `weight` is then a norm of what they count.
         is_joint: whether it is no sum over samples.
         tolerance: up to which weights are equal, by the dtype of the gradient.
     """
@@ -188,7 +188,10 @@ class _PartOfLoss:
         if gradient.numel() == 1:
             self.gradient = gradient.detach()
         elif self.reduction.is_of_columns:
-            self.gradient = gradient.detach().norm()
+            # Each element by another weight: the gradient of a norm has the same norm everywhere.
+            gradient = gradient.detach().flatten()
+            weights = torch.linspace(1, 2, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
+            self.gradient = (gradient * weights).norm()
 
     def forget_graph(self) -> None:
         self.way = replace(self.way, node=None)

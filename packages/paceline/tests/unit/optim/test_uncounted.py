@@ -97,6 +97,7 @@ def of_ranks(loss: Loss, rows: Sequence[int] = (4, 4), items: float = 0, number:
         (lambda z, y, m: -torch.special.entr(z.softmax(1).mean(0)).sum(), TOGETHER),
         (lambda z, y, m: F.mse_loss((z - z.min()) / (z.max() - z.min()), m[:, None].expand(-1, 3)), TOGETHER),
         (lambda z, y, m: torch.zeros(3, 3).index_add(0, y, z).square().sum(), TOGETHER),
+        (lambda z, y, m: z.sum(0).norm() / 9, TOGETHER),
         (lambda z, y, m: (z.T @ z).trace() / len(z), ""),
         (lambda z, y, m: F.cross_entropy(torch.stack([row.expand(4, 3).relu().mean(0) for row in z]), y), ""),
         (lambda z, y, m: torch.stack([row.expand(1 + k, 3).relu().mean() for row, k in zip(z, y, strict=True)]).mean(), ""),
