@@ -366,6 +366,18 @@ ONLY_BATCH_AHEAD = Program(
     loop=Loop("for", (0,), ahead=1),
 )
 
+# Gradients of the experts of two models were averaged over one group: ranks whose rows use other experts sent them in another
+# order, and waited for each other.
+EXPERTS_OF_TWO_MODELS = Program(
+    seed=15,
+    models=(Model("ListedMixture"), Model("ListedMixture")),
+    optimizers=(Optimizer("SGD", (Slice(0), Slice(1))),),
+    loaders=(Loader(rows=24, batch=8),),
+    body=(Forward(0, 0, 0), Forward(1, 1, 0), Backward((0, 1)), Step(0), Zero("optimizer", 0)),
+    loop=Loop("for", (0,), epochs=1),
+    split_batches=True,
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -405,6 +417,7 @@ def test_programs_that_were_wrong_once() -> None:
     cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))
     cases.append(Case(replace(PENALTY_OF_EXPERTS, models=(Model("ListedMixture"),)), 2, "ep"))
     cases.append(Case(EXPERTS_IN_MID_RUN, 2, "ep"))
+    cases.append(Case(EXPERTS_OF_TWO_MODELS, 4, "ep-replicate"))
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(STARTED_WITH_TWO_MODELS, 2, "shard"))
     cases.append(Case(PACKED_WINDOW_RESUMED, 1, "one", (2, "shard")))

@@ -81,7 +81,7 @@ class Mesh:
         self._flattened: dict[tuple[str, ...], DeviceMesh] = {}
         self._groups: dict[tuple[str, ...], Group] = {}
         self._beside_axes: dict[tuple[str, ...], Group] = {}
-        self._more_gradient_groups: dict[int, Group] = {}
+        self._more_gradient_groups: dict[tuple[int, tuple[str, ...]], Group] = {}
 
     @property
     def everyone(self) -> Group:
@@ -113,21 +113,23 @@ class Mesh:
         """Returns the group of the ranks that hold the same part of a parameter, and average its gradients."""
         return self._group(self.same_part_axes(parameter))
 
-    def gradient_group_of(self, number: int) -> Group:
-        """Returns a group of the ranks of `gradient_group` for one of several models that train in a run.
+    def gradient_group_of(self, number: int, axes: tuple[str, ...] = GRADIENT_AXES) -> Group:
+        """Returns a group over which one of several models that train in a run averages gradients.
 
         Collectives of different groups may come in another order on each rank.
 
         Args:
             number: of the model among those of the run; the first one has `gradient_group` itself.
+            axes: along which ranks hold the same part of a parameter; see `same_part_axes`.
 
-        Ranks: all ranks of `gradient_group`, the first time.
+        Ranks: all ranks of the group, the first time.
         """
-        if number == 0:
-            return self.gradient_group
-        if number not in self._more_gradient_groups:
-            self._more_gradient_groups[number] = self._beside(self.gradient_group)
-        return self._more_gradient_groups[number]
+        group = self._group(axes)
+        if number == 0 or group is None:
+            return group
+        if (number, axes) not in self._more_gradient_groups:
+            self._more_gradient_groups[(number, axes)] = self._beside(group)
+        return self._more_gradient_groups[(number, axes)]
 
     @property
     def statistics_group(self) -> Group:

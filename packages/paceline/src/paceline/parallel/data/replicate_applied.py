@@ -20,7 +20,6 @@ from paceline.parallel.data.replicate import GRADIENT_HOOKS, ReplicateOptions
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
-from paceline.world.layout import GRADIENT_AXES
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
@@ -44,9 +43,7 @@ class AveragedGradients(ReducedGradients):
         group = context.mesh.gradient_group_of(number)
 
         def group_of(parameter: torch.Tensor) -> dist.ProcessGroup:
-            same: dist.ProcessGroup = group
-            if context.mesh.same_part_axes(parameter) != GRADIENT_AXES:
-                same = context.mesh.same_part_group(parameter)
+            same: dist.ProcessGroup = context.mesh.gradient_group_of(number, context.mesh.same_part_axes(parameter))
             return same
 
         hook = None
