@@ -630,8 +630,9 @@ PROGRAMS = (
             ("reward_modeling", "preferences", "--use_peft --lora_task_type SEQ_CLS --lora_r 2"),
         )
     ),
+    # It prepares the layers and calls the model that they are a part of, so that DDP averages nothing and ranks drift apart.
     hugging("diffusers custom_diffusion", "huggingface/diffusers/examples/custom_diffusion",
             f"train_custom_diffusion.py {_SD} --instance_data_dir things --instance_prompt w1 --modifier_token ~~ "
             f"--initializer_token w --noaug {_DIFFUSION}", "diffusion", procs=(2,), env={"PROGRAMS_BACKWARD": "1"},
-            tolerance=1e-4),
+            expected="differs", weights=False),
 )  # fmt: skip
