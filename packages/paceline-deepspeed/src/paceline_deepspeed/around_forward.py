@@ -48,6 +48,8 @@ class _PassOpeners:
 
     def pass_of_model(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the model's own forward, around which `prepare` puts autocast."""
+        if torch.compiler.is_compiling():  # the parts in the graph ask the same
+            return original(*args, **kwargs)
         return self._mark(original, *args, **kwargs)
 
     def pass_of_part(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
