@@ -166,7 +166,8 @@ def written(folder: Path, given: set[Path]) -> dict[str, torch.Tensor]:
     for path in sorted(set(folder.rglob("*")) - given):
         name = re.sub(TIME, "TIME", str(path.relative_to(folder)))
         # `save_state` of ours writes the weights a second time, for older scripts; docs/migrating-from-accelerate.md says so.
-        if path.name == "pytorch_model.bin" and (path.parent / "model.safetensors").exists():
+        twin = path.with_name(path.name.replace("pytorch_model", "model")).with_suffix(".safetensors")
+        if path.suffix == ".bin" and path.name.startswith("pytorch_model") and twin.exists():
             continue
         # How a loader counts where it is, and how DeepSpeed's engine divides what it saves, is each library's own.
         if path.name.startswith("dl_state_dict") or path.name.endswith(("_model_states.pt", "_optim_states.pt")):

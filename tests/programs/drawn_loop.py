@@ -183,7 +183,8 @@ def train(seed: int, rank: int, output: Path) -> dict[str, Any]:
             x = x * (3e4 if "fp16" in program["precision"] else float("nan"))
         dtype = next(engine.module.parameters()).dtype
         x = x.to(dtype)
-        if not program["config"]["gradient_accumulation_steps"] > 1 or number == 0:
+        # Inside a window DeepSpeed drops nothing then at stage 3.
+        if number == 0 or (program["config"]["gradient_accumulation_steps"] == 1 and not program["sets_batch"]):
             if program["zeroes"] == "engine":
                 engine.zero_grad()
             elif program["zeroes"] == "optimizer":

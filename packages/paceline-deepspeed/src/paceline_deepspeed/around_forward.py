@@ -28,14 +28,14 @@ def compute_alike(model: nn.Module, autocast: Callable[[], AbstractContextManage
     """
     if original_forward(model, _NAME) is not None:
         return
-    entries = _Entries(autocast)
-    override_forward(model, _NAME, entries.pass_of_model)
+    openers = _PassOpeners(autocast)
+    override_forward(model, _NAME, openers.pass_of_model)
     for module in _below(model):
         if original_forward(module, _NAME) is None:  # one that is shared with another model keeps what it has
-            override_forward(module, _NAME, entries.pass_of_part)
+            override_forward(module, _NAME, openers.pass_of_part)
 
 
-class _Entries:
+class _PassOpeners:
     """The modules by which a pass through a model can begin. The first that is called opens autocast for all below it.
 
     Args:
@@ -48,6 +48,8 @@ class _Entries:
 
     def pass_of_model(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs the model's own forward, around which `prepare` puts autocast."""
+        if torch.compiler.is_compiling():  # the parts in the graph ask the same
+            return original(*args, **kwargs)
         return self._mark(original, *args, **kwargs)
 
     def pass_of_part(self, module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
