@@ -20,6 +20,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
 from paceline.planner.device import GIB
+from paceline.planner.exhausted import Situation
 from paceline.world.layout import AXES, given_axes, listed_axes
 
 _DIVIDED_BY_STAGE = {
@@ -44,6 +45,12 @@ class Need:
     activations: int = 0
     states: float = 2.0
     on_host: bool = False
+
+    @classmethod
+    def of(cls, situation: Situation) -> Need:
+        """Returns what the models of a run (`Run.situation`) need before a batch was seen, with Adam."""
+        _, models, on_host, *_ = situation
+        return cls(models, on_host=on_host)
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,8 @@ def estimate(plan: Plan, need: Need) -> Bytes:
 
 def _estimate_on_host(plan: Plan, need: Need) -> Bytes:
     """Returns the bytes where the device is the host. Of what leaves its memory for a disk, gradients stay."""
-    left = estimate(replace(plan, offload=plan.offload_to_disk), need)
+    to_disk = plan.offload.removeprefix("activations+") if plan.disk_folder else "no"
+    left = estimate(replace(plan, offload=to_disk), need)
     if plan.offloads_parameters and plan.disk_folder:
         states_alone = replace(plan, offload=f"optimizer=disk:{plan.disk_folder}")
         left = replace(left, gradients=estimate(states_alone, need).gradients)
