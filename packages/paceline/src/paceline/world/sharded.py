@@ -1,7 +1,4 @@
-"""Functions for tensors that may be divided over ranks (DTensor).
-
-They do not import DTensor unless a tensor is one, because the import takes over a second.
-"""
+"""Functions for tensors that may be divided over ranks (DTensor). Only then do they import it, which takes over a second."""
 
 from __future__ import annotations
 
@@ -39,9 +36,9 @@ def whole(tensor: Any) -> Any:
     """Returns the whole tensor, gathered if it is divided. Ranks: all that have a part; all get the whole."""
     if not is_sharded(tensor):
         return tensor
-    from paceline.world.gathered_bytes import gathered  # which needs DTensor
-
     with quietly():
+        from paceline.world.gathered_bytes import gathered
+
         return gathered(tensor)
 
 
