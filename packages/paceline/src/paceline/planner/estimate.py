@@ -20,7 +20,6 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
 from paceline.planner.device import GIB
-from paceline.planner.exhausted import Situation
 from paceline.world.layout import AXES, given_axes, listed_axes
 
 _DIVIDED_BY_STAGE = {
@@ -47,7 +46,7 @@ class Need:
     on_host: bool = False
 
     @classmethod
-    def of(cls, situation: Situation) -> Need:
+    def of(cls, situation: tuple[Plan, tuple[ModelFacts, ...], bool, int, int]) -> Need:
         """Returns what the models of a run (`Run.situation`) need before a batch was seen, with Adam."""
         _, models, on_host, *_ = situation
         return cls(models, on_host=on_host)
