@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from paceline import Accelerator
 from paceline.base.errors import PacelineError, TrainError
 from paceline.optim import Lamb, Lion
-from paceline.planner.estimate import estimate
+from paceline.planner.estimate import Need, estimate
 from paceline.testing import run_ranks
 from paceline.world.sharded import local
 
@@ -81,7 +81,7 @@ def bytes_in_memory(run: Run) -> int:
 
 
 def forecast(run: Run) -> int:
-    need = replace(run.accelerator.run.need(), states=3.0)  # of AdamW with amsgrad
+    need = replace(Need.of(run.accelerator.run.situation()), states=3.0)  # of AdamW with amsgrad
     rest = estimate(run.accelerator.plan, need)
     return rest.parameters + rest.optimizer
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from paceline.config import Overrides
-from paceline.planner.estimate import estimate
+from paceline.planner.estimate import Need, estimate
 from paceline.run.prepared import PreparedModel
 from paceline.run.run import Run
 from paceline.run.states import States
@@ -59,7 +59,7 @@ def join(run: Run, states: States, joined: Mapping[str, Any]) -> Profiles | None
     def predicted() -> dict[str, int]:
         if not run.prepared.models:
             return {}
-        bytes_of = vars(estimate(run.plan, run.need()))
+        bytes_of = vars(estimate(run.plan, Need.of(run.situation())))
         return {name: count for name, count in bytes_of.items() if name != "sent"}
 
     # Logs are appended to, which the URL of a store does not take.

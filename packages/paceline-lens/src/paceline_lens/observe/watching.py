@@ -23,7 +23,7 @@ from paceline.base import env
 from paceline.base.files import expanded, is_there
 from paceline.base.log import logger
 from paceline.planner.device import TABLE
-from paceline.planner.estimate import estimate
+from paceline.planner.estimate import Need, estimate
 from paceline.run.run import Run
 from paceline.run.states import States
 from paceline.torch_internals.modules import is_compiled
@@ -245,7 +245,7 @@ def _plan(run: Run) -> PlanMade:
     for decision in plan.decisions:
         origin = f"{decision.source} ({decision.where})" if decision.where else decision.source
         reasons.append([decision.field, str(decision.value), origin, decision.reason])
-    bytes_of = vars(estimate(plan, run.need()))
+    bytes_of = vars(estimate(plan, Need.of(run.situation())))
     memory = sum(count for name, count in bytes_of.items() if name != "sent")
     if forecast is None:
         return PlanMade(plan.explain(), reasons, memory_bytes=memory)

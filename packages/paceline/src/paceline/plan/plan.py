@@ -92,11 +92,6 @@ class Plan:
         return self.offload.partition("=disk:")[2]
 
     @property
-    def offload_to_disk(self) -> str:
-        """The setting `offload` without what only waits in the host's memory."""
-        return self.offload.removeprefix("activations+") if self.disk_folder else "no"
-
-    @property
     def offloads_activations(self) -> bool:
         """Whether activations wait in the host's memory."""
         return "activations" in self.offload.partition("=")[0]

@@ -45,6 +45,12 @@ class Need:
     states: float = 2.0
     on_host: bool = False
 
+    @classmethod
+    def of(cls, situation: tuple[Plan, tuple[ModelFacts, ...], bool, int, int]) -> Need:
+        """Returns what the models of a run (`Run.situation`) need before a batch was seen, with Adam."""
+        _, models, on_host, *_ = situation
+        return cls(models, on_host=on_host)
+
 
 @dataclass(frozen=True)
 class Rejected:
@@ -92,7 +98,8 @@ def estimate(plan: Plan, need: Need) -> Bytes:
 
 def _estimate_on_host(plan: Plan, need: Need) -> Bytes:
     """Returns the bytes where the device is the host. Of what leaves its memory for a disk, gradients stay."""
-    left = estimate(replace(plan, offload=plan.offload_to_disk), need)
+    to_disk = plan.offload.removeprefix("activations+") if plan.disk_folder else "no"
+    left = estimate(replace(plan, offload=to_disk), need)
     if plan.offloads_parameters and plan.disk_folder:
         states_alone = replace(plan, offload=f"optimizer=disk:{plan.disk_folder}")
         left = replace(left, gradients=estimate(states_alone, need).gradients)

@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 
+from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.world.forward import override_forward
 
-if TYPE_CHECKING:
-    from paceline.planner.estimate import Need
-
-Situation = Callable[[], tuple[Plan, "Need", int, int]]
+Situation = tuple[Plan, tuple[ModelFacts, ...], bool, int, int]
 
 
-def explain_exhaustion(error: BaseException, where: str, situation: Situation) -> None:
+def explain_exhaustion(error: BaseException, where: str, situation: Callable[[], Situation]) -> None:
     """Raises an error that says what the plan needs, if an allocator has raised `error`; the caller raises any other again.
 
     Args:
         error: was caught around a pass or a step. That of a connection becomes one that says which rank has left.
         where: "forward", "backward" or "step".
-        situation: the plan, what its models need, ranks in all and ranks on this node; asked for when it happens.
+        situation: see `Run.situation`; asked for when it happens.
 
     Raises:
         OutOfMemory: `out-of-memory`.
@@ -41,7 +39,7 @@ def explain_exhaustion(error: BaseException, where: str, situation: Situation) -
         raise explain(error, where, *situation()) from error
 
 
-def watch(model: nn.Module, situation: Situation) -> None:
+def watch(model: nn.Module, situation: Callable[[], Situation]) -> None:
     """Makes `model(...)` explain an out-of-memory error; the module stays the same object."""
 
     def forward(module: nn.Module, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -6,12 +6,14 @@ draft (some of shard, zero, tp, pp on auto)  ->  facts of the models  ->  choose
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from paceline.base.errors import PlanError
 from paceline.config.settings import RunSettings
+from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
 from paceline.planner.device import TABLE, Device
@@ -44,12 +46,13 @@ def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
     return replace(rates, name=name or device.type, memory=memory)
 
 
-def fit(plan: Plan, need: Need, world: World, memory: int) -> Plan:
+def fit(plan: Plan, models: Iterable[ModelFacts], on_host: bool, world: World, memory: int) -> Plan:
     """Returns the draft with values for its open settings: the cheapest ones whose bytes fit.
 
     Args:
         plan: a draft with `open` settings.
-        need: what the first models that are prepared need.
+        models: facts of the first models that are prepared.
+        on_host: as in `Need`.
         world: the processes.
         memory: bytes of each rank; the same on all ranks.
 
@@ -58,7 +61,7 @@ def fit(plan: Plan, need: Need, world: World, memory: int) -> Plan:
     """
     usable = int(memory * (1 - KEPT_FREE))
     fixed = {name: value for name, value in settings_of(plan).items() if name not in plan.open}
-    chosen = choose(need, world.size, world.local_size, usable, fixed, plan.open)
+    chosen = choose(Need(tuple(models), on_host=on_host), world.size, world.local_size, usable, fixed, plan.open)
     if chosen.settings is None or chosen.estimate is None:
         # The last plans that were tried divide the model most.
         rejected = [str(plan) for plan in chosen.rejected[-3:]]
@@ -66,7 +69,7 @@ def fit(plan: Plan, need: Need, world: World, memory: int) -> Plan:
             "plan-none-fits",
             "no plan fits into the memory that there is.",
             why=[f"{gib(memory)} a rank, of which {KEPT_FREE:.0%} are kept for activations", *rejected],
-            fix=f"use more processes, or use `--zero 3 --offload {'all=disk:FOLDER' if need.on_host else 'all'}`",
+            fix=f"use more processes, or use `--zero 3 --offload {'all=disk:FOLDER' if on_host else 'all'}`",
         )
     reason = f"fits: {gib(chosen.estimate.held)} of {gib(usable)} a rank, activations not counted"
     if chosen.rejected:

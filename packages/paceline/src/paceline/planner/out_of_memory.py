@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from paceline.base.errors import Problem, TrainError
+from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Plan
 from paceline.planner.estimate import Need, choose, estimate, gib, settings_of, shown
 
@@ -32,14 +33,23 @@ def is_out_of_memory(error: Exception) -> bool:
     return any(words in message for words in _MEMORY_WORDS)
 
 
-def explain(error: BaseException, where: str, plan: Plan, need: Need, world_size: int, local_size: int) -> OutOfMemory:
+def explain(
+    error: BaseException,
+    where: str,
+    plan: Plan,
+    models: tuple[ModelFacts, ...],
+    on_host: bool,
+    world_size: int,
+    local_size: int,
+) -> OutOfMemory:
     """Returns an error that says what the plan needs and what could be changed.
 
     Args:
         error: the error of the allocator.
         where: "forward", "backward" or "step".
-        plan, need, world_size, local_size: see `Run.situation`.
+        plan, models, on_host, world_size, local_size: see `Run.situation`.
     """
+    need = Need(models, on_host=on_host)
     needed = estimate(plan, need)
     rows = ", ".join(f"{name} {gib(count)}" for name, count in vars(needed).items() if count and name != "sent")
     message = str(error).strip().splitlines() or [type(error).__name__]

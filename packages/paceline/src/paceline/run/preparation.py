@@ -275,7 +275,7 @@ class Preparation:
 
         # Layouts must agree, so rank 0's memory decides for all.
         memory = run.collectives.broadcast_object(run.runtime.memory(run.device, run.world.local_size))
-        plan = fit(plan, run.need([model.facts for model in new]), run.world, memory)
+        plan = fit(plan, [model.facts for model in new], not run.runtime.accelerated(run.device), run.world, memory)
         if other is None:
             run.lay_out(plan)
         return plan

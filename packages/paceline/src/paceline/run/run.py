@@ -12,7 +12,7 @@ prepared                                the models, optimizers, loaders and sche
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import cache
@@ -30,9 +30,8 @@ from paceline.data.seed import follow
 from paceline.optim.accumulate import Accumulation
 from paceline.optim.optimizer import PreparedOptimizer
 from paceline.parallel.strategy import strategies_of
-from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
-from paceline.planner.exhausted import explain_exhaustion
+from paceline.planner.exhausted import Situation, explain_exhaustion
 from paceline.precision.policy import Precision
 from paceline.run.prepared import Prepared
 from paceline.world.collectives import Collectives
@@ -43,7 +42,6 @@ from paceline.world.runtime import Runtime
 from paceline.world.world import World
 
 if TYPE_CHECKING:
-    from paceline.planner.estimate import Need
     from paceline.precision.scaler import LossScaler
 
 
@@ -206,17 +204,10 @@ class Run:
         """
         explain_exhaustion(error, where, self.situation)
 
-    def situation(self) -> tuple[Plan, Need, int, int]:
-        """Returns what an out-of-memory error reports: the plan, its need, the number of ranks, and of those on this node."""
-        return self.plan, self.need(), self.world.size, self.world.local_size
-
-    def need(self, models: Iterable[ModelFacts] | None = None) -> Need:
-        """Returns what models need on the device of this run, for an estimate; None means those that are prepared."""
-        from paceline.planner.estimate import Need  # few runs ask for an estimate
-
-        if models is None:
-            models = [model.facts for model in self.prepared.models]
-        return Need(tuple(models), on_host=not self.runtime.accelerated(self.device))
+    def situation(self) -> Situation:
+        """Returns the plan, its models, whether the device is the host, the number of ranks, and of those on this node."""
+        facts = tuple(model.facts for model in self.prepared.models)
+        return self.plan, facts, not self.runtime.accelerated(self.device), self.world.size, self.world.local_size
 
 
 # Two things here belong to the process and not to a run. torch has one list of step hooks for all optimizers, including

@@ -1,7 +1,4 @@
-"""Functions for tensors that may be divided over ranks (DTensor).
-
-They do not import DTensor unless a tensor is one, because the import takes over a second.
-"""
+"""Functions for tensors that may be divided over ranks (DTensor). Only then do they import it, which takes over a second."""
 
 from __future__ import annotations
 
@@ -40,27 +37,9 @@ def whole(tensor: Any) -> Any:
     if not is_sharded(tensor):
         return tensor
     with quietly():
-        if str(tensor.dtype).removeprefix("torch.").startswith(_GATHERED_AS_BYTES):
-            return _whole_from_bytes(tensor)
-        return tensor.full_tensor()
+        from paceline.world.gathered_bytes import gathered
 
-
-# Backends send no tensors of these dtypes, or not all backends do.
-_GATHERED_AS_BYTES = ("float8", "int16", "uint16", "uint32", "uint64")
-
-
-def _whole_from_bytes(tensor: DTensor) -> Tensor:
-    import torch
-    from torch.distributed.tensor import DTensor
-
-    # Its bytes are one more dim, so that the others are divided as they were.
-    part = local(tensor).unsqueeze(-1).contiguous().view(torch.uint8)
-    shape = torch.Size((*tensor.shape, tensor.dtype.itemsize))
-    strides = torch.empty(shape, device="meta").stride()
-    of_bytes = DTensor.from_local(
-        part, tensor.device_mesh, tensor.placements, run_check=False, shape=shape, stride=strides
-    )
-    return of_bytes.full_tensor().view(tensor.dtype).squeeze(-1)
+        return gathered(tensor)
 
 
 @contextmanager

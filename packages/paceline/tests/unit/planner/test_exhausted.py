@@ -11,7 +11,6 @@ from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.estimate import Need
 from paceline.planner.exhausted import explain_exhaustion
 from paceline.planner.out_of_memory import OutOfMemory, is_out_of_memory
 
@@ -22,7 +21,8 @@ def situation(world_size=4, **settings):
     facts = (model_facts(nn.Linear(512, 512)),)
     return lambda: (
         resolve(draft(RunSettings.of(settings), [], world_size), facts, STRATEGIES),
-        Need(facts),
+        facts,
+        True,
         world_size,
         world_size,
     )

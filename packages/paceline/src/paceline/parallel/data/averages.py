@@ -56,8 +56,7 @@ def broadcast_tensors(tensors: list[torch.Tensor], group: dist.ProcessGroup, sou
     with torch.no_grad():
         for chunk in batches(plain, CHUNK):
             with flattened(chunk) as flat:
-                # As bytes: gloo knows no float8 and no integers of 16 bits.
-                dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)
+                dist.broadcast(flat.view(torch.uint8), group=group, group_src=source)  # gloo knows no float8
 
 
 def values_of(model: nn.Module) -> list[torch.Tensor]:
