@@ -128,8 +128,8 @@ class WideBlock(nn.Module):
 class Wide(nn.Module):
     def __init__(self, tied=False):
         super().__init__()
-        self.first, self.last = nn.Linear(4, 64), nn.Linear(64, 4)
-        self.blocks = nn.Sequential(WideBlock(), WideBlock())
+        self.first, self.blocks = nn.Linear(4, 64), nn.Sequential(WideBlock(), WideBlock())
+        self.last = nn.Linear(64, 4)
 
     def forward(self, x):
         return torch.tanh(self.last(self.blocks(self.first(x))))
