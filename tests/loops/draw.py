@@ -217,6 +217,8 @@ class _Drawing:
         forwards = [each for each in statements(program.body) if isinstance(each, Forward) and each.through is None]
         if not forwards or program.precision != "no" or not self.chance(0.06):
             return program
+        if program.loop.ahead or program.loop.again:
+            return program  # the model gets a copy of a batch, and the script has several: Paceline says that nobody sees which
         chosen = self.random.choice(forwards)
         return replace(program, body=_replaced(program.body, chosen, replace(chosen, penalty=True)))
 

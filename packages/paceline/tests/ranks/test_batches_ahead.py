@@ -310,7 +310,8 @@ def test_batches_that_nobody_sees_are_told() -> None:
         logging.getLogger("paceline").addHandler(handler)
         trained(copied_ahead, 19, 1)
         found = [messages.copy()]
-        for output_of, way in ((by_method, KEPT[0]), (by_copy, KEPT[0]), (by_copy, KEPT[1]), (by_copy, counted)):
+        of_kept = ((by_method, cycled), (by_copy, cycled), (by_copy, fresh), (by_copy, replayed), (by_method, replayed))
+        for output_of, way in (*of_kept, (by_copy, counted)):
             forget_warnings()
             messages.clear()
             model, optimizer, data = parts(24)

@@ -328,11 +328,10 @@ class ActiveLoaders:
         """Called before a prepared model is called outside of all loops: a script may have kept batches for it."""
         if torch.compiler.is_compiling():
             return
-        if any(storage_of(tensor) in self._by_storage for tensor in tensors(inputs)):
+        is_kept = any(storage_of(tensor) in self._by_storage for tensor in tensors(inputs))
+        if is_kept or self._may_be_of_last(inputs):
             self._follow(BatchesInUse.HELD)
             self.origins.call(model, inputs)
-        elif self._may_be_of_last(inputs):
-            self._follow(BatchesInUse.HELD)  # and the loss, whose batch nobody sees, is taken for one of the last batch
 
     def _may_be_of_last(self, inputs: object) -> bool:
         """Returns whether inputs may be copies of the last batch: no loss was computed from it, and they have as many rows."""

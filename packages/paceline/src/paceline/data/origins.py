@@ -6,9 +6,9 @@
     of_loss      a backward pass begins                    the graph is walked from the loss to the first marked nodes
 
 Nothing of this happens before two loops run at the same time, or a script takes a batch before it has used the one before, or
-keeps one. A batch that is copied before the model sees it is not recognised: the outputs that
-were computed from it are marked with no batch. What is not marked at all was computed before. A detached output is recognised,
-since it shares the storage.
+keeps one. A batch that is copied before the model sees it is not recognised: the outputs that were computed from it are marked
+with no batch. A detached output is recognised, since it shares the storage. What is not marked at all was computed before, or
+has no output in its graph, as the gradient of one: it is taken for what the model was called with last.
 """
 
 from __future__ import annotations
@@ -52,6 +52,8 @@ class Origins:
         # What `_of` has returned for the inputs of a model that is being called.
         self._called: MutableMapping[nn.Module, tuple[Batches, bool]] = weakref.WeakKeyDictionary()
         self.inputs: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
+        # With which outputs were marked last, if no loss was computed from these.
+        self._latest: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         self.waiting: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         self._before: weakref.ref[GivenBatch] | None = None  # the batch that was given last before models were watched
         # By the reference to the loader, which itself keeps the batch.
@@ -152,6 +154,7 @@ class Origins:
         batches, is_older = self._called.pop(model, (frozenset(), True))
         if not torch.is_grad_enabled() or (is_older and not batches):
             return
+        self._latest = weakref.WeakSet(batches)
         for tensor in tensors(output):
             _metadata(tensor)[_MARK] = batches
             storage = storage_of(tensor)
@@ -169,7 +172,7 @@ class Origins:
             of_storage = None if storage is None else self._by_storage.get(storage)
             batches |= of_node or frozenset()
             batches |= of_storage or frozenset()
-            if tensor.requires_grad and of_node is None and of_storage is None:
+            if tensor.grad_fn is not None and of_node is None and of_storage is None:
                 is_older = True
         return batches, is_older
 
@@ -198,14 +201,16 @@ class Origins:
         before = None if self._before is None else self._before()
         if seen is None and before is not None and before in {*current, *self.waiting}:
             return [before]
-        infos = [given.info for given in (*current, *self.waiting)]
-        is_unseen = seen is not None and None in seen
+        if seen is None and len(self._latest) == 1:
+            return list(self._latest)
+        self._latest.clear()
+        kept = {given for batches in self._by_storage.values() for given in batches}
+        infos = [given.info for given in (*current, *kept)]
+        is_unseen = seen is None or None in seen
         is_uneven = False
         if not current:
             # The loss of a batch that was taken before its loop has ended, which would count as the same on each rank.
             infos += self._last_infos
-            infos += [given.info for batches in self._by_storage.values() for given in batches]
-            is_unseen |= seen is None
             is_uneven = any(len(set(info.weights)) > 1 for info in infos)
         if is_unseen and (is_uneven or _weigh_differently(infos, is_whole_step)):
             warn_once(
