@@ -61,16 +61,10 @@ class OptimizerAdapter:
         adapter = cls.known(optimizer)
         if adapter is None:
             return cls(optimizer)
-        for declared in (
-            adapter._refusals,
-            adapter._swaps,
-            adapter._kernels,
-            adapter._afterwards,
-            adapter._forgets,
-            adapter._surroundings,
-            adapter._followers,
-        ):
+        for declared in (adapter._refusals, adapter._swaps, adapter._kernels, adapter._afterwards, adapter._forgets):
             declared.clear()
+        adapter._surroundings.clear()
+        adapter._followers.clear()
         adapter._parts = None
         return adapter
 

@@ -29,18 +29,8 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__",
-        "_give_back",
-        "bucket",
-        "fresh",
-        "hooks",
-        "is_sparse",
-        "later",
-        "parameter",
-        "result",
-        "taken",
-        "watch",
-    )
+        "__weakref__", "_give_back", "bucket", "fresh", "hooks", "is_sparse", "later", "parameter", "result", "taken", "watch",
+    )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, is_sparse: bool, came: Callable[[Slot], None]) -> None:
         self.parameter = parameter
