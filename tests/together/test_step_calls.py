@@ -24,7 +24,7 @@ ONE = {
 TWO = {
     ("replicate", "accumulate"): 215,
     ("replicate", "all"): 385,
-    ("zero 2", "accumulate"): 416,
+    ("zero 2", "accumulate"): 417,
     ("zero 2", "all"): 594,
     ("shard", "accumulate"): 558,
     ("shard", "all"): 882,

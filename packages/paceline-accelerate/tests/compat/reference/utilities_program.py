@@ -260,7 +260,6 @@ def variables():
         peers=lambda: e.check_cuda_p2p_ib_support(),
         cpu=lambda: [e.get_cpu_distributed_information().rank, e.CPUInformation().world_size],
         cores=lambda: e.set_numa_affinity(0),
-        lines=lambda: e.convert_dict_to_env_variables({"A": "1", "B C": "2", "D": "a b", "E": "a;b", "F_x": "1"}),
         patched=patched,
         cleared=cleared,
         purged=purged,

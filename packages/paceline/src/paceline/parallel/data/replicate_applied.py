@@ -20,6 +20,7 @@ from paceline.parallel.data.replicate import GRADIENT_HOOKS, ReplicateOptions
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
+from paceline.world.layout import GRADIENT_AXES
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
@@ -40,11 +41,11 @@ class AveragedGradients(ReducedGradients):
         number = 0
         if any(sibling.trains for sibling in earlier):
             number = len(earlier)
-        group = context.mesh.gradient_group_of(number)
+        group: dist.ProcessGroup = context.mesh.gradient_group_of(number)
 
         def group_of(parameter: torch.Tensor) -> dist.ProcessGroup:
-            same: dist.ProcessGroup = context.mesh.gradient_group_of(number, context.mesh.same_part_axes(parameter))
-            return same
+            axes = context.mesh.same_part_axes(parameter)
+            return group if axes == GRADIENT_AXES else context.mesh.gradient_group_of(number, axes)
 
         hook = None
         bucket_cap_mb = options.bucket_cap_mb
