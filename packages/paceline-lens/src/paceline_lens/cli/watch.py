@@ -1,4 +1,4 @@
-"""Shows a run live: as a page in the browser, or with --text as lines in the terminal.
+"""Shows a run live: a page in the browser, or with --text lines in the terminal.
 
 RUN is a folder, a name or a process number of `paceline ps`, or HOST:RUN for one on a host that ssh reaches. Without it, the
 newest run of this machine is shown.
