@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from functools import partial
 
 import pytest
@@ -132,10 +133,14 @@ def test_a_run_goes_on_at_another_width(tmp_path):
 
 
 def test_after_an_average_the_saved_optimizer_is_that_of_one_rank(tmp_path):
-    """Each rank has moments of its own, of which a checkpoint must not be a mixture."""
+    """Each rank has moments of its own, of which a checkpoint must not be a mixture; the save says so."""
     folder = str(tmp_path / "state")
 
     def moments():
+        messages = []
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda record: messages.append(record.getMessage())
+        logging.getLogger("paceline.optim").addHandler(handler)
         accelerator = Accelerator(cpu=True)
         model = net()
         loader = DataLoader(TensorDataset(ROWS), batch_size=BATCH)
@@ -153,9 +158,10 @@ def test_after_an_average_the_saved_optimizer_is_that_of_one_rank(tmp_path):
         before = of_all().clone()
         accelerator.save_state(folder)
         accelerator.load_state(folder)
-        return before, of_all()
+        return before, of_all(), [message for message in messages if "outer=" in message]
 
-    (first, loaded), (second, loaded_by_second) = run_ranks(moments, world=2)
+    (first, loaded, told), (second, loaded_by_second, _) = run_ranks(moments, world=2)
+    assert len(told) == 1
     assert not torch.equal(first, second)
     assert torch.equal(loaded, first) and torch.equal(loaded_by_second, first)
 

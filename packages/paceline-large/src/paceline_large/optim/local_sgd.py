@@ -122,9 +122,23 @@ class LocalSGD:
                 "each process takes steps on its own samples, so that the weights depend on the number of processes"
             )
             run.note(Decision("local_sgd", f"an average every {local_sgd_steps} steps", "code", reason=reason))
+            if outer is None:
+                run.events.saved.subscribe(self._tell_of_save)
         if enabled and outer is not None:
             self._outer = OuterStep(accelerator, model, outer)
             accelerator.register_for_checkpointing(self)
+
+    def _tell_of_save(self, saved: object) -> None:
+        """Warns that a checkpoint lacks what each rank has alone: its optimizer's states, and steps since the last average."""
+        has_states = any(entry.optimizer.state for entry in self.accelerator.run.prepared.optimizers)
+        if self.steps and (has_states or not self.accelerator.gradients.replicas_equal):
+            warn_once(
+                "optim",
+                "a checkpoint of a run with LocalSGD has the parameters and the optimizer of the first process alone, and a "
+                "resumed run goes on from these on all processes: its numbers are others than without the save. With "
+                "`LocalSGD(..., outer=lambda parameters: torch.optim.SGD(parameters, lr=1.0))`, which takes the same averages, "
+                "a checkpoint has what each process has alone.",
+            )
 
     def __enter__(self) -> Self:
         if self.enabled:
