@@ -185,3 +185,20 @@ def test_parameters_that_are_divided_have_no_local_steps(plan):
             LocalSGD(accelerator, model, 2)
 
     run_ranks(refused, world=2)
+
+
+def test_a_hook_on_a_parameter_is_refused():
+    """A hook gets the mean gradient of all ranks, so that training would be that without local steps, in silence."""
+
+    def enter():
+        accelerator = Accelerator(cpu=True)
+        model = accelerator.prepare(net())
+        next(model.parameters()).register_hook(lambda gradient: 2 * gradient)
+        try:
+            with LocalSGD(accelerator, model, 2):
+                return "no error"
+        except PlanError as error:
+            return str(error)
+
+    for text in run_ranks(enter, world=2):
+        assert "[local-sgd-plan]" in text and "0.weight" in text

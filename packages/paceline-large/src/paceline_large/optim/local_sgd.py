@@ -26,6 +26,7 @@ from paceline.base.log import warn_once
 from paceline.config.keywords import checked_keywords
 from paceline.optim.accumulate import Accumulation
 from paceline.plan.plan import Decision
+from paceline.torch_internals.tensors import has_users_gradient_hooks
 from paceline.world.sharded import is_sharded
 
 Outer = Callable[[list[Tensor]], Optimizer]
@@ -67,7 +68,7 @@ class LocalSGD:
 
     Raises:
         ConfigError: `local-sgd-steps`, `local-sgd-outer`. PlanError: `local-sgd-plan`, for parameters that are divided over
-            ranks.
+            ranks, and in `with` for parameters with hooks.
 
     Example:
         with LocalSGD(accelerator, model, local_sgd_steps=8) as local:
@@ -128,6 +129,17 @@ class LocalSGD:
             self._outer = OuterStep(accelerator, model, outer)
             accelerator.register_for_checkpointing(self)
 
+    def _refuse_hooks(self) -> None:
+        """Refuses parameters with hooks, which get the mean gradient of all ranks: no rank would take steps of its own."""
+        hooked = [name for name, parameter in self.model.named_parameters() if has_users_gradient_hooks(parameter)]
+        if hooked and self.accelerator.num_processes > 1:
+            raise PlanError(
+                "local-sgd-plan",
+                "LocalSGD cannot take local steps where parameters have hooks.",
+                why=f"`register_hook` on {', '.join(hooked[:3])}: hooks get the mean gradient of all ranks",
+                fix="change `parameter.grad` between `backward` and `step`, in the place of the hook",
+            )
+
     def _tell_of_save(self, saved: object) -> None:
         """Warns that a checkpoint lacks what each rank has alone: its optimizer's states, and steps since the last average."""
         has_states = any(entry.optimizer.state for entry in self.accelerator.run.prepared.optimizers)
@@ -142,6 +154,7 @@ class LocalSGD:
 
     def __enter__(self) -> Self:
         if self.enabled:
+            self._refuse_hooks()
             self._unsynchronised.enter_context(self.accelerator.no_sync(self.model))
         return self
 
