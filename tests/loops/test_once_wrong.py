@@ -378,6 +378,20 @@ EXPERTS_OF_TWO_MODELS = Program(
     split_batches=True,
 )
 
+# The graph of a penalty holds no output of the model: its batch is the one that the model was called with last.
+PENALTY_OF_A_BATCH_AHEAD = replace(
+    ONLY_BATCH_AHEAD,
+    loaders=(Loader(rows=29, batch=12, kind="iterable"),),
+    body=(
+        Forward(0, 0, 0, penalty=True),
+        Forward(1, 0, 0),
+        Backward((0,)),
+        Backward((1,)),
+        Step(0),
+        Zero("optimizer", 0),
+    ),
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -412,7 +426,7 @@ def test_programs_that_were_wrong_once() -> None:
         cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
     cases += [Case(ASSIGNED_BEFORE_TWO_PASSES, 2, plan) for plan in ("shard", "zero2")]
     cases.append(Case(AVERAGE_IN_THE_LOOP, 2, "replicate"))
-    cases.append(Case(ONLY_BATCH_AHEAD, 2, "replicate"))
+    cases += [Case(program, 2, "replicate") for program in (ONLY_BATCH_AHEAD, PENALTY_OF_A_BATCH_AHEAD)]
     cases += [Case(LAST_ROW_OF_A_STREAM, 2, plan) for plan in ("replicate", "zero1", "shard")]
     cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))
     cases.append(Case(replace(PENALTY_OF_EXPERTS, models=(Model("ListedMixture"),)), 2, "ep"))
