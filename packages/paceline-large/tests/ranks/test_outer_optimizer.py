@@ -187,13 +187,14 @@ def test_parameters_that_are_divided_have_no_local_steps(plan):
     run_ranks(refused, world=2)
 
 
-def test_a_hook_on_a_parameter_is_refused():
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_a_hook_on_a_parameter_is_refused(register):
     """A hook gets the mean gradient of all ranks, so that training would be that without local steps, in silence."""
 
     def enter():
         accelerator = Accelerator(cpu=True)
         model = accelerator.prepare(net())
-        next(model.parameters()).register_hook(lambda gradient: 2 * gradient)
+        getattr(next(model.parameters()), register)(lambda tensor: None)
         try:
             with LocalSGD(accelerator, model, 2):
                 return "no error"

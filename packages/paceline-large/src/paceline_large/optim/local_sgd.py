@@ -26,7 +26,7 @@ from paceline.base.log import warn_once
 from paceline.config.keywords import checked_keywords
 from paceline.optim.accumulate import Accumulation
 from paceline.plan.plan import Decision
-from paceline.torch_internals.tensors import has_users_gradient_hooks
+from paceline.torch_internals.tensors import gradient_hooks, is_users_hook
 from paceline.world.sharded import is_sharded
 
 Outer = Callable[[list[Tensor]], Optimizer]
@@ -131,12 +131,15 @@ class LocalSGD:
 
     def _refuse_hooks(self) -> None:
         """Refuses parameters with hooks, which get the mean gradient of all ranks: no rank would take steps of its own."""
-        hooked = [name for name, parameter in self.model.named_parameters() if has_users_gradient_hooks(parameter)]
+        hooked = []
+        for name, parameter in self.model.named_parameters():
+            if any(map(is_users_hook, gradient_hooks(parameter))):
+                hooked.append(name)
         if hooked and self.accelerator.num_processes > 1:
             raise PlanError(
                 "local-sgd-plan",
                 "LocalSGD cannot take local steps where parameters have hooks.",
-                why=f"`register_hook` on {', '.join(hooked[:3])}: hooks get the mean gradient of all ranks",
+                why=f"hooks on gradients of {', '.join(hooked[:3])}: they get the mean gradient of all ranks",
                 fix="change `parameter.grad` between `backward` and `step`, in the place of the hook",
             )
 
