@@ -74,11 +74,14 @@ class Embedding(nn.Module):
 
 
 class Attention(nn.Module):
-    """Each row is two tokens of two numbers."""
+    """Each row is two tokens of two numbers.
+
+    Without biases: the gradient of the keys' bias is zero but for rounding, of which Adam makes whole steps.
+    """
 
     def __init__(self, tied=False):
         super().__init__()
-        self.mix = nn.MultiheadAttention(2, 1, batch_first=True)
+        self.mix = nn.MultiheadAttention(2, 1, bias=False, batch_first=True)
 
     def forward(self, x):
         tokens = x.unflatten(1, (2, 2))
