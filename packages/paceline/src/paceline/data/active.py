@@ -139,7 +139,8 @@ class ActiveLoaders:
             advanced = self._advanced([loader for loader in self._stack if loader.given is not None])
             # After several loops, the one that is left is nearly always that of the batch.
             is_sure = len(self._stack) == 1 and self.in_use < BatchesInUse.HELD
-            batches = self.origins.sources_of(loss, self._stack, advanced, is_whole_step, is_sure=is_sure)
+            before = None if self._last is None else self._last()
+            batches = self.origins.sources_of(loss, self._stack, advanced, before, is_whole_step, is_sure=is_sure)
         for given in batches:
             self._use(given)
         if len(batches) == 1:
@@ -397,7 +398,7 @@ class ActiveLoaders:
             return
         last = None if self._last is None else self._last()
         if last is not None:
-            self.origins.begin(last)
+            self.origins.remember(last)
             if last is self._used:
                 self.origins.waiting.discard(last)
         self._events.outside_loops(False)

@@ -55,20 +55,11 @@ class Origins:
         # With which outputs were marked last, if no loss was computed from these.
         self._latest: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
         self.waiting: weakref.WeakSet[GivenBatch] = weakref.WeakSet()
-        self._before: weakref.ref[GivenBatch] | None = None  # the batch that was given last before models were watched
-        # By the reference to the loader, which itself keeps the batch.
-        self._newest: MutableMapping[object, GivenBatch] = weakref.WeakValueDictionary()
         self._last_infos: deque[BatchInfo] = deque(maxlen=2)  # of the batches that were given last
-
-    def begin(self, given: GivenBatch) -> None:
-        """Records the current batch, from which losses may have been computed that no model has marked."""
-        self._before = weakref.ref(given)
-        self.remember(given)
 
     def remember(self, given: GivenBatch) -> None:
         """Records a batch that a loader yields."""
         self.waiting.add(given)
-        self._newest[given.loader] = given
         self._last_infos.append(given.info)
 
     def first_waiting(self, loaders: Iterable[PreparedLoader]) -> GivenBatch | None:
@@ -101,8 +92,9 @@ class Origins:
             batch = used
         if is_of_others or batch is None:
             batch = self._next_kept(running, before, used) or batch
+        loader = None if batch is None else batch.loader()
         # A stream looks whether it has more than the newest batch.
-        return batch is not None and self._newest.get(batch.loader) is batch and batch.info.last
+        return batch is not None and loader is not None and loader.newest is batch and batch.info.last
 
     def _next_kept(
         self, running: Sequence[PreparedLoader], before: GivenBatch | None, used: GivenBatch | None
@@ -181,6 +173,7 @@ class Origins:
         loss: Tensor,
         running: Sequence[PreparedLoader],
         advanced: Sequence[PreparedLoader],
+        before: GivenBatch | None,
         is_whole_step: bool,
         *,
         is_sure: bool,
@@ -191,6 +184,7 @@ class Origins:
             loss: the loss.
             running: the loaders that are being iterated.
             advanced: those of them whose current batches count where nobody saw from which one the loss was computed.
+            before: the batch that was given last before models were watched, so that no model has marked its losses.
             is_whole_step: whether a step has one micro-batch, so that only each rank's share of the samples counts.
             is_sure: whether it is `advanced` where nobody saw it.
         """
@@ -198,7 +192,6 @@ class Origins:
         if is_sure and (seen is None or None in seen):
             return [loader.given for loader in advanced if loader.given is not None]
         current = [loader.given for loader in running if loader.given is not None]
-        before = None if self._before is None else self._before()
         if seen is None and before is not None and before in {*current, *self.waiting}:
             return [before]
         if seen is None and len(self._latest) == 1:

@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader
 from paceline.base.errors import PlanError, PrepareError, Problem
 from paceline.base.log import info, warn_once
 from paceline.checkpoint.state.module_state import clean
+from paceline.data.active import BatchesInUse
 from paceline.data.loader import PreparedLoader
 from paceline.data.prepare import own_division, prepare_loader, random_samples
 from paceline.optim.optimizer import PreparedOptimizer
@@ -92,7 +93,6 @@ class Preparation:
         self._epoch_lengths: list[tuple[int, int]] = []  # of each loader, in batches: before and after it was prepared
         run.events.several_batches.subscribe(self._trace_origins)
         run.events.outside_loops.subscribe(self._watch_calls)
-        self._traces_origins = False
         self._is_outside_loops = False  # of which it has left one
         self._watching_calls: list[RemovableHandle] = []
         self._semantics = run.plan.semantics
@@ -429,7 +429,7 @@ class Preparation:
         if entry.wrapped is not entry.module or "forward" in vars(entry.module):
             watch(entry.wrapped, run.situation)
         run.prepared.models.append(entry)
-        if self._traces_origins:
+        if run.active_loaders.in_use > BatchesInUse.NEWEST:
             run.active_loaders.origins.watch(entry.wrapped)
         elif self._is_outside_loops:
             self._watch_calls_of(entry)
@@ -444,9 +444,6 @@ class Preparation:
 
     def _trace_origins(self) -> None:
         """From now on, models show from which batch a loss was computed: the script may have several."""
-        if self._traces_origins:
-            return
-        self._traces_origins = True
         for entry in self.run.prepared.models:
             self.run.active_loaders.origins.watch(entry.wrapped)
 
