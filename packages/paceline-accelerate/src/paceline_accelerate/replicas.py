@@ -32,7 +32,7 @@ class DistributedDataParallel(TorchDistributedDataParallel):
         nn.Module.__init__(self)
         self.module = module
         self._applied = applied
-        self.process_group = applied.reducer.form.group
+        self.process_group = applied.form.group
         self.device = next(module.parameters()).device
         self.device_type = self.device.type
         self.device_ids = None if self.device.index is None else [self.device.index]

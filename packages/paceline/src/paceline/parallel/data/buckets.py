@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.torch_internals.tensors import has_users_gradient_hooks, take_over_hooks
@@ -39,7 +40,7 @@ class Slot:
         self.fresh = False
         self.taken = False
         self.result: Tensor | None = None
-        self.watch: Any = None
+        self.watch: RemovableHandle | None = None
         # Without a reference from the hook to the reducer, both die with the model.
         came_of = weakref.WeakMethod(came)
         slot = weakref.ref(self)
@@ -105,7 +106,7 @@ class Bucket:
         self.launched = False
 
 
-class ReductionForm(Protocol):
+class ReductionForm:
     """How a bucket is reduced.
 
     Attributes:
@@ -120,50 +121,48 @@ class ReductionForm(Protocol):
 
     def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
         """Returns the ranks that hold the same part of a parameter: those of `group`, or some of them."""
-        ...
+        return self.group
 
     def carries_votes(self, bucket: Bucket) -> bool:
         """Returns whether a bucket can carry the votes of all ranks beside its gradients."""
-        ...
+        return False
 
     def travels_alone(self, parameter: Tensor) -> bool:
         """Returns whether a gradient is a bucket of its own."""
-        ...
+        raise NotImplementedError
 
     def is_single(self, slot: Slot) -> bool:
         """Returns whether a gradient belongs to no bucket, and is reduced at the end."""
-        ...
+        raise NotImplementedError
 
-    def watch(self, slot: Slot) -> Any:
+    def watch(self, slot: Slot) -> RemovableHandle | None:
         """Registers a further hook on a parameter, and returns its handle; None without one."""
-        ...
+        return None
 
     def is_fresh(self, gradient: Tensor | None) -> bool:
         """Returns whether a gradient that was found in `.grad` is one that is not reduced."""
-        ...
+        raise NotImplementedError
 
     def take(self, slot: Slot) -> Tensor | None:
         """Takes this rank's whole gradient out of `.grad`; None if there is none."""
-        ...
+        raise NotImplementedError
 
     def launch(
         self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool, votes: Tensor | None = None
     ) -> None:
         """Sends a bucket and sets its `wait`. `gradients` has one for each slot; `votes` become one more result."""
-        ...
+        raise NotImplementedError
 
-    def complete(self, slots: list[Slot]) -> None:
-        """Finishes the results of slots that are in buckets, after all have arrived; `slots` are the same on all ranks."""
-        ...
+    def complete(self) -> None:
+        """Finishes the results of slots that are in buckets, after all have arrived."""
 
     def put(self, slot: Slot) -> None:
         """Makes the result of a slot the parameter's `.grad`."""
-        ...
+        raise NotImplementedError
 
     def leave(self, slot: Slot) -> None:
         """Called for a parameter that no rank has used."""
-        ...
 
     def reset(self) -> None:
         """Drops what belongs to the window."""
-        ...
+        raise NotImplementedError

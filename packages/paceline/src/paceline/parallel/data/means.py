@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.parallel.data.averages import GroupOf
-from paceline.parallel.data.buckets import Bucket, Slot
+from paceline.parallel.data.buckets import Bucket, ReductionForm, Slot
 from paceline.parallel.data.division import DIRECT
 from paceline.torch_internals.tensors import dtensor, is_alone_in_memory
 from paceline.world.sharded import is_sharded, local
@@ -26,7 +26,7 @@ from paceline.world.sharded import is_sharded, local
 Send = Callable[[Tensor, list[Tensor], int, bool], Callable[[], None]]
 
 
-class Means:
+class Means(ReductionForm):
     """The form of `Reducer` that gives every rank whole gradients.
 
     Args:
@@ -51,13 +51,16 @@ class Means:
         group_of: GroupOf | None = None,
     ) -> None:
         self.group = group
-        self.group_of = group_of or (lambda _: group)
+        self._group_of = group_of or (lambda _: group)
         self.cap = int(cap_mb * 2**20)
         self.hook = hook
         # An accelerator needs larger messages than a CPU until the time that each takes is no longer felt.
         self._alone_from = DIRECT if device.type == "cpu" else max(DIRECT, self.cap // 4)
         # Placements of gradients that are divided over other axes than those of this group, for `put`.
         self._placements: dict[Slot, Any] = {}
+
+    def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
+        return self._group_of(parameter)
 
     def travels_alone(self, parameter: Tensor) -> bool:
         """Returns whether a gradient is large enough, and lies in one piece as its parameter does."""
@@ -66,9 +69,6 @@ class Means:
     def is_single(self, slot: Slot) -> bool:
         """Returns whether the gradient is a list of rows, which cannot be packed."""
         return slot.is_sparse
-
-    def watch(self, slot: Slot) -> None:
-        """Registers nothing further."""
 
     def is_fresh(self, gradient: Tensor | None) -> bool:
         """Returns whether there is one: a mean that is averaged again does not change."""
@@ -124,9 +124,6 @@ class Means:
 
         bucket.wait = results
 
-    def complete(self, slots: list[Slot]) -> None:
-        """The results are complete."""
-
     def put(self, slot: Slot) -> None:
         """Sets `.grad`."""
         parameter = slot.parameter
@@ -137,9 +134,6 @@ class Means:
             result = dtensor(result, parameter.device_mesh, placements, parameter.shape, parameter.stride())
         parameter.grad = None
         parameter.grad = result
-
-    def leave(self, slot: Slot) -> None:
-        """Changes nothing: `.grad` is None, or the mean of an earlier window."""
 
     def reset(self) -> None:
         """Drops the placements of the window."""

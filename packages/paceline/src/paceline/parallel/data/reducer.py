@@ -1,5 +1,7 @@
 """`Reducer`: averages the gradients of one model's parameters over ranks, while the backward pass still runs.
 
+What `replicate` and stage 2 of `zero` do to a model are its two subclasses.
+
     backward     when the last gradient of a bucket is computed, the bucket is sent
     holding      gradients accumulate in `.grad`, without communication
     end          the ranks vote: which parameters has any of them used? The remaining buckets are sent, with zeros for
@@ -33,72 +35,63 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from paceline.parallel.data.averages import begin_average, broadcast_tensors, broadcast_values, by_group, tensors_of
 from paceline.parallel.data.buckets import Bucket, ReductionForm, Slot
 from paceline.parallel.data.division import DIRECT, batches
-from paceline.parallel.data.votes import Vote
+from paceline.parallel.data.votes import voted
+from paceline.parallel.optimizer_adapter import step_held
+from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.torch_internals.dispatch import after_backward_pass, backward_pass, is_in_function_backward
 from paceline.world.mesh import cpu_group, register_unit
+from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import local
 from paceline.world.transport import PairwiseTransport
 from paceline.world.tree import tensors
 
 
-class Reducer:
+class Reducer(AppliedStrategy):
     """Reduces the gradients of one model.
 
     Args:
         model: its parameters and buffers get rank 0's values.
+        context: of the strategy, whose option `broadcast_buffers` says whether rank 0's buffers are broadcast at the end of
+            each window in training. A parameter that a model has which was prepared before is left to that one's reducer.
         form: how buckets are reduced.
-        broadcast_buffers: whether rank 0's buffers are broadcast at the end of each window in training.
         fills_unused: whether a parameter that no rank has used gets zeros, too.
-        siblings: returns the reducers of the models that were prepared before; a parameter that one of them has is left to it.
-        others_answer: whether other ranks exist; a rehearsal has none.
-        is_stage: whether a pipeline runs the model: it holds gradients in the middle of a batch, where no hook is to see them.
 
     Attributes:
-        before_waiting: called in a backward pass just before it waits for other ranks.
-        with_others: called once a forward pass uses other tensors in the place of parameters.
-        model: the model.
+        form: how buckets are reduced.
         hosts: a group of the same ranks that takes CPU tensors.
         before_reducing: called before the first collective of each reduction.
 
     Ranks: all of the gradient group construct one for the same model.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        form: ReductionForm,
-        *,
-        broadcast_buffers: bool = True,
-        fills_unused: bool = False,
-        siblings: Callable[[], Iterable[Reducer]] = tuple,
-        others_answer: bool = True,
-        is_stage: bool = False,
-    ) -> None:
+    def __init__(self, model: nn.Module, context: Context, form: ReductionForm, *, fills_unused: bool = False) -> None:
+        super().__init__(model)
         self.form = form
-        self.before_waiting: Callable[[], None] | None = None
-        self.with_others: Callable[[], None] | None = None
+        self._before_waiting: Callable[[], None] | None = None
+        self._with_others: Callable[[], None] | None = None
         self.before_reducing: Callable[[], None] | None = None
-        self.model = model
-        self._broadcasts = broadcast_buffers
+        self._broadcasts = context.options.broadcast_buffers
         self._fills_unused = fills_unused
-        self._siblings = siblings
+        self._siblings = context.siblings
         # Votes are small and are read on the host at once, so they travel over the CPU.
         self.hosts = cpu_group(form.group)
         self._votes = PairwiseTransport(self.hosts)
         self._tag = register_unit(self.hosts, f"votes on gradients of {type(model).__name__}")
-        self._others_answer = others_answer
-        self._is_stage = is_stage
+        self._others_answer = context.runtime.others_answer
+        # A pipeline holds gradients in the middle of a batch, where no hook is to see them.
+        self._is_stage = context.runner is not None
         self._holding = 0
         self._failed = False
-        self._ended = False  # the last backward pass has ended with a reduction, so that `finish` has nothing to do
+        self._ended = False  # the last backward pass has ended with a reduction: `finish_reduction` has nothing to do
         self._pass = -1  # the number of the backward pass at whose end the window is reduced
         self._nested_pass = -1
         self._is_queued = False
-        self._is_left_to_finish = False  # whether `finish` follows the backward pass that runs
+        self._is_left_to_finish = False  # whether `finish_reduction` follows the backward pass that runs
         self._is_touched = False  # whether a gradient was computed since the last reduction
         self._has_begun = False  # whether `before_reducing` was called for the current reduction
         self._next_bucket = 0  # the first bucket that was not launched
@@ -120,8 +113,11 @@ class Reducer:
         ]
 
     def call_with_others(self, callback: Callable[[], None]) -> None:
-        """Registers a function that is called once a forward pass uses other tensors in the place of parameters."""
-        self.with_others = callback
+        self._with_others = callback
+
+    def call_before_waiting(self, callback: Callable[[], None]) -> None:
+        """Registers the callback at the end of a pass, before this rank waits for votes and gradients."""
+        self._before_waiting = callback
 
     def release(self) -> None:
         """Takes all hooks back: another reducer may have the parameters from here on."""
@@ -151,9 +147,9 @@ class Reducer:
         if is_changed and not self._is_called_with_others():
             self._search(broadcasts=True)
             return
-        if is_changed and self.with_others is not None:
-            self.with_others()
-            self.with_others = None
+        if is_changed and self._with_others is not None:
+            self._with_others()
+            self._with_others = None
         if self._kinds_of_now() != self._kinds:
             self.plan_anew()
 
@@ -174,7 +170,7 @@ class Reducer:
 
     def _search(self, broadcasts: bool) -> None:
         """Finds the parameters of the model. New ones get rank 0's values, if `broadcasts`."""
-        self._modules = list(self.model.modules())  # they live as long as their ids are compared
+        self._modules = list(self.module.modules())  # they live as long as their ids are compared
         self._tables = []
         sparse: set[int] = set()
         for module in self._modules:
@@ -182,11 +178,11 @@ class Reducer:
                 self._tables.append((table, tuple(map(id, table.values()))))
             if getattr(module, "sparse", False) is True:
                 sparse.update(map(id, module.parameters(recurse=False)))
-        taken = {id(slot.parameter) for other in self._siblings() for slot in other.slots}
+        taken = {id(slot.parameter) for other in reducers(self._siblings()) for slot in other.slots}
         before = self._slots
         self._slots = {}
         new: list[Slot] = []
-        for parameter in self.model.parameters():
+        for parameter in self.module.parameters():
             number = id(parameter)
             if number in before:
                 self._slots[number] = before.pop(number)
@@ -272,8 +268,8 @@ class Reducer:
     # -- backward ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def holding(self) -> Iterator[None]:
-        """While it is open, nothing is reduced, unless hooks of the user's wait for the gradients."""
+    def hold_gradients(self) -> Iterator[None]:
+        """While it is open, gradients accumulate in `.grad`, and are not reduced unless hooks of the user's wait for them."""
         self._take_hooks()
         self._holding += 1
         self._ended = False
@@ -286,12 +282,12 @@ class Reducer:
             self._reduce()
 
     def leave_to_finish(self, is_left: bool) -> None:
-        """Says whether `finish` follows the backward passes from now on.
+        """Says whether `finish_reduction` follows the backward passes from now on.
 
         Then all ranks finish their models in one order, also where each of them has used other models first.
         """
         self._is_left_to_finish = is_left
-        # An earlier pass may have ended with a reduction that no `finish` followed: the script's own, or one of another engine.
+        # An earlier pass may have ended with a reduction that nothing followed: the script's own, or one of another engine.
         if is_left:
             self._ended = False
 
@@ -348,8 +344,8 @@ class Reducer:
             is_left_to_finish = self._is_stage or not self._has_hooks()
         if is_left_to_finish:
             return
-        if self.before_waiting is not None:
-            self.before_waiting()
+        if self._before_waiting is not None:
+            self._before_waiting()
         self._reduce()
         self._ended = True
 
@@ -366,9 +362,9 @@ class Reducer:
         # The reductions of a failed pass are waited for although their results are dropped: other ranks take part in them.
         self._finish_launched()
         self._reset()
-        self.mark_fresh()
+        self._mark_fresh()
 
-    def mark_fresh(self) -> None:
+    def _mark_fresh(self) -> None:
         """Takes all gradients that are there for gradients that were not reduced, as after a load."""
         self._ended = False
         for slot in self._slots.values():
@@ -416,8 +412,9 @@ class Reducer:
 
     # -- the end of a window -------------------------------------------------------------------------------------
 
-    def finish(self) -> None:
-        """Reduces the gradients that the end of the backward pass has not reduced. Ranks: all."""
+    def finish_reduction(self) -> None:
+        """Reduces the gradients that the end of the backward pass has not reduced, also of parameters that this rank did not
+        use. Ranks: all."""
         if self._holding:
             return
         if self._ended:
@@ -437,7 +434,7 @@ class Reducer:
         used = self._send_small() if self._is_small else self._send_all()
         if used is None:
             return
-        self.form.complete(used)
+        self.form.complete()
         for slot in used:
             if slot.result is not None:
                 self.form.put(slot)
@@ -542,7 +539,7 @@ class Reducer:
         """Returns the flags that any rank has set. A rehearsal has no other ranks: it assumes that they would say the same."""
         if not self._others_answer:
             return flags
-        return Vote(self._votes, self._tag, flags).wait()
+        return voted(self._votes, self._tag, flags)
 
     def _has_sent_all(self) -> bool:
         """Returns whether the backward pass has sent the gradients of all parameters, and computed none after that."""
@@ -569,7 +566,7 @@ class Reducer:
         At the end of the window and not before the next forward pass: evaluation has the same values on all ranks, and needs
         no communication.
         """
-        if not self._broadcasts or not self.model.training:
+        if not self._broadcasts or not self.module.training:
             return
         buffers: dict[int, Tensor] = {}  # by id, since modules may share one
         for module in self._modules:
@@ -590,7 +587,7 @@ class Reducer:
             self._broadcasts = before
 
     def take_part(self) -> None:
-        """Takes part in a reduction to which this rank has nothing to add. Ranks: those that `finish` nothing meanwhile."""
+        """Takes part in a reduction to which this rank has nothing to add. Ranks: those that have no batch meanwhile."""
         self._has_begun = True
         self._reduce()
 
@@ -606,10 +603,23 @@ class Reducer:
                 slot.hooks.put_back()
         self.form.reset()
 
-    @property
-    def unfinished(self) -> bool:
-        """Whether there are gradients that were not reduced, or not completely."""
-        return bool(self._under_way) or any(slot.fresh and slot.parameter.grad is not None for slot in self._planned)
+    def refuse_unreduced(self, optimizer: Optimizer) -> None:
+        """Refuses a step while there are gradients that were not reduced, or not completely (`step-held`)."""
+        if self._under_way or any(slot.fresh and slot.parameter.grad is not None for slot in self._planned):
+            raise step_held(optimizer)
+
+    def took_part(self, changed: set[Tensor]) -> set[Tensor]:
+        """Adds the parameters whose gradients were taken for a reduction that has not ended."""
+        return changed.union(slot.parameter for slot in self.slots if slot.taken)
+
+    def restore_pending(self, pending: PendingGradients) -> None:
+        """Takes the gradients of a checkpoint, which are in `.grad`, for those of an open window."""
+        self._mark_fresh()
+
+
+def reducers(applied: Iterable[AppliedStrategy]) -> list[Reducer]:
+    """Returns those of applied strategies that reduce gradients of whole parameters."""
+    return [each for each in applied if isinstance(each, Reducer)]
 
 
 class ReducerHook:

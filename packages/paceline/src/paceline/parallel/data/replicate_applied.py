@@ -10,14 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
-from torch.optim import Optimizer
 
 from paceline.parallel.data.averages import broadcast_tensors, values_of
 from paceline.parallel.data.means import Means, Send
-from paceline.parallel.data.reduced import ReducedGradients
-from paceline.parallel.data.reducer import Reducer
+from paceline.parallel.data.reducer import Reducer, reducers
 from paceline.parallel.data.replicate import GRADIENT_HOOKS, ReplicateOptions
-from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
+from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
 from paceline.world.layout import GRADIENT_AXES
@@ -28,16 +26,15 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     return AveragedGradients(model, context)
 
 
-class AveragedGradients(ReducedGradients):
+class AveragedGradients(Reducer):
     """One model whose gradients are averaged."""
 
     joinable: _Joinable
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         options: ReplicateOptions = context.options
-        siblings = ReducedGradients.reducers_of(context)
         # The buckets of two models may be sent in another order on each rank, where ranks use different parts of them.
-        earlier = list(siblings())
+        earlier = reducers(context.siblings())
         number = 0
         if any(sibling.trains for sibling in earlier):
             number = len(earlier)
@@ -55,25 +52,16 @@ class AveragedGradients(ReducedGradients):
                 # PowerSGD waits for communication inside its callbacks. With more than one bucket it deadlocks on gloo's two
                 # threads, so the cap is larger than any model.
                 bucket_cap_mb = 1 << 14
-        reducer = Reducer(
-            model,
-            Means(group, bucket_cap_mb, context.device, hook, group_of),
-            broadcast_buffers=options.broadcast_buffers,
-            fills_unused=options.unused == "zeros",
-            siblings=siblings,
-            others_answer=context.runtime.others_answer,
-            is_stage=context.runner is not None,
-        )
-        super().__init__(model, reducer)
+        form = Means(group, bucket_cap_mb, context.device, hook, group_of)
+        super().__init__(model, context, form, fills_unused=options.unused == "zeros")
         self._divides_steps = context.plan.layout.shard > 1
-        self.joinable = _Joinable(reducer, context.device)
+        self.joinable = _Joinable(self, context.device)
 
     def compress(self, hook: Send) -> None:
         """Lets a communication hook average the gradients from now on. Ranks: all."""
-        form = self.reducer.form
-        assert isinstance(form, Means)
-        form.hook = hook
-        self.reducer.plan_anew()
+        assert isinstance(self.form, Means)
+        self.form.hook = hook
+        self.plan_anew()
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
         """Lets steps on gradients that were not averaged be refused (`step-held`), if optimizer states are divided.
@@ -81,22 +69,18 @@ class AveragedGradients(ReducedGradients):
         Each rank would step its part of the parameters by its own gradients, and parameters would no longer fit together.
         """
         if self._divides_steps:
-            adapter.refuse(self._refuse_unreduced)
+            adapter.refuse(self.refuse_unreduced)
         return []
-
-    def _refuse_unreduced(self, optimizer: Optimizer) -> None:
-        if self.reducer.unfinished:
-            raise step_held(optimizer)
 
     @contextmanager
     def uneven_steps(self) -> Iterator[None]:
         """While it is open, ranks that have run out of batches take part in the reductions of the others."""
-        self.reducer.before_reducing = self.joinable.announce
+        self.before_reducing = self.joinable.announce
         try:
-            with self.reducer.without_buffers():
+            with self.without_buffers():
                 yield
         finally:
-            self.reducer.before_reducing = None
+            self.before_reducing = None
 
 
 class _Joinable(Joinable):
@@ -141,4 +125,4 @@ class _RankWithoutBatches(JoinHook):
         group = self._reducer.form.group
         rank = torch.tensor([dist.get_rank(group) if is_last_joiner else -1])
         dist.all_reduce(rank, dist.ReduceOp.MAX, group=self._reducer.hosts)
-        broadcast_tensors(values_of(self._reducer.model), group, int(rank))
+        broadcast_tensors(values_of(self._reducer.module), group, int(rank))

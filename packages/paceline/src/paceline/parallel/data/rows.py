@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
-from paceline.parallel.data.buckets import Bucket, Slot
+from paceline.parallel.data.buckets import Bucket, ReductionForm, Slot
 from paceline.parallel.data.division import dtensor, even, pack, packed_parts, packed_width, rows, travels_alone
 from paceline.world.mesh import Mesh, register_unit
 from paceline.world.sharded import is_sharded, local
@@ -22,7 +22,7 @@ from paceline.world.transport import transport_of
 from paceline.world.works import wait_all
 
 
-class Rows:
+class Rows(ReductionForm):
     """The form of `Reducer` that gives each rank its rows of the gradients.
 
     Args:
@@ -48,14 +48,6 @@ class Rows:
         self._tag = register_unit(self.group, f"gradients of {name}")
         self.earlier: dict[Tensor, Any] = {}  # gradients that were reduced in earlier windows, and not cleared since
         self._outputs: dict[Bucket, Tensor] = {}  # what is summed over the replicas at the end
-
-    def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
-        """Returns all ranks: each parameter is whole."""
-        return self.group
-
-    def carries_votes(self, bucket: Bucket) -> bool:
-        """Returns False: its parts are of one rank each."""
-        return False
 
     def travels_alone(self, parameter: Tensor) -> bool:
         """Returns whether a gradient is large."""
@@ -130,7 +122,7 @@ class Rows:
 
         bucket.wait = results
 
-    def complete(self, slots: list[Slot]) -> None:
+    def complete(self) -> None:
         """Sums the rows over the other axes: fewer and larger messages than one for each parameter."""
         if self._replicas is None:
             return

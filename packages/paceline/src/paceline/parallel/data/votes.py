@@ -1,4 +1,4 @@
-"""`Vote`: the ranks of a group tell each other small flags, by few messages whose order does not matter."""
+"""`voted`: the ranks of a group tell each other small flags, by few messages whose order does not matter."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from paceline.world.transport import PairwiseTransport
 from paceline.world.works import PendingMessages
 
 
-class Vote:
-    """The element-wise maximum of all ranks' flags.
+def voted(transport: PairwiseTransport, tag: int, flags: Tensor) -> Tensor:
+    """Returns the flags that any rank has set: the element-wise maximum.
 
     In round k a rank sends what it knows to the rank 2**k after it, and hears from the rank 2**k before it, until every
     rank has heard of every other: one round for 2 ranks, 10 for 1000. The messages have a tag, so that ranks which start
@@ -21,42 +21,27 @@ class Vote:
     Args:
         transport: of a group that takes CPU tensors.
         tag: of this kind of vote; see `register_unit`.
-        flags: of this rank. Shape: [flags], uint8, the same length on all ranks.
+        flags: of this rank.
+
+    Shape: flags [flags], uint8, the same length on all ranks; returns the same.
 
     Ranks: all of the group.
     """
-
-    def __init__(self, transport: PairwiseTransport, tag: int, flags: Tensor) -> None:
-        self._transport = transport
-        self._tag = tag
-        self._known = flags
-        self._distance = 1
-        self._heard: Tensor | None = None
-        self._messages = PendingMessages()
-        self._begin_round()
-
-    def _begin_round(self) -> None:
-        transport = self._transport
-        if self._distance >= transport.size:
-            return
-        heard = torch.empty_like(self._known)
-        receiver = (transport.rank + self._distance) % transport.size
-        sender = (transport.rank - self._distance) % transport.size
-        tag = transport.tagged(self._tag)
-        self._messages.begin(
+    messages = PendingMessages()
+    known = flags
+    distance = 1
+    while distance < transport.size:
+        heard = torch.empty_like(known)
+        receiver = (transport.rank + distance) % transport.size
+        sender = (transport.rank - distance) % transport.size
+        own_tag = transport.tagged(tag)
+        messages.begin(
             [
-                dist.irecv(heard, group=transport.group, group_src=sender, tag=tag),
-                dist.isend(self._known, group=transport.group, group_dst=receiver, tag=tag),
+                dist.irecv(heard, group=transport.group, group_src=sender, tag=own_tag),
+                dist.isend(known, group=transport.group, group_dst=receiver, tag=own_tag),
             ]
         )
-        self._heard = heard
-
-    def wait(self) -> Tensor:
-        """Returns the flags that any rank has set. Shape: [flags]."""
-        while self._heard is not None:
-            self._messages.wait()
-            self._known = torch.maximum(self._known, self._heard)
-            self._heard = None
-            self._distance *= 2
-            self._begin_round()
-        return self._known
+        messages.wait()
+        known = torch.maximum(known, heard)
+        distance *= 2
+    return known

@@ -11,11 +11,10 @@ from torch.optim import Optimizer
 from paceline.base.log import info
 from paceline.parallel.data.division import ByParameters, ByRows, keep_divided
 from paceline.parallel.data.fsdp import forget_with
-from paceline.parallel.data.reduced import ReducedGradients
 from paceline.parallel.data.reducer import Reducer
 from paceline.parallel.data.rows import Rows
 from paceline.parallel.data.zero import ZeroOptions
-from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused, step_held
+from paceline.parallel.optimizer_adapter import OptimizerAdapter, closure_refused
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.facts import ModelFacts
@@ -84,21 +83,13 @@ class DividedStates(AppliedStrategy):
         return [Decision(f"optimizer.{kind}.divided", what, "derived", reason=reason)]
 
 
-class DividedGradients(ReducedGradients):
+class DividedGradients(Reducer):
     """Stage 2 on one model: a gradient is whole until it is reduced, and then a DTensor of this rank's rows."""
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         options: ZeroOptions = context.options
         self._rows = Rows(context.mesh, options.bucket_cap_mb, type(model).__name__)
-        reducer = Reducer(
-            model,
-            self._rows,
-            broadcast_buffers=options.broadcast_buffers,
-            siblings=ReducedGradients.reducers_of(context),
-            others_answer=context.runtime.others_answer,
-            is_stage=context.runner is not None,
-        )
-        super().__init__(model, reducer)
+        super().__init__(model, context, self._rows)
         self._states = DividedStates(model, context)
         forget_with(model, lambda _: self._rows.forget(model.parameters()))
 
@@ -109,12 +100,7 @@ class DividedGradients(ReducedGradients):
             TrainError: `step-closure`; in a step: `step-held`.
         """
         decisions = self._states.bind(adapter)
-
-        def refuse_unreduced(optimizer: Optimizer) -> None:
-            if self.reducer.unfinished:
-                raise step_held(optimizer)
-
-        adapter.refuse(refuse_unreduced)
+        adapter.refuse(self.refuse_unreduced)
         adapter.forget(lambda _: self._rows.forget(parameters_of(adapter.optimizer)))
         return decisions
 
@@ -124,7 +110,7 @@ class DividedGradients(ReducedGradients):
 
     def pending_gradients(self) -> PendingGradients:
         """Returns the rows of gradients that are reduced already."""
-        return PendingGradients(self._rows.pending(self.reducer.slots))
+        return PendingGradients(self._rows.pending(self.slots))
 
     def restore_pending(self, pending: PendingGradients) -> None:
         """Restores reduced rows from a checkpoint, beside whole gradients that are in `.grad` already."""
