@@ -44,14 +44,23 @@ def test_units_on_the_device(alone, device, offload, tmp_path):
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
-    from paceline.parallel.data.fsdp import Units, broadcast_values
+    from paceline.parallel.data.averages import broadcast_values, tensors_of
+    from paceline.parallel.data.fsdp import Units
+    from paceline.parallel.data.shard import ShardOptions
     from paceline.parallel.divided_parameters import whole_parameters
+    from paceline.parallel.strategy import Context
+    from paceline.plan.facts import model_facts
+    from paceline.plan.plan import Plan
+    from paceline.world.collectives import Collectives
+    from paceline.world.layout import Layout
+    from paceline.world.mesh import mesh_of
+    from paceline.world.world import World
     from paceline_large.offload.parameters_on_disk import ParametersOnDisk
 
     plain = net().to(device)
     model = copy.deepcopy(plain)
     want = losses(plain, torch.optim.AdamW(plain.parameters(), lr=0.01), device)
-    broadcast_values(model, dist.group.WORLD)
+    broadcast_values(tensors_of(model), lambda _: dist.group.WORLD)
     named = {
         "mesh": init_device_mesh(device.type, (1,)),
         "mp_policy": MixedPrecisionPolicy(torch.bfloat16, torch.float32),
@@ -60,7 +69,10 @@ def test_units_on_the_device(alone, device, offload, tmp_path):
     for block in model:
         fully_shard(block, **named)
     fully_shard(model, **named)
-    units = Units(model, dist.group.WORLD)
+    world = World.detect()
+    mesh = mesh_of(Layout(), world, device.type)
+    collectives = Collectives(world, device=device)
+    units = Units(model, Context(Plan(), mesh, collectives, device, model_facts(plain), options=ShardOptions()))
     if offload == "disk":
         ParametersOnDisk(model, tmp_path, lambda _: None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)

@@ -22,16 +22,18 @@ from torch.optim import Optimizer
 
 from paceline.base.errors import PlanError, PrepareError
 from paceline.parallel.data.agreement import Agreement, announce
-from paceline.parallel.data.averages import GroupOf, average_gradients, broadcast_tensors, broadcast_values, by_group
+from paceline.parallel.data.averages import average_gradients, broadcast_tensors, broadcast_values, by_group
 from paceline.parallel.data.batch_norm_applied import is_synchronised
+from paceline.parallel.data.division import step_by_owners
 from paceline.parallel.divided_parameters import group_parameters, groups, units, whole_parameters
 from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.mixtures import divide_gradient, divides_gradient
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
-from paceline.parallel.strategy import AppliedStrategy
+from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.tensors import has_hooks_after, has_users_gradient_hooks, take_over_hooks, times_written
+from paceline.world.layout import GRADIENT_AXES
 from paceline.world.mesh import cpu_group
 from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
@@ -49,29 +51,20 @@ class Units(AppliedStrategy):
 
     Args:
         model: the root, after `fully_shard`.
-        group: the ranks over which gradients are averaged.
+        context: of the strategy, whose option `broadcast_buffers` says whether rank 0's buffers that `forward` changes are
+            broadcast at the end of each window in training.
         alone: parameters that FSDP2 ignores; their gradients are averaged here.
         keeps: whether parameters stay unsharded between the micro-batches of a window.
-        broadcast_buffers: whether rank 0's buffers that `forward` changes are broadcast at the end of each window in training.
-        group_of: returns the ranks of `group` that hold the same part of an ignored parameter; None if all of them do.
-        is_stage: see `Reducer`.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        group: dist.ProcessGroup,
-        alone: Iterable[nn.Parameter] = (),
-        keeps: bool = False,
-        broadcast_buffers: bool = True,
-        group_of: GroupOf | None = None,
-        is_stage: bool = False,
+        self, model: nn.Module, context: Context, alone: Iterable[nn.Parameter] = (), keeps: bool = False
     ) -> None:
         super().__init__(model)
-        self._is_stage = is_stage
-        self._group_of = group_of or (lambda _: group)
+        self._is_stage = context.runner is not None  # see `Reducer`
+        self._mesh = context.mesh
         self._root = cast("FSDPModule", model)
-        self._group = group
+        self._group: dist.ProcessGroup = context.mesh.gradient_group
         self._alone = list(alone)
         self._keeps = keeps
         self._optimizers: list[weakref.ref[Optimizer]] = []
@@ -84,7 +77,7 @@ class Units(AppliedStrategy):
         self._groups = groups(model)
         self._parameters = list(group_parameters(model))
         # Names of buffers that `forward` changes by this rank's samples; None until the first training pass has shown them.
-        self._changed_buffers: list[str] | None = None if broadcast_buffers else []
+        self._changed_buffers: list[str] | None = None if context.options.broadcast_buffers else []
         self._versions: dict[str, tuple[int, int]] = {}
         # A script may compile the prepared model. FSDP2 keeps its own hooks from the compiler in the same way.
         model.register_forward_pre_hook(torch.compiler.disable(self._before_forward), prepend=True)
@@ -201,10 +194,22 @@ class Units(AppliedStrategy):
         internals.call_around_final_callback(self._units, before=callback)
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
-        """Frees unsharded parameters after each step, if an unfinished pass has left some."""
+        """Lets the optimizer refuse gradients that were not reduced, and clear them in `zero_grad`.
+
+        One that may look at whole parameters steps each on its owner, as under ZeRO 1. Unsharded parameters are freed after
+        each step, if an unfinished pass has left some.
+
+        Raises:
+            PlanError: `shard-optimizer`, if it needs whole parameters; in a step: TrainError `step-held`.
+        """
+        optimizer = adapter.optimizer
+        _refuse_optimizer(optimizer)
+        adapter.refuse(self._before_step)
+        decisions = step_by_owners(adapter, self.module, self._mesh.along((*GRADIENT_AXES, "tp")))
+        adapter.forget(lambda to_none: self.forget(parameters_of(optimizer), to_none))
         adapter.after_step(lambda _: self.reshard())
-        self._optimizers.append(weakref.ref(adapter.optimizer))
-        return []
+        self._optimizers.append(weakref.ref(optimizer))
+        return decisions
 
     def _find_new(self) -> None:
         """Averages the gradients of parameters that an optimizer got later: those of a new layer, which is not divided."""
@@ -224,7 +229,7 @@ class Units(AppliedStrategy):
                     new.append(parameter)
                     known.add(id(parameter))
         if new:
-            broadcast_values(new, self._group_of)
+            broadcast_values(new, self._mesh.same_part_group)
             self._alone += new
 
     def reshard(self) -> None:
@@ -283,7 +288,7 @@ class Units(AppliedStrategy):
         # A forward pass whose output was detached leaves whole parameters in the root.
         self.reshard()
         self._find_new()
-        for same_group, parameters in by_group(self._alone, self._group_of).items():
+        for same_group, parameters in by_group(self._alone, self._mesh.same_part_group).items():
             average_gradients(parameters, same_group)
         if self._changed_buffers and self.module.training:
             buffers = dict(self.module.named_buffers())
@@ -331,7 +336,7 @@ class Units(AppliedStrategy):
     def _call_hooks(self) -> None:
         """Called after a backward pass that has reduced gradients. Ranks: all of the group."""
         hooked = [parameter for parameter in self._alone if parameter in self._hooks]
-        for same_group, parameters in by_group(hooked, self._group_of).items():
+        for same_group, parameters in by_group(hooked, self._mesh.same_part_group).items():
             # A rank that has not used one has zeros of it.
             for parameter in parameters:
                 self._hooks[parameter].set_aside()
@@ -350,7 +355,7 @@ class Units(AppliedStrategy):
         """Returns whether some gradient was not reduced yet."""
         return any(internals.pending_gradient(parameter) is not None for parameter in self._parameters)
 
-    def before_step(self, optimizer: Optimizer) -> None:
+    def _before_step(self, optimizer: Optimizer) -> None:
         """Refuses an optimizer step on gradients that were not reduced.
 
         Frees whole parameters that a forward pass without a backward pass has left: they are out of date after the step.
@@ -520,6 +525,23 @@ def forget_with(owner: nn.Module, forget: Callable[[bool], None]) -> None:
 
 
 # -- what cannot work ----------------------------------------------------------------------------------------------------
+
+
+def _refuse_optimizer(optimizer: Optimizer) -> None:
+    kind = type(optimizer).__name__
+    if kind in _WHOLE_MATRICES:
+        raise PlanError(
+            "shard-optimizer",
+            f"{kind} cannot step parameters that are divided over ranks.",
+            why=_WHOLE_MATRICES[kind],
+            fix="use AdamW, SGD, or the plan {'replicate': 'auto'}, under which every rank holds whole parameters",
+        )
+
+
+_WHOLE_MATRICES = {
+    "LBFGS": "its line search takes inner products over all parameters at once, of which each rank has a part",
+    "SparseAdam": "it steps gradients that are lists of rows, which cannot be divided",
+}
 
 
 def _refuse_values(parameter: internals.FSDPParam) -> NoReturn:

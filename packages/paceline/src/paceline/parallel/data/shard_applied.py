@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
-from paceline.base.errors import PlanError
 from paceline.parallel.data.averages import broadcast_values, tensors_of
-from paceline.parallel.data.division import step_by_owners
 from paceline.parallel.data.fsdp import Units, refuse_copies
 from paceline.parallel.data.shard import (
     DIVIDING_AXES,
@@ -27,17 +24,14 @@ from paceline.parallel.data.shard import (
 )
 from paceline.parallel.data.wrapping import Wrapping, leaks
 from paceline.parallel.divided_parameters import refuse_tools, take_whole_values
-from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import within_some
-from paceline.plan.plan import Decision, Plan
+from paceline.plan.plan import Plan
 from paceline.torch_internals.fsdp import own_chunks_only
 from paceline.torch_internals.modules import computes_weight
 from paceline.torch_internals.tensors import is_view
-from paceline.world.layout import GRADIENT_AXES
-from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
 from paceline.world.tree import map_tensors
@@ -61,7 +55,7 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     refuse_tools()
     answer_for_whole_tensors()
     sharding.prefetch()
-    applied = DividedUnits(model, context, sharding.alone, keeps=sharding.reshard is False)
+    applied = Units(model, context, sharding.alone, keeps=sharding.reshard is False)
     applied.parameters_on_host = plan.offloads_parameters
     if plan.offloads_parameters and context.runtime.has_own_memory:
         _show_on_host(model, context.events.kept_on_host)
@@ -210,38 +204,6 @@ def _reshard_divided(model: nn.Module, applied: Units) -> None:
         applied.reshard()
 
 
-class DividedUnits(Units):
-    """A model whose parameters are sharded.
-
-    Args:
-        model: the root, after `fully_shard`.
-        context: of the strategy.
-        alone: parameters that FSDP2 ignores.
-        keeps: whether parameters stay unsharded between the micro-batches of a window.
-    """
-
-    def __init__(self, model: nn.Module, context: Context, alone: list[nn.Parameter], keeps: bool) -> None:
-        broadcasts = context.options.broadcast_buffers
-        mesh = context.mesh
-        is_stage = context.runner is not None
-        super().__init__(model, mesh.gradient_group, alone, keeps, broadcasts, mesh.same_part_group, is_stage)
-        self._context = context
-
-    def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
-        """Lets the optimizer refuse gradients that were not reduced, and clear them in `zero_grad`.
-
-        One that may look at whole parameters steps each on its owner, as under ZeRO 1.
-
-        Raises:
-            PlanError: `shard-optimizer`, if it needs whole parameters; in a step: TrainError `step-held`.
-        """
-        _refuse_optimizer(adapter.optimizer)
-        adapter.refuse(self.before_step)
-        decisions = step_by_owners(adapter, self.module, self._context.mesh.along((*GRADIENT_AXES, "tp")))
-        adapter.forget(lambda to_none: self.forget(parameters_of(adapter.optimizer), to_none))
-        return [*decisions, *super().bind(adapter)]
-
-
 def _is_divided_over_ep(module: nn.Module, alone: Container[nn.Parameter]) -> bool:
     """Returns whether a module holds experts that ranks along `ep` divide, and that FSDP2 is to divide further."""
     return any(_over_ep(parameter) and parameter not in alone for parameter in module.parameters(recurse=False))
@@ -316,20 +278,3 @@ def _own_memory(module: nn.Module, args: object, output: Any) -> Any:
         return tensor.clone() if tensor.requires_grad and is_view(tensor) else tensor
 
     return map_tensors(own, output)
-
-
-def _refuse_optimizer(optimizer: Optimizer) -> None:
-    kind = type(optimizer).__name__
-    if kind in _WHOLE_MATRICES:
-        raise PlanError(
-            "shard-optimizer",
-            f"{kind} cannot step parameters that are divided over ranks.",
-            why=_WHOLE_MATRICES[kind],
-            fix="use AdamW, SGD, or the plan {'replicate': 'auto'}, under which every rank holds whole parameters",
-        )
-
-
-_WHOLE_MATRICES = {
-    "LBFGS": "its line search takes inner products over all parameters at once, of which each rank has a part",
-    "SparseAdam": "it steps gradients that are lists of rows, which cannot be divided",
-}
