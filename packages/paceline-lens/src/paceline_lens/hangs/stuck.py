@@ -24,6 +24,7 @@ from paceline.launch.launcher import Failure
 from paceline.launch.nodes import GatheredPlaces, OtherStacks
 from paceline.launch.processes.signals import Signals
 from paceline.launch.processes.spawn import Worker
+from paceline.launch.processes.standstill import StandstillWatch
 from paceline.launch.recordings import LauncherRecording
 from paceline.world.stacks.parse import RankPlace
 from paceline_lens.hangs.host import ASKED, HostWatch, report
@@ -35,7 +36,7 @@ _STOPPED_S = 5.0  # how long a rank must have been stopped before it is named
 _SAME_STANDSTILL_S = 15.0
 
 
-class StuckWatch:
+class StuckWatch(StandstillWatch):
     """Watches whether the ranks of this host make progress.
 
     Args:
@@ -57,11 +58,11 @@ class StuckWatch:
         recording: LauncherRecording,
         others: OtherStacks | None,
     ) -> None:
+        super().__init__(others)
         self._job = job
         self._folder = folder
         self._pause = pause
         self._recording = recording
-        self._others = others
         self.begin()
 
     def begin(self) -> None:
@@ -72,7 +73,7 @@ class StuckWatch:
         self._places_of_standstill: list[RankPlace] = []
         self._standstill_at = 0.0
         self._stopped: set[int] = set()  # process ids of ranks that were named
-        self.failure: Failure | None = None
+        self.failure = None
 
     @property
     def leaves(self) -> bool:

@@ -16,7 +16,7 @@ import zipfile
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
@@ -33,8 +33,12 @@ _NAMES = {dtype: name for name, dtype in SAFETENSORS_DTYPES.items()}
 _ALIGNED = 64
 
 
-class WeightFile(Protocol):
+class WeightFile:
     """A file that is being written.
+
+    Args:
+        file: the open file.
+        entries: the tensors, in the order in which they are written.
 
     Attributes:
         stem, ending: the two parts of its usual name.
@@ -43,34 +47,35 @@ class WeightFile(Protocol):
     stem: str
     ending: str
 
-    def __init__(self, file: BinaryIO, entries: Sequence[WeightEntry]) -> None: ...
+    def __init__(self, file: BinaryIO, entries: Sequence[WeightEntry]) -> None:
+        self._file = file
 
     @staticmethod
     def holds(entry: WeightEntry) -> bool:
         """Returns whether the format has the dtype of a tensor."""
-        ...
+        return True
 
     @staticmethod
     def order(entries: Sequence[WeightEntry]) -> list[WeightEntry]:
-        """Returns the tensors in the order in which they are written."""
-        ...
+        """Returns the tensors in the order in which they are written: that of the model."""
+        return list(entries)
 
     def write(self, entry: WeightEntry, data: Tensor, *, first: bool) -> None:
         """Writes the next bytes of `entry`; `first` says that they are its first ones."""
-        ...
+        raise NotImplementedError
 
     def close(self) -> None:
-        """Writes the end of the file."""
-        ...
+        """Writes the end of the file, if anything follows the tensors."""
 
 
-class SafeFile:
+class SafeFile(WeightFile):
     """A file in the safetensors format."""
 
     stem = "model"
     ending = "safetensors"
 
     def __init__(self, file: BinaryIO, entries: Sequence[WeightEntry]) -> None:
+        super().__init__(file, entries)
         head: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         start = 0
         for entry in entries:
@@ -81,12 +86,10 @@ class SafeFile:
         text = json.dumps(head, separators=(",", ":"), ensure_ascii=False).encode()
         # The header is padded to a multiple of 8 bytes, so that the tensors after it are aligned.
         text += b" " * (-len(text) % 8)
-        self._file = file
         file.write(struct.pack("<Q", len(text)) + text)
 
     @staticmethod
     def holds(entry: WeightEntry) -> bool:
-        """Returns whether the format has the dtype of a tensor."""
         return entry.dtype in _NAMES
 
     @staticmethod
@@ -99,39 +102,24 @@ class SafeFile:
         return sorted(entries, key=place)
 
     def write(self, entry: WeightEntry, data: Tensor, *, first: bool) -> None:
-        """Writes the next bytes of a tensor."""
         self._file.write(data.numpy().data)
 
-    def close(self) -> None:
-        """Does nothing, because nothing follows the tensors."""
 
-
-class TorchFile:
+class TorchFile(WeightFile):
     """A file as `torch.save` writes it."""
 
     stem = "pytorch_model"
     ending = "bin"
 
     def __init__(self, file: BinaryIO, entries: Sequence[WeightEntry]) -> None:
-        self._file = file
+        super().__init__(file, entries)
         self._zip = zipfile.ZipFile(file, "w", zipfile.ZIP_STORED)
         self._record: Any = None
         self._numbers = {entry.name: number for number, entry in enumerate(entries)}
         self._put("data.pkl", _pickled(entries))
         self._put("byteorder", b"little")
 
-    @staticmethod
-    def holds(entry: WeightEntry) -> bool:
-        """Returns True, because the format has every dtype."""
-        return True
-
-    @staticmethod
-    def order(entries: Sequence[WeightEntry]) -> list[WeightEntry]:
-        """Returns the tensors in the order of the model."""
-        return list(entries)
-
     def write(self, entry: WeightEntry, data: Tensor, *, first: bool) -> None:
-        """Writes the next bytes of a tensor."""
         if first:
             self._begin(f"data/{self._numbers[entry.name]}")
         self._record.write(data.numpy().data)

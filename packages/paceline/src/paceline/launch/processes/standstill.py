@@ -1,10 +1,9 @@
-"""What a launcher does about ranks that make no progress, where no part is installed that watches them: nothing."""
+"""`StandstillWatch`: what a launcher does about ranks that make no progress. Without a part that watches them: nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
 
 from paceline.base.terminal import say
 from paceline.launch.job import Job
@@ -16,43 +15,30 @@ from paceline.launch.recordings import LauncherRecording
 from paceline.world.hang_reports import remedy, reports_for
 
 
-class StandstillWatch(Protocol):
-    """Watches whether the ranks of this host make progress.
+class StandstillWatch:
+    """Watches whether the ranks of this host make progress. This one says that a report which somebody wants needs a part.
+
+    Args:
+        others: the stacks of other nodes; None where there are no other nodes.
 
     Attributes:
         failure: set when the run is stuck and must be ended.
     """
 
-    failure: Failure | None
-
-    @property
-    def leaves(self) -> bool:
-        """Whether this launcher ends because the run is stuck (`--on-hang leave`)."""
-        ...
-
-    def begin(self) -> None:
-        """Forgets the last round, and begins to watch the processes of a new one."""
-        ...
-
-    def look(self, workers: list[Worker], signals: Signals) -> bool:
-        """Makes the reports that are due. Returns whether the run must be ended."""
-        ...
-
-
-class NobodyWatches:
-    """Stands for the watch of a launcher without reports."""
-
-    leaves = False
-
     def __init__(self, others: OtherStacks | None) -> None:
         self.failure: Failure | None = None
         self._others = others
 
+    @property
+    def leaves(self) -> bool:
+        """Whether this launcher ends because the run is stuck (`--on-hang leave`)."""
+        return False
+
     def begin(self) -> None:
-        """See `StandstillWatch`."""
+        """Forgets the last round, and begins to watch the processes of a new one."""
 
     def look(self, workers: list[Worker], signals: Signals) -> bool:
-        """Says that a report which somebody asks for needs a part."""
+        """Makes the reports that are due. Returns whether the run must be ended."""
         if self._others is not None and self._others.wanted():
             self._others.answer([])
         if signals.stacks_wanted:
@@ -78,6 +64,6 @@ def standstill_watch(
     """
     reports = reports_for(job.on_hang != "report")
     if reports is None:
-        return NobodyWatches(others)
+        return StandstillWatch(others)
     watch: StandstillWatch = reports.stuck_watch(job, folder, pause, recording, others)
     return watch
