@@ -97,7 +97,6 @@ class TrainState:
         scaler: the loss scaler, or None.
         run: the counters.
         device: the device whose random number generator belongs to the run.
-        names: the names of parameters that belong to no model but only to an optimizer.
         tied: for each model, the further names of tied parameters, each with the first name.
         replicas_equal: whether ranks that hold the same parameters have equal values, so that each can write a part of them.
             If not (LocalSGD between two averages), those of rank 0 are saved.
@@ -120,7 +119,6 @@ class TrainState:
         scaler: Stateful | None = None,
         run: RunState | None = None,
         device: torch.device | str = "cpu",
-        names: Mapping[Tensor, str] | None = None,
         tied: Mapping[str, Mapping[str, str]] | None = None,
         replicas_equal: bool = True,
         optimizers_equal: bool = True,
@@ -139,7 +137,7 @@ class TrainState:
         self.device = torch.device(device)
         self.frozen = frozen
         self._only: frozenset[str] | None = None
-        self._names = dict(names or {})
+        self._names: dict[Tensor, str] = {}  # of parameters whose models are left out
         self.tied = dict(tied or {})
         self._replicas_equal = replicas_equal
         self._optimizers_equal = optimizers_equal

@@ -142,8 +142,6 @@ class WindowState:
         """
         if not saved:
             return {}, []
-        if not all("older" in own for own in saved["ranks"].values()):
-            return {}, [_old_problem()]
         if not self._alike(saved):
             return {}, [_apart_problem()] if saved["apart"] else []
         targets: dict[str, Tensor] = {}
@@ -426,15 +424,6 @@ def _placement(described: list[Any]) -> Any:
     kinds: dict[str, Any] = {"partial": Partial, "replicate": Replicate, "shard": Shard, "strided": strided_shard}
     kind, *arguments = described
     return kinds[kind](*arguments)
-
-
-def _old_problem() -> Problem:
-    return Problem(
-        "checkpoint-window",
-        "the checkpoint was saved in the middle of an accumulation window by an earlier version of Paceline.",
-        why="it does not say of which means its gradients are parts, so the rest of the window would be weighted wrongly",
-        fix="load a checkpoint that was saved between two optimizer steps",
-    )
 
 
 def _apart_problem() -> Problem:
