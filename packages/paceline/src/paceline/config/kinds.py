@@ -127,29 +127,28 @@ def one_of(*words: str) -> Kind:
     return Kind(expected, parse, "|".join(words))
 
 
-class _Registered(Kind):
-    """Accepts names of a registry. No implementation is imported to check a name.
+class Registered(Kind):
+    """Accepts one name of a registry, or several joined by commas. No implementation is imported to check a name.
+
+    A single name is shown in reverse order, which puts "no" before those that do something.
 
     Args:
         registry: the registry.
-        kind: makes the kind of such names. It is called at each use, since a registry can grow after this module was imported.
+        several: whether several names are accepted.
     """
 
-    def __init__(self, registry: Registry, kind: Callable[[], Kind]) -> None:
+    def __init__(self, registry: Registry, *, several: bool = False) -> None:
+        # Called at each use, since a registry can grow after this module was imported.
+        def words() -> Kind:
+            return some_of(*registry.names()) if several else one_of(*reversed(registry.names()))
+
         # The base class is a frozen dataclass, so its fields become properties, and attributes are set past its `__setattr__`.
-        object.__setattr__(self, "_words", kind)
+        object.__setattr__(self, "_words", words)
         object.__setattr__(self, "hints", lambda: absent_names(registry.group))
 
     expected = property(lambda self: "; ".join([self._words().expected, *self.hints()]))
     parse = property(lambda self: self._words().parse)
     metavar = property(lambda self: self._words().metavar)
-
-
-class OneRegistered(_Registered):
-    """Accepts one name of a registry. Names are shown in reverse order, which puts "no" before those that do something."""
-
-    def __init__(self, registry: Registry) -> None:
-        super().__init__(registry, lambda: one_of(*sorted(registry.names(), reverse=True)))
 
 
 def some_of(*words: str, none: str = "", every: str = "") -> Kind:
@@ -172,13 +171,6 @@ def some_of(*words: str, none: str = "", every: str = "") -> Kind:
 
     expected = ", ".join([*alone, *words]) + "; several joined by commas"
     return Kind(expected, parse, "|".join([*alone, *words]))
-
-
-class SomeRegistered(_Registered):
-    """Accepts names of a registry, joined by commas."""
-
-    def __init__(self, registry: Registry) -> None:
-        super().__init__(registry, lambda: some_of(*registry.names()))
 
 
 def matching(pattern: str, expected: str, metavar: str) -> Kind:

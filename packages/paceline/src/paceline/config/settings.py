@@ -20,8 +20,7 @@ from paceline.config.kinds import (
     OPTIONS,
     YES_NO,
     Kind,
-    OneRegistered,
-    SomeRegistered,
+    Registered,
     matching,
     one_of,
     seconds,
@@ -160,7 +159,7 @@ class RunSettings:
     """Holds the settings of one training run. `Accelerator` reads them, with any launcher or without one."""
 
     mixed_precision: str = setting(
-        "no", OneRegistered(PRECISIONS),
+        "no", Registered(PRECISIONS),
         "Precision of the model's arithmetic: float32 (no), float16 with loss scaling, bfloat16, or products in float8.",
         _DEVICE,
     )  # fmt: skip
@@ -404,7 +403,7 @@ class LaunchSettings:
         False, YES_NO, "The script is a program that runs without Python.", _LAUNCH, in_file=False
     )
     compat: str | None = setting(
-        None, SomeRegistered(LIBRARIES),
+        None, Registered(LIBRARIES, several=True),
         "Lets the script import these libraries from Paceline, without having them installed.",
         _LAUNCH,
     )  # fmt: skip
