@@ -548,9 +548,7 @@ def step_by_owners(adapter: OptimizerAdapter, model: nn.Module, mesh: DeviceMesh
     division = ByOwners(mesh, trained, 0)
     # Of parameters that the optimizer gets later, it is not known yet in what groups they will be.
     adapter.follow_groups(list, division.leave_elementwise)
-    keep_divided(optimizer, division)
-    divide(optimizer, division)
-    adapter.swap(division.stepping)
+    step_divided(adapter, division)
     reason = (
         "it may look at a whole parameter, as it does not say that it is elementwise: each is gathered for the step by one "
         "rank, which keeps its states"
@@ -578,9 +576,12 @@ def _numbers(optimizer: Optimizer) -> dict[str, float]:
     return numbers
 
 
-def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
-    """Registers hooks so that `state_dict` returns divided states as DTensors, and `load_state_dict` takes DTensors or
-    unsharded tensors."""
+def step_divided(adapter: OptimizerAdapter, division: ByRows | ByParameters) -> None:
+    """Makes an optimizer step what this rank has of a division, and keep its states so.
+
+    `state_dict` returns divided states as DTensors then, and `load_state_dict` takes DTensors or unsharded tensors.
+    """
+    optimizer = adapter.optimizer
 
     def converted(
         state_dict: dict[str, Any], change: Callable[[Tensor, object], object], *, only_kept: bool
@@ -603,6 +604,8 @@ def keep_divided(optimizer: Optimizer, division: ByRows | ByParameters) -> None:
     optimizer.register_load_state_dict_pre_hook(lambda _, state: converted(state, division.split, only_kept=True))
     # So are those that it has already, and not whatever else it keeps in `state`.
     division.divide_states(optimizer, list(optimizer.state))
+    divide(optimizer, division)
+    adapter.swap(division.stepping)
 
 
 def _mixed_alone(operation: str) -> TrainError:

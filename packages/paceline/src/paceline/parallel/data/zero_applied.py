@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from paceline.base.log import info
-from paceline.parallel.data.division import ByParameters, ByRows, keep_divided
+from paceline.parallel.data.division import ByParameters, ByRows, step_divided
 from paceline.parallel.data.fsdp import forget_with
 from paceline.parallel.data.reducer import Reducer
 from paceline.parallel.data.rows import Rows
@@ -21,7 +21,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision
 from paceline.world.param_groups import elementwise_parameters, inner_optimizers, is_elementwise, parameters_of
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.sharded import divide, division_of
+from paceline.world.sharded import division_of
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:
@@ -76,9 +76,7 @@ class DividedStates(AppliedStrategy):
         if by_parameters:
             divisions.append(ByParameters(mesh, by_parameters, limit))
         for division in divisions:
-            keep_divided(optimizer, division)
-            divide(optimizer, division)
-            adapter.swap(division.stepping)
+            step_divided(adapter, division)
         info("parallel", f"{kind} is divided by {what}: {reason}")
         return [Decision(f"optimizer.{kind}.divided", what, "derived", reason=reason)]
 
