@@ -62,29 +62,20 @@ def first_failure(
     left = _left_before(first, until, workers)
     stop(workers, signal.SIGTERM, AFTER_FAILURE_S, pause)
     report = first.report_text()
+    cause = first
+    waiting: tuple[int, ...] = ()
     if left is not None:
-        return Failure(
-            left.process.rank,
-            left.process.local_rank,
-            node,
-            left.pid,
-            left.code or 0,
-            at=left.alive,
-            report=report,
-            later=tuple(_after("", failed)),
-            waiting=tuple(worker.process.rank for worker in failed),
-        )
-    later = list(_after(report, [worker for worker in failed if worker is not first]))
-    later += [f"rank {rank} did not run: a signal had stopped it" for rank in frozen]
+        cause = left
+        code = left.code or 0
+        first_at = left.alive
+        later = list(_after("", failed))
+        waiting = tuple(worker.process.rank for worker in failed)
+    else:
+        later = list(_after(report, [worker for worker in failed if worker is not first]))
+        later += [f"rank {rank} did not run: a signal had stopped it" for rank in frozen]
+    process = cause.process
     return Failure(
-        first.process.rank,
-        first.process.local_rank,
-        node,
-        first.pid,
-        code,
-        at=first_at,
-        report=report,
-        later=tuple(later),
+        process.rank, process.local_rank, node, cause.pid, code, first_at, report, tuple(later), waiting=waiting
     )
 
 
