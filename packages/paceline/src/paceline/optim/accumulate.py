@@ -374,7 +374,9 @@ class Accumulation:
             self._mean = None
             share = self._share_of_idle_ranks()
             self.last_pass = Pass(self.passes, factor=share)
-            return self._scaled_by_script(loss, share)
+            if share != 1.0:
+                loss = loss * share
+            return loss if self.steps == 1 else loss / self.steps
         if not window.is_open:
             if self.steps > 1:
                 raise TrainError(
@@ -434,14 +436,6 @@ class Accumulation:
             return
         place = self._windows.all.index(window)
         self.loss_weights.look(loss, self.passes, (place, window.number, order), rows, items, source, window.steps)
-
-    def _scaled_by_script(self, loss: Tensor, share: float) -> Tensor:
-        """Returns the loss with the same weight for every micro-batch, times this rank's weight."""
-        if share != 1.0:
-            loss = loss * share
-        if self.steps != 1:
-            loss = loss / self.steps
-        return loss
 
     def _share_of_idle_ranks(self) -> float:
         """Returns the weight of this rank's loss if some ranks have no sample: theirs is 0, the others share their weight."""

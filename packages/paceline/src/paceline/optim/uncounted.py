@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, pairwise
 from typing import Any
@@ -193,9 +193,6 @@ class _PartOfLoss:
             weights = torch.linspace(1, 2, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
             self.gradient = (gradient * weights).norm()
 
-    def forget_graph(self) -> None:
-        self.way = replace(self.way, node=None)
-
     def seen(self, factor: float) -> SeenPart:
         """Returns what a rank tells of it, which waits for the device.
 
@@ -242,7 +239,7 @@ class PassLookedAt:
             handle.remove()
         self.handles.clear()
         for part in self.parts:
-            part.forget_graph()
+            part.way = replace(part.way, node=None)
         self.factor = factor
 
     def seen(self) -> SeenLoss:
@@ -362,7 +359,10 @@ def _across_ranks(seen: Sequence[SeenLoss]) -> str | None:
         weights = [part.weight for part in parts if part.weight is not None]
         if seen[0].has_items and parts[0].is_penalty:
             continue  # a penalty, which a script multiplies by the number of items
-        if len(weights) < len(parts) or _are_equal(_by_samples(weights, rows, seen[0]), parts[0].tolerance):
+        if len(weights) < len(parts):
+            continue
+        by_samples = weights if seen[0].has_items else [weight * own for weight, own in zip(weights, rows, strict=True)]
+        if _are_equal(by_samples, parts[0].tolerance):
             continue
         # What runs over no samples, as a penalty on weights, counts as much on each rank.
         if _are_equal(weights, parts[0].tolerance) and not _follows_samples(parts, rows):
@@ -381,12 +381,6 @@ def _across_ranks(seen: Sequence[SeenLoss]) -> str | None:
 def _have_one_form(seen: Sequence[SeenLoss]) -> bool:
     """Returns whether ranks have computed the same loss; one of them may have left a term out."""
     return len({tuple(part.form for part in each.parts) for each in seen}) == 1
-
-
-def _by_samples(weights: Sequence[float], rows: Sequence[int], first: SeenLoss) -> list[float]:
-    if first.has_items:
-        return list(weights)
-    return [weight * own for weight, own in zip(weights, rows, strict=True)]
 
 
 def _follows_samples(parts: Sequence[SeenPart], rows: Sequence[int]) -> bool:
@@ -411,15 +405,19 @@ def _micro_batches(judged: Iterable[Sequence[SeenLoss]]) -> list[list[SeenLoss]]
 
 def _across_micro_batches(seen: Sequence[SeenLoss]) -> str | None:
     """Returns what is to be said of the micro-batches of one window. Factors may change from one to the next."""
-    for one, other in pairwise(seen):
-        if not _have_one_form([one, other]):
-            continue
-        for part, later in zip(one.parts, other.parts, strict=True):
-            if part.sizes[1:] != later.sizes[1:] or part.is_penalty or not part.is_mean:
-                continue
-            if not math.isclose(part.count / one.rows, later.count / other.rows, rel_tol=1e-6):
-                return _PART_TEXT
+    for one, other, part, later in _pairs_of_means(seen):
+        if not math.isclose(part.count / one.rows, later.count / other.rows, rel_tol=1e-6):
+            return _PART_TEXT
     return None
+
+
+def _pairs_of_means(seen: Sequence[SeenLoss]) -> Iterator[tuple[SeenLoss, SeenLoss, SeenPart, SeenPart]]:
+    """Yields each loss, the one after it, and a mean that is in both, over samples of the same shape."""
+    for one, other in pairwise(seen):
+        if _have_one_form([one, other]):
+            for part, later in zip(one.parts, other.parts, strict=True):
+                if part.is_mean and not part.is_penalty and part.sizes[1:] == later.sizes[1:]:
+                    yield one, other, part, later
 
 
 def _pieces(judged: Iterable[Sequence[SeenLoss]]) -> list[list[SeenLoss]]:
@@ -434,16 +432,11 @@ def _pieces(judged: Iterable[Sequence[SeenLoss]]) -> list[list[SeenLoss]]:
 
 def _across_pieces(seen: Sequence[SeenLoss]) -> str | None:
     """Returns what is to be said of several losses of one micro-batch."""
-    for one, other in pairwise(seen):
-        if not _have_one_form([one, other]):
-            continue
-        for part, later in zip(one.parts, other.parts, strict=True):
-            if not part.sizes or part.sizes[1:] != later.sizes[1:] or part.is_penalty or not part.is_mean:
-                continue
-            # Positions of all samples, of images in two sizes, are so many for each.
-            is_of_pieces = part.sizes[0] % one.rows or later.sizes[0] % one.rows
-            if part.sizes[0] != later.sizes[0] and is_of_pieces:
-                return _PIECES_TEXT
+    for one, _, part, later in _pairs_of_means(seen):
+        # Positions of all samples, of images in two sizes, are so many for each.
+        is_of_pieces = any(sizes and sizes[0] % one.rows for sizes in (part.sizes, later.sizes))
+        if part.sizes[:1] != later.sizes[:1] and is_of_pieces:
+            return _PIECES_TEXT
     return None
 
 

@@ -102,12 +102,9 @@ class Window:
 
     def enter_alone(self) -> None:
         """Begins a window of one backward pass, which no `accumulate` surrounds."""
-        self._begin()
-        self.steps = 1
-        self.micro_batch = 1
-        self.sync = True
-        self._num_items_losses = 0
-        self._num_losses = 0
+        self._done = 0
+        self.enter(1, lambda: True)
+        self.is_open = False
 
     def continue_after(self, done: int) -> None:
         """Says how many micro-batches are finished, for a script that counts them itself; 0 begins a new window."""
