@@ -13,9 +13,9 @@ from typing import Any
 
 from paceline.base.errors import CompatError, Problem
 from paceline.config.given import Given
-from paceline.torch_internals.fsdp import wrapped_classes
 from paceline_accelerate.engine_fields import ROWS
 from paceline_accelerate.said_fields import SaidFields
+from paceline_accelerate.torch_internals.kept import wrapped_classes
 
 _DTYPES = {"float32": "float32", "fp32": "float32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 

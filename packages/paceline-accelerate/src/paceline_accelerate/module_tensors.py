@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from paceline.plan.fqn import joined
-from paceline.torch_internals.modules import buffer_table, non_persistent_buffers, parameter_table
+from paceline.torch_internals.modules import buffer_table, parameter_table
+from paceline_accelerate.torch_internals.kept import non_persistent_buffers
 from paceline_doors.absent import refuse
 
 Device = int | str | torch.device

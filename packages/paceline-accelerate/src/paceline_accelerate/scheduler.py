@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from paceline.optim.schedule import PreparedScheduler
-from paceline.torch_internals.optimizers import times_stepped
 from paceline_accelerate.gradient_state import GradientState
 from paceline_accelerate.state import PartialState
+from paceline_accelerate.torch_internals.kept import times_stepped
 
 
 class AcceleratedScheduler(PreparedScheduler):

@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of, undisturbed
 from paceline.run.run import live_runs
-from paceline.torch_internals.dtensor import show_as_replica
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.sharded import is_sharded, local, whole
 from paceline.world.tree import map_tensors
 from paceline_deepspeed import replaced
 from paceline_deepspeed.parameter_status import ZeroParamStatus, change_status, describe_whole
 from paceline_deepspeed.processes import init_distributed
+from paceline_deepspeed.torch_internals.dtensor import show_as_replica
 
 
 class ZeroParamType(enum.Enum):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from paceline.base.log import warn_once
-from paceline.torch_internals.modules import BACKWARD, BACKWARD_PRE, FORWARD, FORWARD_PRE, module_hooks
+from paceline_large.torch_internals.hooks import BACKWARD, BACKWARD_PRE, FORWARD, FORWARD_PRE, module_hooks
 
 ON_INPUTS = (FORWARD_PRE, BACKWARD)  # a full backward hook gets the gradients of inputs and of outputs
 ON_OUTPUTS = (FORWARD, BACKWARD, BACKWARD_PRE)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from paceline.base.errors import PlanError, TrainError
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.fqn import parent
-from paceline.torch_internals.modules import FORWARD, module_hooks
 from paceline.world.forward import override_forward
 from paceline.world.tree import Tree, map_tensors
 from paceline_large.context.block_calls import REGION, BlockCall, divide_attention
@@ -27,6 +26,7 @@ from paceline_large.context.trial import no_sequence, try_block
 from paceline_large.hooks_on_parts import ALL_HOOKS, ON_INPUTS, HooksOnParts
 from paceline_large.random_streams import RandomStreams
 from paceline_large.same_inputs import SameInputs
+from paceline_large.torch_internals.hooks import FORWARD, module_hooks
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:

@@ -31,12 +31,12 @@ from paceline.parallel.differentiable import Differentiable
 from paceline.parallel.mixtures import share_of_features
 from paceline.torch_internals.dtensor import mixtures_refused
 from paceline.torch_internals.modules import parameter_table
-from paceline.torch_internals.tensors import is_seen_by_a_mode
 from paceline.world.sharded import is_sharded
 from paceline.world.transport import transport_of
 from paceline_large.module_shell import Shell
 from paceline_large.products import linear, product_of
 from paceline_large.random_streams import RandomStreams
+from paceline_large.torch_internals.hooks import is_seen_by_a_mode
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

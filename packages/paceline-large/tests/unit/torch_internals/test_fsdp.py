@@ -297,14 +297,6 @@ def test_parameters_in_the_place_of_shards_are_taken_up_on_request(model: nn.Mod
     assert fsdp.sharded_parameter(parameter) is replacement
 
 
-def test_a_wrap_policy_knows_its_classes() -> None:
-    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
-
-    classes = fsdp.wrapped_classes(ModuleWrapPolicy({nn.Linear}))
-    assert classes is not None and set(classes) == {nn.Linear}
-    assert fsdp.wrapped_classes(lambda module, recurse, nonwrapped_numel: True) is None
-
-
 def test_a_shard_in_other_memory_is_what_is_gathered_and_stepped(model: nn.Module) -> None:
     (group,) = fsdp.parameter_groups(model[0])
     own = fsdp.group_parameters(group)[0]

@@ -62,11 +62,6 @@ def own_chunks_only() -> Iterator[None]:
         yield
 
 
-def wrapped_classes(policy: Any) -> Iterable[type[nn.Module]] | None:
-    """Returns the classes of a `ModuleWrapPolicy` of the first FSDP; None of any other policy."""
-    return getattr(policy, "_module_classes", None)
-
-
 def parameter_groups(unit: FSDPModule) -> list[FSDPParamGroup]:
     """Returns the parameter groups of one unit; an empty list if it has no parameters of its own."""
     return _groups_of(unit._get_fsdp_state())

@@ -9,7 +9,7 @@ and of which classes may have one of their own (`nn.RNNBase`). The public `named
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -21,12 +21,6 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 BatchNormBase = _BatchNorm  # the class of all batch norms, of any number of dims
 InstanceNormBase = _InstanceNorm
-FORWARD_PRE, FORWARD, BACKWARD_PRE, BACKWARD = (
-    "forward pre-hook",
-    "forward hook",
-    "full backward pre-hook",
-    "full backward hook",
-)
 _ORIGINAL = "_orig_mod"  # the child of a module that `torch.compile` has made
 
 
@@ -45,11 +39,6 @@ def child_table(module: nn.Module) -> dict[str, nn.Module | None]:
     return module._modules
 
 
-def non_persistent_buffers(module: nn.Module) -> set[str]:
-    """Names of the buffers of a module itself that its state dict leaves out; `register_buffer` alone is told of it."""
-    return set(module._non_persistent_buffers_set)
-
-
 def change_tensors(module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
     """Replaces each parameter and buffer of a module and of those in it, as `Module.to` does."""
     module._apply(change)
@@ -59,16 +48,6 @@ def loading_functions(module: nn.Module) -> list[Callable[..., Any]]:
     """What loads a state dict into a module itself: the method that a class may override, and hooks of both kinds."""
     hooks = (*module._load_state_dict_pre_hooks.values(), *module._load_state_dict_post_hooks.values())
     return [module._load_from_state_dict, *hooks]
-
-
-def module_hooks(module: nn.Module) -> dict[str, Collection[Callable[..., Any]]]:
-    """The hooks on a module itself by their kind, in order; torch offers no public list of them."""
-    return {
-        FORWARD_PRE: module._forward_pre_hooks.values(),
-        FORWARD: module._forward_hooks.values(),
-        BACKWARD_PRE: module._backward_pre_hooks.values(),
-        BACKWARD: module._backward_hooks.values(),
-    }
 
 
 def compiled_original(module: object) -> nn.Module | None:

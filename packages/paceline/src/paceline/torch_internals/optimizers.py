@@ -1,4 +1,4 @@
-"""The private side of optimizers, schedulers and averages: the order of hooks, counters of steps, the model of `update_bn`."""
+"""The private side of optimizers, schedulers and averages: the order of hooks, marks of steps, the model of `update_bn`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import update_bn
 
 Hook = Callable[..., None]
@@ -49,14 +48,6 @@ def step_without_hooks(optimizer: Optimizer) -> None:
 def mark_as_stepped(optimizer: Optimizer) -> None:
     """Tells schedulers that the optimizer was stepped: they warn where they are stepped before it."""
     optimizer._opt_called = True
-
-
-def times_stepped(scheduler: LRScheduler) -> int:
-    """How often a scheduler was stepped, its first step counted, which it takes when it is made.
-
-    The public `last_epoch` may be set by the caller of `step`.
-    """
-    return scheduler._step_count
 
 
 _UPDATE = inspect.unwrap(update_bn).__code__

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 
 def is_view(tensor: Tensor) -> bool:
@@ -176,11 +175,6 @@ def multiply_in_place(tensors: list[Tensor], factor: float) -> None:
 def memory_of(tensor: Tensor) -> int:
     """Identifies the memory that tensors share, also on the meta device, where there is none and addresses are 0."""
     return tensor.untyped_storage()._cdata
-
-
-def is_seen_by_a_mode() -> bool:
-    """Whether some `TorchDispatchMode` sees the operations that run, such as that of selective recomputation."""
-    return _get_current_dispatch_mode() is not None
 
 
 def dtensor(part: Tensor, mesh: Any, placements: Sequence[Any], shape: torch.Size, stride: Sequence[int]) -> Tensor:

@@ -37,15 +37,6 @@ def test_the_own_tensor_shares_its_memory_and_knows_of_no_gradient(mesh: DeviceM
         assert isinstance(tensor, DTensor) and tensor.full_tensor().tolist() == [[3, 3]] * 4
 
 
-def test_a_shard_stands_for_a_whole_tensor_for_a_while(mesh: DeviceMesh) -> None:
-    tensor = distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
-    part = tensor.to_local()
-    show_part_again = dtensor.show_as_replica(tensor, torch.full((4, 2), 3.0))
-    assert tensor.placements == (Replicate(),) and tensor.to_local().tolist() == [[3, 3]] * 4
-    show_part_again()
-    assert tensor.placements == (Shard(0),) and tensor.to_local().data_ptr() == part.data_ptr()
-
-
 @pytest.fixture
 def table() -> Iterator[dict[Any, Any]]:
     """torch's table of functions that run in the place of operators, as it is before the test and after it."""

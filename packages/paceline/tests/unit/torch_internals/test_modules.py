@@ -22,34 +22,10 @@ def test_what_is_written_to_a_table_is_what_the_module_has() -> None:
     assert module.bias is plain and module.count.item() == 1 and module.child is replaced
 
 
-def test_buffers_that_a_state_dict_leaves_out_are_known() -> None:
-    module = nn.Module()
-    module.register_buffer("count", torch.zeros(1))
-    module.register_buffer("mask", torch.zeros(1), persistent=False)
-    assert modules.non_persistent_buffers(module) == {"mask"} and list(module.state_dict()) == ["count"]
-
-
 def test_tensors_are_replaced_under_their_names() -> None:
     module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
     modules.change_tensors(module, lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
     assert module[0].weight.dtype == module[1].running_mean.dtype == torch.float64
-
-
-def test_hooks_are_known_by_their_kind_in_their_order() -> None:
-    module = nn.Linear(2, 2)
-    assert not any(modules.module_hooks(module).values())
-    module.register_forward_hook(first := lambda *_: None)
-    module.register_forward_hook(second := lambda *_: None)
-    module.register_forward_pre_hook(before := lambda *_: None)
-    module.register_full_backward_hook(after := lambda *_: None)
-    module.register_full_backward_pre_hook(earlier := lambda *_: None)
-    found = {kind: list(hooks) for kind, hooks in modules.module_hooks(module).items()}
-    assert found == {
-        modules.FORWARD_PRE: [before],
-        modules.FORWARD: [first, second],
-        modules.BACKWARD_PRE: [earlier],
-        modules.BACKWARD: [after],
-    }
 
 
 def test_what_loads_a_state_dict_is_known() -> None:

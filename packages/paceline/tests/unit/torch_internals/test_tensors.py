@@ -99,13 +99,10 @@ def test_a_mode_sees_which_tensors_an_operation_writes_to() -> None:
     class Mode(tensors.TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             written.extend(tensors_in(dispatch.written_arguments(func, args, kwargs or {})))
-            assert not tensors.is_seen_by_a_mode()  # inside of it, the mode is off
             return func(*args, **(kwargs or {}))
 
     x, y, out = torch.ones(2), torch.ones(2), torch.empty(2)
-    assert not tensors.is_seen_by_a_mode()
     with Mode():
-        assert tensors.is_seen_by_a_mode()
         x.add_(y)
         torch.mul(x, y, out=out)
         torch._foreach_mul_([x, y], 2.0)

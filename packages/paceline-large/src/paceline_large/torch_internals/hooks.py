@@ -1,0 +1,31 @@
+"""The hooks on modules by their kind, and the modes that see operations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+from torch import nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+FORWARD_PRE, FORWARD, BACKWARD_PRE, BACKWARD = (
+    "forward pre-hook",
+    "forward hook",
+    "full backward pre-hook",
+    "full backward hook",
+)
+
+
+def module_hooks(module: nn.Module) -> dict[str, Collection[Callable[..., Any]]]:
+    """The hooks on a module itself by their kind, in order; torch offers no public list of them."""
+    return {
+        FORWARD_PRE: module._forward_pre_hooks.values(),
+        FORWARD: module._forward_hooks.values(),
+        BACKWARD_PRE: module._backward_pre_hooks.values(),
+        BACKWARD: module._backward_hooks.values(),
+    }
+
+
+def is_seen_by_a_mode() -> bool:
+    """Whether some `TorchDispatchMode` sees the operations that run, such as that of selective recomputation."""
+    return _get_current_dispatch_mode() is not None
