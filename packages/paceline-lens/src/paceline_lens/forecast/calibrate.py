@@ -19,10 +19,10 @@ from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
 from paceline.launch.launcher import LAUNCHERS
 from paceline.launch.make_job import job_of
-from paceline.planner.device import Device
-from paceline.planner.fit import of_this_host
 from paceline_lens.forecast.calibration import Calibration, Machine
+from paceline_lens.forecast.device import Device
 from paceline_lens.forecast.rehearsal import with_devices
+from paceline_lens.forecast.this_host import of_this_host
 
 _ROUNDS = 7
 

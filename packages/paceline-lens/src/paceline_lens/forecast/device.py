@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from paceline.base.errors import ConfigError
 from paceline.plan.plan import Plan
 
-GIB = 2**30
+_GIB = 2**30
 RESERVE = 0.05  # of the memory, for the driver, the libraries and what lies between tensors
 
 
@@ -75,7 +75,7 @@ def _row(
     network: float = 50e9,
     float8: tuple[str, ...] = (),
 ) -> Device:
-    return Device(name, gib * GIB, half, single, bandwidth, link, network, float8)
+    return Device(name, gib * _GIB, half, single, bandwidth, link, network, float8)
 
 
 TABLE = {
@@ -127,4 +127,4 @@ def device_of(text: str) -> Device:
             fix="use one of these; for another device write the one whose rates are nearest, with the memory of yours, "
             f"such as a100-{memory}",
         )
-    return replace(like, name=word, memory=int(sized[2]) * (GIB if sized[3] == "g" else 2**20))
+    return replace(like, name=word, memory=int(sized[2]) * (_GIB if sized[3] == "g" else 2**20))
