@@ -193,6 +193,9 @@ class _PartOfLoss:
             weights = torch.linspace(1, 2, gradient.numel(), dtype=gradient.dtype, device=gradient.device)
             self.gradient = (gradient * weights).norm()
 
+    def forget_graph(self) -> None:
+        self.way = replace(self.way, node=None)
+
     def seen(self, factor: float) -> SeenPart:
         """Returns what a rank tells of it, which waits for the device.
 
@@ -239,7 +242,7 @@ class PassLookedAt:
             handle.remove()
         self.handles.clear()
         for part in self.parts:
-            part.way = replace(part.way, node=None)
+            part.forget_graph()
         self.factor = factor
 
     def seen(self) -> SeenLoss:

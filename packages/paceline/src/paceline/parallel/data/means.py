@@ -35,9 +35,6 @@ class Means(ReductionForm):
         device: that of the gradients.
         hook: takes the place of the all-reduce, as a communication hook does.
         group_of: returns the ranks of `group` that hold the same part of a parameter; None if all of them do.
-
-    Attributes:
-        hook: the same; it may be set later, before the buckets are planned anew.
     """
 
     bounds_memory = False  # what is sent becomes the gradient, so that waiting would free no memory
@@ -53,18 +50,22 @@ class Means(ReductionForm):
         self.group = group
         self._group_of = group_of or (lambda _: group)
         self.cap = int(cap_mb * 2**20)
-        self.hook = hook
+        self._hook = hook
         # An accelerator needs larger messages than a CPU until the time that each takes is no longer felt.
         self._alone_from = DIRECT if device.type == "cpu" else max(DIRECT, self.cap // 4)
         # Placements of gradients that are divided over other axes than those of this group, for `put`.
         self._placements: dict[Slot, Any] = {}
+
+    def send_by(self, hook: Send) -> None:
+        """Lets a hook take the place of the all-reduce from now on; buckets that are there already must be planned anew."""
+        self._hook = hook
 
     def group_of(self, parameter: Tensor) -> dist.ProcessGroup:
         return self._group_of(parameter)
 
     def travels_alone(self, parameter: Tensor) -> bool:
         """Returns whether a gradient is large enough, and lies in one piece as its parameter does."""
-        return self.hook is None and local(parameter).nbytes >= self._alone_from and _is_dense(local(parameter))
+        return self._hook is None and local(parameter).nbytes >= self._alone_from and _is_dense(local(parameter))
 
     def is_single(self, slot: Slot) -> bool:
         """Returns whether the gradient is a list of rows, which cannot be packed."""
@@ -88,7 +89,7 @@ class Means(ReductionForm):
 
     def carries_votes(self, bucket: Bucket) -> bool:
         """Returns whether values arrive as they are, at all ranks: a hook would change votes, too."""
-        return self.hook is None and self.group_of(bucket.slots[0].parameter) == self.group
+        return self._hook is None and self.group_of(bucket.slots[0].parameter) == self.group
 
     def launch(
         self, bucket: Bucket, gradients: list[Tensor], number: int, is_last: bool, votes: Tensor | None = None
@@ -113,10 +114,10 @@ class Means(ReductionForm):
                 flat = bucket.memory = torch.cat(rows)
             else:
                 torch.cat(rows, out=flat)
-        if self.hook is None:
+        if self._hook is None:
             wait = _send(flat, self.group_of(bucket.slots[0].parameter))
         else:
-            wait = self.hook(flat, [slot.parameter for slot in bucket.slots], number, is_last)
+            wait = self._hook(flat, [slot.parameter for slot in bucket.slots], number, is_last)
 
         def results() -> list[Tensor]:
             wait()

@@ -60,7 +60,7 @@ class AveragedGradients(Reducer):
     def compress(self, hook: Send) -> None:
         """Lets a communication hook average the gradients from now on. Ranks: all."""
         assert isinstance(self.form, Means)
-        self.form.hook = hook
+        self.form.send_by(hook)
         self.plan_anew()
 
     def bind(self, adapter: OptimizerAdapter) -> list[Decision]:
