@@ -393,6 +393,16 @@ PENALTY_OF_A_BATCH_AHEAD = replace(
 )
 
 
+# An earlier batch of a stream was taken for the last one of its epoch, where the script had read on to the end.
+GROWS_AHEAD = replace(
+    grows(None),
+    loaders=(Loader(rows=81, batch=16, kind="sized"),),
+    loop=Loop("for", (0,), epochs=1, ahead=2),
+    window=2,
+    save_at=None,
+)
+
+
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
     cases = []
@@ -426,6 +436,7 @@ def test_programs_that_were_wrong_once() -> None:
         cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
     cases += [Case(ASSIGNED_BEFORE_TWO_PASSES, 2, plan) for plan in ("shard", "zero2")]
     cases.append(Case(AVERAGE_IN_THE_LOOP, 2, "replicate"))
+    cases.append(Case(GROWS_AHEAD, 1, "one"))
     cases += [Case(program, 2, "replicate") for program in (ONLY_BATCH_AHEAD, PENALTY_OF_A_BATCH_AHEAD)]
     cases += [Case(LAST_ROW_OF_A_STREAM, 2, plan) for plan in ("replicate", "zero1", "shard")]
     cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))

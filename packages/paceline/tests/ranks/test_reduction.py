@@ -380,6 +380,60 @@ def test_one_rank_alone_may_evaluate_and_compute_gradients_of_inputs() -> None:
     assert run_ranks(work, 2) == [True, True]
 
 
+class Experts(nn.Module):
+    """Each row has one of two layers, so that a rank may use one of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).long()
+        out = torch.zeros(len(x), 2)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+def frozen_in_the_middle_of_a_window(rows: Tensor, frozen: int | None, *, looks: bool) -> list[Tensor]:
+    """Two micro-batches of four rows. Returns the weights after the step.
+
+    Args:
+        frozen: the expert that is frozen after the first micro-batch.
+        looks: whether rank 0 alone computes the gradient of its inputs before its second backward pass.
+    """
+    torch.manual_seed(0)
+    accelerator, model, optimizer = prepared(None, Experts(), gradient_accumulation_steps=2)
+    for number in range(2):
+        part = rows[4 * number : 4 * number + 4].chunk(accelerator.num_processes)[accelerator.process_index]
+        if number == 1 and frozen is not None:
+            accelerator.unwrap_model(model).experts[frozen].requires_grad_(False)
+        with accelerator.accumulate(model):
+            if looks and number == 1 and accelerator.is_main_process:
+                inputs = part.clone().requires_grad_()
+                torch.autograd.grad(model(inputs).sum(), inputs)
+            accelerator.backward(loss_of(model(part)))
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    accelerator.free_memory()
+    return weights
+
+
+@pytest.mark.parametrize(("frozen", "looks"), [(0, False), (1, False), (None, True), (0, True)])
+def test_what_one_rank_has_done_in_a_window_changes_no_bucket(frozen: int | None, looks: bool) -> None:
+    rows = torch.tensor([1, 1, -1, -1, 1, -1, 1, -1]).float()[:, None] * torch.arange(1.0, 33.0).view(8, 4) / 32
+
+    def work() -> list[Tensor]:
+        return frozen_in_the_middle_of_a_window(rows, frozen, looks=looks)
+
+    (alone,) = run_ranks(work, 1)
+    for weights in run_ranks(work, 2, timeout_s=60):
+        torch.testing.assert_close(weights, alone)
+
+
 def test_the_prepared_model_is_the_users_own() -> None:
     def work() -> tuple[bool, bool]:
         accelerator = Accelerator(cpu=True, options={"batch_norm": {"statistics": "local"}})
