@@ -459,6 +459,43 @@ def test_programs_train_as_on_one_process(plan: Plan | None, world: int) -> None
     assert compare(expected, run_ranks(run_all, world, args=(plan, programs))) == []
 
 
+def beside_gradients_that_are_returned(plan: Plan | None, *, hooked: bool, when: str) -> list[Tensor]:
+    """`torch.autograd.grad` of the parameters, which calls hooks on them and changes no `.grad`."""
+    torch.manual_seed(0)
+    accelerator, model, optimizer = prepared(plan, nn.Linear(4, 2), gradient_accumulation_steps=2)
+    seen = []
+    for parameter in accelerator.unwrap_model(model).parameters():
+        if hooked:
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    for x in batches(accelerator, 4):
+        with accelerator.accumulate(model):
+            if when == "before":
+                seen += torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            accelerator.backward(loss_of(model(x)))
+            if when == "after":
+                seen += torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    accelerator.free_memory()
+    # A hook changes what is returned, too.
+    return [*weights, torch.tensor([float(each.abs().max()) <= 0.01 for each in seen] or [False]).all()]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("plan", PLANS, ids=["replicate", "zero 1", "zero 2"])
+def test_gradients_that_are_returned_change_no_step(plan: Plan | None, hooked: bool) -> None:
+    def work(divided: Plan | None) -> list[list[Tensor]]:
+        ways = ("never", "before", "after")
+        return [beside_gradients_that_are_returned(divided, hooked=hooked, when=when) for when in ways]
+
+    (alone,) = run_ranks(work, 1, args=(None,))
+    for never, before, after in run_ranks(work, 2, args=({**plan, "shard": 2} if plan else None,)):
+        torch.testing.assert_close(never, alone[0])
+        torch.testing.assert_close(before, alone[1])
+        torch.testing.assert_close(after, alone[2])
+
+
 # -- ranks that run out of batches -----------------------------------------------------------------------------------------
 
 
