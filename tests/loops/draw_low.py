@@ -208,7 +208,12 @@ def _of_documents(model: Model) -> Model:
 
 
 def _recomputed(program: Program, rng: random.Random) -> Program | None:
-    """Models of blocks, without which there is nothing to compute again."""
+    """Models of blocks, without which there is nothing to compute again.
+
+    Not where parameters are written: what is computed again is computed from the values of then, in plain PyTorch, too.
+    """
+    if uses(program, Write):
+        return None
     models = tuple(
         replace(model, body=rng.choice(["Blocks", "Blocks", "Wide"]), tied=False) for model in program.models
     )

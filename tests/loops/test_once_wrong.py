@@ -302,6 +302,23 @@ ASSIGNED_BEFORE_TWO_PASSES = replace(
     ),
 )
 
+# The weights of a batch norm are saved as they are, and those of a linear layer as a view: the one sees a later `data = value`.
+ASSIGNED_TO_A_NORM = replace(
+    ASSIGNED_BEFORE_TWO_PASSES,
+    models=(Model("Mlp"), Model("BatchNorm")),
+    optimizers=(Optimizer("SGD", (Slice(1),)),),
+    body=(
+        Forward(0, 0, 0),
+        Forward(1, 1, 0),
+        Write("assign", 1, "body"),
+        Backward((0,)),
+        Backward((1,)),
+        Clip("model", 1, 100.0),
+        Step(0),
+        Zero("optimizer", 0),
+    ),
+)
+
 # A gradient penalty: gradients of gradients travel to the experts, too.
 PENALTY_OF_EXPERTS = Program(
     seed=13,
@@ -393,6 +410,16 @@ PENALTY_OF_A_BATCH_AHEAD = replace(
 )
 
 
+# An earlier batch of a stream was taken for the last one of its epoch, where the script had read on to the end.
+GROWS_AHEAD = replace(
+    grows(None),
+    loaders=(Loader(rows=81, batch=16, kind="sized"),),
+    loop=Loop("for", (0,), epochs=1, ahead=2),
+    window=2,
+    save_at=None,
+)
+
+
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
     cases = []
@@ -425,7 +452,8 @@ def test_programs_that_were_wrong_once() -> None:
     ):
         cases += [Case(program, 1, "one"), Case(program, 2, "replicate"), Case(program, 2, "shard")]
     cases += [Case(ASSIGNED_BEFORE_TWO_PASSES, 2, plan) for plan in ("shard", "zero2")]
-    cases.append(Case(AVERAGE_IN_THE_LOOP, 2, "replicate"))
+    cases += [Case(ASSIGNED_TO_A_NORM, 2, "shard"), Case(AVERAGE_IN_THE_LOOP, 2, "replicate")]
+    cases.append(Case(GROWS_AHEAD, 1, "one"))
     cases += [Case(program, 2, "replicate") for program in (ONLY_BATCH_AHEAD, PENALTY_OF_A_BATCH_AHEAD)]
     cases += [Case(LAST_ROW_OF_A_STREAM, 2, plan) for plan in ("replicate", "zero1", "shard")]
     cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))

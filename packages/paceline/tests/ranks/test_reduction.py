@@ -380,6 +380,60 @@ def test_one_rank_alone_may_evaluate_and_compute_gradients_of_inputs() -> None:
     assert run_ranks(work, 2) == [True, True]
 
 
+class Experts(nn.Module):
+    """Each row has one of two layers, so that a rank may use one of them alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(4, 2) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = (x[:, 0] > 0).long()
+        out = torch.zeros(len(x), 2)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(chosen == number)
+            if len(rows):
+                out = out.index_add(0, rows, expert(x[rows]))
+        return out
+
+
+def frozen_in_the_middle_of_a_window(rows: Tensor, frozen: int | None, *, looks: bool) -> list[Tensor]:
+    """Two micro-batches of four rows. Returns the weights after the step.
+
+    Args:
+        frozen: the expert that is frozen after the first micro-batch.
+        looks: whether rank 0 alone computes the gradient of its inputs before its second backward pass.
+    """
+    torch.manual_seed(0)
+    accelerator, model, optimizer = prepared(None, Experts(), gradient_accumulation_steps=2)
+    for number in range(2):
+        part = rows[4 * number : 4 * number + 4].chunk(accelerator.num_processes)[accelerator.process_index]
+        if number == 1 and frozen is not None:
+            accelerator.unwrap_model(model).experts[frozen].requires_grad_(False)
+        with accelerator.accumulate(model):
+            if looks and number == 1 and accelerator.is_main_process:
+                inputs = part.clone().requires_grad_()
+                torch.autograd.grad(model(inputs).sum(), inputs)
+            accelerator.backward(loss_of(model(part)))
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    accelerator.free_memory()
+    return weights
+
+
+@pytest.mark.parametrize(("frozen", "looks"), [(0, False), (1, False), (None, True), (0, True)])
+def test_what_one_rank_has_done_in_a_window_changes_no_bucket(frozen: int | None, looks: bool) -> None:
+    rows = torch.tensor([1, 1, -1, -1, 1, -1, 1, -1]).float()[:, None] * torch.arange(1.0, 33.0).view(8, 4) / 32
+
+    def work() -> list[Tensor]:
+        return frozen_in_the_middle_of_a_window(rows, frozen, looks=looks)
+
+    (alone,) = run_ranks(work, 1)
+    for weights in run_ranks(work, 2, timeout_s=60):
+        torch.testing.assert_close(weights, alone)
+
+
 def test_the_prepared_model_is_the_users_own() -> None:
     def work() -> tuple[bool, bool]:
         accelerator = Accelerator(cpu=True, options={"batch_norm": {"statistics": "local"}})
@@ -403,6 +457,43 @@ def test_programs_train_as_on_one_process(plan: Plan | None, world: int) -> None
         programs = [each for each in programs if each not in (hooks_that_step, by_an_unprepared_optimizer)]
     (expected,) = run_ranks(run_all, 1, args=(None, programs))
     assert compare(expected, run_ranks(run_all, world, args=(plan, programs))) == []
+
+
+def beside_gradients_that_are_returned(plan: Plan | None, *, hooked: bool, when: str) -> list[Tensor]:
+    """`torch.autograd.grad` of the parameters, which calls hooks on them and changes no `.grad`."""
+    torch.manual_seed(0)
+    accelerator, model, optimizer = prepared(plan, nn.Linear(4, 2), gradient_accumulation_steps=2)
+    seen = []
+    for parameter in accelerator.unwrap_model(model).parameters():
+        if hooked:
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    for x in batches(accelerator, 4):
+        with accelerator.accumulate(model):
+            if when == "before":
+                seen += torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            accelerator.backward(loss_of(model(x)))
+            if when == "after":
+                seen += torch.autograd.grad(model(x).sum(), list(model.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = [parameter.detach().clone() for parameter in model.parameters()]
+    accelerator.free_memory()
+    # A hook changes what is returned, too.
+    return [*weights, torch.tensor([float(each.abs().max()) <= 0.01 for each in seen] or [False]).all()]
+
+
+@pytest.mark.parametrize("hooked", [False, True])
+@pytest.mark.parametrize("plan", PLANS, ids=["replicate", "zero 1", "zero 2"])
+def test_gradients_that_are_returned_change_no_step(plan: Plan | None, hooked: bool) -> None:
+    def work(divided: Plan | None) -> list[list[Tensor]]:
+        ways = ("never", "before", "after")
+        return [beside_gradients_that_are_returned(divided, hooked=hooked, when=when) for when in ways]
+
+    (alone,) = run_ranks(work, 1, args=(None,))
+    for never, before, after in run_ranks(work, 2, args=({**plan, "shard": 2} if plan else None,)):
+        torch.testing.assert_close(never, alone[0])
+        torch.testing.assert_close(before, alone[1])
+        torch.testing.assert_close(after, alone[2])
 
 
 # -- ranks that run out of batches -----------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sized
 from dataclasses import replace
+from functools import partial
 from itertools import count, islice
 from typing import Any, cast
 
@@ -113,8 +114,11 @@ class StreamFeed:
 
     def _alone(self, start: Position, note: Mapping[str, Any], parts: Iterator[Part]) -> Steps:
         ahead: list[Part] = []
+        newest = 0
 
-        def ends() -> bool:
+        def ends(step: int) -> bool:
+            if step < newest:  # a script may keep earlier batches
+                return False
             if not ahead:
                 ahead.extend(islice(parts, 1))
             return not ahead
@@ -125,8 +129,9 @@ class StreamFeed:
             here = ahead.pop() if ahead else next(parts, None)
             if here is None:
                 return
+            newest = step
             num_rows, latest_note, batch = here
-            info = BatchInfo(0, (num_rows,), (num_rows,), num_rows, ends)
+            info = BatchInfo(0, (num_rows,), (num_rows,), num_rows, partial(ends, step))
             consumed += num_rows if self._batched else 1
             to_resume = {**latest_note, **self._note(batches_before + step + 1, ended=False)}
             yield batch, Mark(start.epoch, info, consumed, step, None, to_resume)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from paceline.parallel.divided_parameters import part_of
+from paceline.torch_internals.dispatch import accumulates
 from paceline.torch_internals.tensors import is_users_hook, take_over_gradient_hooks
 from paceline.world.sharded import is_sharded, local, whole
 
@@ -39,9 +40,11 @@ class GradientHooks:
             hooks, method = own(), came_of()
             if hooks is None or method is None:
                 return gradient
-            method()
+            waits = accumulates(hooks._parameter)
+            if waits:
+                method()
             for hook in list(hooks._hooks.values()):
-                changed = None if is_users_hook(hook) else hook(gradient)
+                changed = None if waits and is_users_hook(hook) else hook(gradient)
                 gradient = gradient if changed is None else changed
             return gradient
 

@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -65,6 +65,18 @@ def is_in_backward_pass() -> bool:
 def backward_pass() -> int:
     """Returns the number of the backward pass that runs on this thread; later ones have larger numbers. -1 outside of all."""
     return torch._C._current_graph_task_id()
+
+
+def accumulates(leaf: Tensor) -> bool:
+    """Whether the backward pass that runs adds to a leaf's `.grad`. `torch.autograd.grad` calls its hooks, too, and does not."""
+    if not leaf.requires_grad:
+        return True  # frozen meanwhile, which `torch.autograd.grad` refuses
+    try:
+        return torch._C._will_engine_execute_node(torch.autograd.graph.get_gradient_edge(leaf).node)
+    except RuntimeError as error:
+        if "autograd.grad()" not in str(error):
+            raise
+        return False
 
 
 def is_in_function_backward() -> bool:

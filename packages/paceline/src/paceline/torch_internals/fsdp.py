@@ -17,7 +17,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import cache, wraps
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import torch
 from torch import nn
@@ -284,8 +284,8 @@ def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> 
     freed: Callable[[], None] = group._to_sharded
     divided_again: Callable[[], None] = group._to_sharded_post_forward
     versions: dict[FSDPParam, tuple[int, ...]] = {}
-    # What forward passes before a `data = value` have computed with, until the next forward pass. `value` is other memory,
-    # which their backward passes do not see; the first one frees the memory that they see, and a second one gathers into it.
+    # What forward passes before a `data = value` have computed with, until the next forward pass: views that they have saved
+    # see the memory of before, in which FSDP2 gathers again, and the parameter itself sees `value`.
     replaced: dict[FSDPParam, torch.Tensor] = {}
 
     def to_unsharded() -> None:
@@ -293,8 +293,11 @@ def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> 
         if replaced:
             if group._training_state.name != "PRE_BACKWARD":
                 replaced.clear()
-            for parameter, values in replaced.items():
-                unnoticed(parameter._unsharded_param).copy_(values)
+            for parameter, before in replaced.items():
+                whole = cast(WholeParameter, parameter._unsharded_param)
+                whole._gathered = unnoticed(whole)
+                _PLAIN_DATA.__set__(whole, whole._gathered.clone())
+                whole._gathered.copy_(before)
         for parameter in group.fsdp_params:
             _stand_for_shard(parameter, group)
             versions[parameter] = _versions(parameter)

@@ -22,6 +22,7 @@ class Slot:
         bucket: the bucket of its gradient; None if it is reduced by itself at the end.
         is_sparse: whether its gradient is a list of rows.
         fresh: whether a gradient of this rank was computed since the last reduction.
+        waits: whether any rank may have computed one. Of a parameter that is frozen meanwhile, too: the same on all ranks.
         taken: whether this rank had a gradient when the bucket was sent.
         result: the mean, once the reduction has ended.
         later: the user's hooks on the accumulated gradient, which are called with the mean.
@@ -30,7 +31,8 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "_give_back", "bucket", "fresh", "hooks", "is_sparse", "later", "parameter", "result", "taken", "watch",
+        "__weakref__", "_give_back", "bucket", "fresh", "hooks", "is_sparse", "later", "parameter", "result", "taken", "waits",
+        "watch",
     )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, is_sparse: bool, came: Callable[[Slot], None]) -> None:
@@ -38,6 +40,7 @@ class Slot:
         self.is_sparse = is_sparse
         self.bucket: Bucket | None = None
         self.fresh = False
+        self.waits = False
         self.taken = False
         self.result: Tensor | None = None
         self.watch: RemovableHandle | None = None

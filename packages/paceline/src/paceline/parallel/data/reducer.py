@@ -30,6 +30,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -92,7 +93,7 @@ class Reducer(AppliedStrategy):
         self._nested_pass = -1
         self._is_queued = False
         self._is_left_to_finish = False  # whether `finish_reduction` follows the backward pass that runs
-        self._is_touched = False  # whether a gradient was computed since the last reduction
+        self._touched_pass: int | None = None  # the last one that has computed a gradient, if none was reduced since
         self._has_begun = False  # whether `before_reducing` was called for the current reduction
         self._next_bucket = 0  # the first bucket that was not launched
         self._under_way: deque[Bucket] = deque()
@@ -165,8 +166,8 @@ class Reducer(AppliedStrategy):
         )
 
     def _kinds_of_now(self) -> list[tuple[bool, torch.dtype]]:
-        """Returns what decides in which bucket each parameter is: whether it is trained, and its dtype."""
-        return [(slot.parameter.requires_grad, slot.parameter.dtype) for slot in self._slots.values()]
+        """Returns what decides in which bucket each parameter is: whether it is reduced, and its dtype."""
+        return [(slot.parameter.requires_grad or slot.waits, slot.parameter.dtype) for slot in self._slots.values()]
 
     def _search(self, broadcasts: bool) -> None:
         """Finds the parameters of the model. New ones get rank 0's values, if `broadcasts`."""
@@ -208,8 +209,8 @@ class Reducer(AppliedStrategy):
         order: list[Slot] = []
         for slot in reversed(self._slots.values()):
             slot.bucket = None
-            # A parameter that was frozen after a pass may have a gradient that is to be reduced.
-            if slot.parameter.requires_grad or slot.fresh:
+            slot.waits |= slot.parameter.requires_grad
+            if slot.waits:
                 order.append(slot)
         self._singles = [slot for slot in order if self.form.is_single(slot)]
         self._buckets = self._buckets_of([slot for slot in order if not self.form.is_single(slot)])
@@ -302,7 +303,7 @@ class Reducer(AppliedStrategy):
         self._pass = number
         self._is_queued = True
         self._take_hooks()  # some may have been registered since the forward pass
-        after_backward_pass(self._pass_ended)
+        after_backward_pass(partial(self._pass_ended, number))
 
     def _take_hooks(self) -> None:
         for slot in self._slots.values():
@@ -314,8 +315,9 @@ class Reducer(AppliedStrategy):
     def _gradient_came(self, slot: Slot) -> None:
         if self._failed:
             self._recover()
-        slot.fresh = self._is_touched = True
         self._pass_began()
+        self._touched_pass = self._pass
+        slot.fresh = True
         if self._holding:
             return
         bucket = slot.bucket
@@ -333,11 +335,11 @@ class Reducer(AppliedStrategy):
             self.before_reducing()
         self._has_begun = True
 
-    def _pass_ended(self) -> None:
+    def _pass_ended(self, number: int) -> None:
         """Called by autograd at the end of a backward pass. Ranks: all that have computed any gradient."""
         self._is_queued = False
         # A pass that computes gradients of other tensors (`torch.autograd.grad`) may run on one rank alone.
-        if self._failed or not self._is_touched:
+        if self._failed or self._touched_pass != number:
             return
         is_left_to_finish = self._is_left_to_finish
         if self._holding:
@@ -431,6 +433,8 @@ class Reducer(AppliedStrategy):
         if not self._planned:
             self._send_buffers()
             return
+        for slot in self._planned:
+            slot.waits = slot.parameter.requires_grad
         used = self._send_small() if self._is_small else self._send_all()
         if used is None:
             return
@@ -592,7 +596,8 @@ class Reducer(AppliedStrategy):
         self._reduce()
 
     def _reset(self) -> None:
-        self._is_touched = self._has_begun = False
+        self._touched_pass = None
+        self._has_begun = False
         self._next_bucket = 0
         for bucket in self._buckets:
             bucket.reset()

@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from paceline.parallel.data.buckets import Bucket, ReductionForm, Slot
 from paceline.parallel.data.division import dtensor, even, pack, packed_parts, packed_width, rows, travels_alone
+from paceline.torch_internals.dispatch import accumulates
 from paceline.world.mesh import Mesh, register_unit
 from paceline.world.sharded import is_sharded, local
 from paceline.world.transport import transport_of
@@ -66,6 +67,8 @@ class Rows(ReductionForm):
         parameter = slot.parameter
 
         def before(_: Tensor) -> None:
+            if parameter.grad is None and parameter not in self.earlier or not accumulates(parameter):
+                return
             # A script that has cleared the gradient by itself has cleared what was set aside, too.
             if parameter.grad is None and not (slot.bucket is not None and slot.bucket.launched):
                 self.earlier.pop(parameter, None)
