@@ -243,7 +243,7 @@ class Units(AppliedStrategy):
             unit.reshard()
 
     @contextmanager
-    def hold_gradients(self) -> Iterator[None]:
+    def hold_gradients(self, alone: bool = False) -> Iterator[None]:
         """While it is open, backward passes accumulate whole gradients without communication.
 
         Unless hooks of the script's wait for the gradients of each pass.

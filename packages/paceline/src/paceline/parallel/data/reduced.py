@@ -34,9 +34,9 @@ class ReducedGradients(AppliedStrategy):
         """Adds the parameters whose gradients were taken for a reduction that has not ended."""
         return changed.union(slot.parameter for slot in self.reducer.slots if slot.taken)
 
-    def hold_gradients(self) -> AbstractContextManager[None]:
+    def hold_gradients(self, alone: bool = False) -> AbstractContextManager[None]:
         """While it is open, backward passes accumulate whole gradients in `.grad`."""
-        return self.reducer.holding()
+        return self.reducer.holding(alone)
 
     def leave_to_finish(self, is_left: bool) -> None:
         """Says whether `finish_reduction` follows the backward passes from now on."""
