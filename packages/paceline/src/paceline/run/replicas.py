@@ -95,6 +95,7 @@ class Replicas:
         self._number = next(_NUMBERS)
         self._looks = 0
         self._passes_at_look = 0
+        written_so_far(forget=True)  # of a run before this one
         run.events.before_step.subscribe(self._note_gradients)
         run.events.loop_over.subscribe(lambda loader, finished: self._look() if finished else None)
         run.events.gathered.subscribe(lambda *_: self._look())
@@ -200,7 +201,9 @@ class Replicas:
     def _note_gradients(self, optimizer: Optimizer) -> None:
         """Notes gradients that are whole before a step of which each rank takes a part: ranks must have the same."""
         is_told_next = is_compared(self._passes) or is_compared(self._passes + 1)
-        if self._run.plan.layout.shard > 1 and is_told_next:
+        # Optimizers of other runs, too, are about to step.
+        is_own = any(optimizer in (entry.optimizer, *entry.stepped_through) for entry in self._run.prepared.optimizers)
+        if is_own and is_told_next and self._run.plan.layout.shard > 1:
             for parameter in parameters_of(optimizer):
                 if parameter.grad is not None and not is_sharded(parameter):
                     note_written(parameter.grad)
