@@ -245,3 +245,22 @@ def test_a_loss_whose_numbers_depend_on_the_division_is_told(plan: dict[str, int
         assert all("test_replicas.py:" in said for said in told.values())
         assert "only a part" in told["mask inside of a loss"] and "only a part" in told["ignored targets"]
         assert "computed from a number" in told["root"] and "divided by 24" in told["constant"]
+
+
+def fused_on_one_stage() -> list[bool]:
+    set_seed(0)
+    accelerator = Accelerator(cpu=True, plan={"pp": 2}, split_batches=True)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)), nn.Linear(4, 3))
+    model[3].weight = nn.Parameter(torch.randn(4, 3).T)  # with gaps in its memory, which fused kernels do not take
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    data = TensorDataset(torch.randn(32, 4), torch.arange(32) % 3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 8))
+    for x, y in loader:
+        accelerator.forward_backward(model, (x, y), F.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [bool(group["fused"]) for group in optimizer.param_groups]
+
+
+def test_stages_may_step_with_other_kernels() -> None:
+    assert run_ranks(fused_on_one_stage, 2) == [[True], [False]]
