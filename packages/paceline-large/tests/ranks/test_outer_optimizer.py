@@ -187,19 +187,56 @@ def test_parameters_that_are_divided_have_no_local_steps(plan):
     run_ranks(refused, world=2)
 
 
-@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_a_hook_on_a_parameter_is_refused(register):
-    """A hook gets the mean gradient of all ranks, so that training would be that without local steps, in silence."""
+def register(model, kind):
+    """Registers a hook that depends on the size of the gradient, which is another one in the mean of all ranks."""
 
-    def enter():
+    def clamp(parameter):
+        parameter.grad.clamp_(-0.05, 0.05)
+
+    for parameter in model.parameters():
+        if kind == "register_hook":
+            parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+        else:
+            parameter.register_post_accumulate_grad_hook(clamp)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+@pytest.mark.parametrize("inside", [False, True], ids=["before the block", "inside of it"])
+def test_hooks_on_parameters_get_the_gradients_of_the_rank(kind, inside):
+    def train():
         accelerator = Accelerator(cpu=True)
-        model = accelerator.prepare(net())
-        getattr(next(model.parameters()), register)(lambda tensor: None)
-        try:
-            with LocalSGD(accelerator, model, 2):
-                return "no error"
-        except PlanError as error:
-            return str(error)
+        model = net()
+        loader = DataLoader(TensorDataset(ROWS), batch_size=BATCH)
+        model, optimizer, loader = accelerator.prepare(model, inner_of("sgd", model), loader)
+        if not inside:
+            register(model, kind)
+        with LocalSGD(accelerator, model, EVERY) as local:
+            if inside:
+                register(model, kind)
+            for (rows,) in loader:
+                accelerator.backward(model(rows).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+                local.step()
+        # Afterwards hooks get the mean gradient of all ranks again.
+        accelerator.backward(10 * model(ROWS[: 2 * BATCH].chunk(2)[accelerator.process_index]).square().mean())
+        return flat(model), torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
-    for text in run_ranks(enter, world=2):
-        assert "[local-sgd-plan]" in text and "0.weight" in text
+    workers = [net(), net()]
+    optimizers = [inner_of("sgd", worker) for worker in workers]
+    for worker in workers:
+        register(worker, kind)
+    for step, rows in enumerate(ROWS.split(2 * BATCH), 1):
+        for worker, optimizer, own in zip(workers, optimizers, rows.chunk(2), strict=True):
+            worker(own).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if step % EVERY == 0 or step == 6:
+            mean = {name: sum(worker.state_dict()[name] for worker in workers) / 2 for name in workers[0].state_dict()}
+            for worker in workers:
+                worker.load_state_dict(mean)
+    (10 * workers[0](ROWS[: 2 * BATCH]).square().mean()).backward()
+    want = torch.cat([parameter.grad.flatten() for parameter in workers[0].parameters()])
+    for weights, gradients in run_ranks(train, world=2):
+        torch.testing.assert_close(weights, flat(workers[0]), rtol=0, atol=1e-13)
+        torch.testing.assert_close(gradients, want, rtol=0, atol=1e-13)

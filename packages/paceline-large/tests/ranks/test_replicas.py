@@ -15,7 +15,7 @@ from paceline import Accelerator, PacelineError, set_seed
 from paceline.base.errors import TrainError
 from paceline.base.log import forget_warnings
 
-HARMLESS = ("nothing", "reduced rate", "shared noise", "all skip")
+HARMLESS = ("nothing", "reduced rate", "shared noise", "all skip", "shared gradients")
 HARMFUL = (
     "own rate",
     "own plateau",
@@ -24,13 +24,34 @@ HARMFUL = (
     "own noise",
     "own first weights",
     "own weights before a save",
+    "own mean times gradients",
+    "own loss times gradients",
+    "own loss times weights",
+    "own values in forward",
+    "own frozen values in forward",
 )
+
+
+class Centred(nn.Linear):
+    """Writes its centre by the samples that it sees."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__(6, 3)
+        self.how = how
+        if "in forward" in how:
+            self.centre = nn.Parameter(torch.zeros(6), requires_grad="frozen" not in how)
+
+    def forward(self, x):
+        if "in forward" in self.how:
+            self.centre.data.lerp_(x.detach().mean(0), 0.1)
+            x = x - self.centre
+        return super().forward(x)
 
 
 def train(accelerator: Accelerator, how: str, folder: str) -> None:
     set_seed(0)
-    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), Centred(how))
+    optimizer = torch.optim.SGD(filter(lambda parameter: parameter.requires_grad, model.parameters()), lr=0.1)
     plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0)
     generator = torch.Generator().manual_seed(1)
     data = TensorDataset(torch.randn(64, 4, generator=generator), torch.arange(64) % 3)
@@ -54,9 +75,21 @@ def train(accelerator: Accelerator, how: str, folder: str) -> None:
             optimizer.param_groups[0]["lr"] = 0.1 * float(value)
         if how == "own plateau":
             plateau.step(1.0 - number * rank)
+        own_loss = loss.item()
+        factors = {
+            "own mean times gradients": 1 + x.mean(),
+            "own loss times gradients": own_loss,
+            "shared gradients": 0.5,
+        }
+        for parameter in model.parameters() if how in factors else ():
+            parameter.grad.mul_(factors[how])
         if how != "own skip of a step" or number != 1 + rank:
             optimizer.step()
         optimizer.zero_grad()
+        if how == "own loss times weights":
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.mul_(1 - 0.1 * own_loss)
         if how in ("own noise", "shared noise"):
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -212,3 +245,22 @@ def test_a_loss_whose_numbers_depend_on_the_division_is_told(plan: dict[str, int
         assert all("test_replicas.py:" in said for said in told.values())
         assert "only a part" in told["mask inside of a loss"] and "only a part" in told["ignored targets"]
         assert "computed from a number" in told["root"] and "divided by 24" in told["constant"]
+
+
+def fused_on_one_stage() -> list[bool]:
+    set_seed(0)
+    accelerator = Accelerator(cpu=True, plan={"pp": 2}, split_batches=True)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)), nn.Linear(4, 3))
+    model[3].weight = nn.Parameter(torch.randn(4, 3).T)  # with gaps in its memory, which fused kernels do not take
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    data = TensorDataset(torch.randn(32, 4), torch.arange(32) % 3)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 8))
+    for x, y in loader:
+        accelerator.forward_backward(model, (x, y), F.cross_entropy)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [bool(group["fused"]) for group in optimizer.param_groups]
+
+
+def test_stages_may_step_with_other_kernels() -> None:
+    assert run_ranks(fused_on_one_stage, 2) == [[True], [False]]

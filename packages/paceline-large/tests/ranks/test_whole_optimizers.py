@@ -127,3 +127,109 @@ def careless():
 
 def test_an_optimizer_that_needs_all_gradients_is_told() -> None:
     assert run_ranks(careless, 2) == ["zero-no-gradient"] * 2
+
+
+class ScheduleFree(torch.optim.Optimizer):
+    """Schedule-free SGD: `eval` and `train` write the parameters by the states of steps."""
+
+    def __init__(self, parameters, lr=0.1, beta=0.9):
+        super().__init__(parameters, {"lr": lr, "beta": beta, "number": 0})
+
+    def _move(self, weight_of):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if "z" in self.state[parameter]:
+                    parameter.lerp_(self.state[parameter]["z"], weight_of(group["beta"]))
+
+    @torch.no_grad()
+    def eval(self):
+        self._move(lambda beta: 1 - 1 / beta)
+
+    @torch.no_grad()
+    def train(self):
+        self._move(lambda beta: 1 - beta)
+
+    @torch.no_grad()
+    def step(self):
+        for group in self.param_groups:
+            group["number"] += 1
+            weight = 1 / group["number"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if "z" not in state:
+                    state["z"] = parameter.clone()
+                parameter.lerp_(state["z"], weight)
+                parameter.add_(parameter.grad, alpha=group["lr"] * (group["beta"] * (1 - weight) - 1))
+                state["z"].sub_(parameter.grad, alpha=group["lr"])
+
+    @torch.no_grad()
+    def exchange(self):
+        """Puts the states in the place of the parameters."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.copy_(self.state[parameter]["z"])
+
+
+class ScheduleFreeByRows(ScheduleFree):
+    elementwise = True
+
+
+def outputs_and_weights(model, optimizer, backward, halfway=lambda: None):
+    """Trains three epochs of three steps; returns what the averaged weights say after each, and the weights of the last."""
+    x = torch.linspace(-1, 1, 6 * FEATURES, dtype=torch.float64).view(6, FEATURES)
+    outputs = []
+    for epoch in range(3):
+        if epoch:
+            optimizer.train()
+        for number in range(3):
+            backward(model((number + 1) * x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.eval()
+        with torch.no_grad():
+            outputs.append(model(x))
+        if epoch == 1:
+            halfway()
+    return torch.cat(outputs)
+
+
+def switched(plan, kind, folder):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, plan=PLANS[plan].settings(2))
+    model = Net().double()
+    model, optimizer = accelerator.prepare(model, kind(model.parameters()))
+
+    def save_and_load():
+        accelerator.save_state(folder)
+        accelerator.load_state(folder)
+
+    return outputs_and_weights(model, optimizer, accelerator.backward, save_and_load)
+
+
+@pytest.mark.parametrize("kind", [ScheduleFree, ScheduleFreeByRows])
+@pytest.mark.parametrize("plan", DATA_PARALLEL)
+def test_a_schedule_free_optimizer_switches_all_parts(plan, kind, tmp_path) -> None:
+    torch.manual_seed(0)
+    model = Net().double()
+    expected = outputs_and_weights(model, kind(model.parameters()), torch.Tensor.backward)
+    for outputs in run_ranks(switched, 2, args=(plan, kind, tmp_path / "state")):
+        torch.testing.assert_close(outputs, expected, rtol=0, atol=1e-12)
+
+
+def exchanged(plan):
+    accelerator = Accelerator(cpu=True, plan=plan)
+    model = Net()
+    model, optimizer = accelerator.prepare(model, ScheduleFree(model.parameters()))
+    accelerator.backward(model(torch.ones(2, FEATURES)).square().mean())
+    optimizer.step()
+    with pytest.raises(PacelineError) as caught:
+        optimizer.exchange()
+    return caught.value.code
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_another_method_that_needs_states_of_other_ranks_is_refused(stage) -> None:
+    # Ranks would go on with other weights, without a word.
+    assert run_ranks(exchanged, 2, args=({"shard": 2, "zero": stage},)) == ["optimizer-states"] * 2

@@ -509,3 +509,40 @@ def test_ranks_that_leave_out_parameters_do_not_wait_for_each_other() -> None:
         assert [float(m.bias.grad.full_tensor()[0]) for m in net] == [1, 1, 0.5, 1, 0.5, 0.5]
 
     run_ranks(body, 2, timeout_s=30)
+
+
+GROWING = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=0.05),
+    "fused": lambda parameters: torch.optim.AdamW(parameters, lr=0.05, fused=True),
+    "Adafactor": lambda parameters: torch.optim.Adafactor(parameters, lr=0.05),
+}
+
+
+def grown(plan, kind):
+    """Trains, gets a layer that was not there in `prepare`, and trains on; returns the weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 4)).double()
+    optimizer = GROWING[kind](model.parameters())
+    backward = torch.Tensor.backward
+    x = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+    if plan is not None:
+        accelerator = Accelerator(cpu=True, plan=plan)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        backward = accelerator.backward
+    for step in range(6):
+        if step == 3:
+            torch.manual_seed(1)
+            model.append(nn.Linear(4, 3).double())
+            # By its list, of which `add_param_group` knows nothing.
+            optimizer.param_groups[0]["params"] += model[3].parameters()
+        backward(model((step + 1) * x).square().mean())
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+@pytest.mark.parametrize("kind", GROWING)
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_layer_that_no_strategy_saw_is_stepped_as_on_one_process(stage, kind) -> None:
+    for weights in run_ranks(grown, 3, args=({"shard": 3, "zero": stage}, kind)):
+        torch.testing.assert_close(weights, grown(None, kind), rtol=0, atol=1e-10)

@@ -1,9 +1,11 @@
 """What goes wrong in a script on several processes: each rank raises the same coded error, at once, and says what helps."""
 
 import os
+import pickle
 import resource
 import shutil
 import signal
+from copy import deepcopy
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -77,6 +79,16 @@ def a_dataset_without_samples():
     list(Accelerator(cpu=True).prepare(DataLoader(TensorDataset(torch.empty(0, 4)), 2)))
 
 
+def a_copy_of_a_loader():
+    _, _, _, loader = prepared()
+    deepcopy(loader)
+
+
+def a_pickled_loader():
+    _, _, _, loader = prepared()
+    pickle.dumps(loader)
+
+
 MISUSES = {
     an_unprepared_optimizer: "optimizer-unprepared",
     a_loader_of_an_unknown_kind: "prepare-kind",
@@ -87,6 +99,8 @@ MISUSES = {
     a_loss_that_is_not_a_number: "fp16-loss",
     a_model_without_layers_to_divide: "tensor-nothing",
     a_dataset_without_samples: "data-empty",
+    a_copy_of_a_loader: "prepare-copy",
+    a_pickled_loader: "prepare-copy",
 }
 
 

@@ -4,6 +4,7 @@ The suite over plans (`test_parity_plans.py`) crosses plans; here one loop goes 
 """
 
 import logging
+import pickle
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass
@@ -659,7 +660,8 @@ def test_an_average_of_weights_is_copied_before_prepare_and_what_is_divided_is_s
             optimizer.zero_grad()
             average.update_parameters(model)
         if accelerator.num_processes > 1:
-            for copied in (lambda: deepcopy(model), lambda: AveragedModel(accelerator.unwrap_model(model))):
+            copies = [lambda: deepcopy(model), lambda: pickle.dumps(model), model.share_memory]
+            for copied in (*copies, lambda: AveragedModel(accelerator.unwrap_model(model))):
                 with pytest.raises(PrepareError) as caught:
                     copied()
                 assert caught.value.code == "model-copy"

@@ -13,7 +13,7 @@ Low-Communication Training of Language Models", 2023.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Literal, Protocol, Self
 
@@ -26,7 +26,6 @@ from paceline.base.log import warn_once
 from paceline.config.keywords import checked_keywords
 from paceline.optim.accumulate import Accumulation
 from paceline.plan.plan import Decision
-from paceline.torch_internals.tensors import gradient_hooks, is_users_hook
 from paceline.world.sharded import is_sharded
 
 Outer = Callable[[list[Tensor]], Optimizer]
@@ -45,7 +44,6 @@ class _Accelerator(Protocol):
     def process_index(self) -> int: ...
     @property
     def sync_gradients(self) -> bool: ...
-    def no_sync(self, *models: nn.Module) -> AbstractContextManager[object]: ...
     def reduce(self, tensor: list[Tensor], reduction: Literal["mean"]) -> list[Tensor]: ...
     def register_for_checkpointing(self, *objects: Any) -> None: ...
 
@@ -68,7 +66,7 @@ class LocalSGD:
 
     Raises:
         ConfigError: `local-sgd-steps`, `local-sgd-outer`. PlanError: `local-sgd-plan`, for parameters that are divided over
-            ranks, and in `with` for parameters with hooks.
+            ranks.
 
     Example:
         with LocalSGD(accelerator, model, local_sgd_steps=8) as local:
@@ -117,8 +115,8 @@ class LocalSGD:
         self.steps = 0
         self._unsynchronised = ExitStack()
         self._outer: OuterStep | None = None
-        run = getattr(accelerator, "run", None)
-        if self.enabled and run is not None:
+        run = accelerator.run
+        if self.enabled:
             reason = (
                 "each process takes steps on its own samples, so that the weights depend on the number of processes"
             )
@@ -128,20 +126,6 @@ class LocalSGD:
         if enabled and outer is not None:
             self._outer = OuterStep(accelerator, model, outer)
             accelerator.register_for_checkpointing(self)
-
-    def _refuse_hooks(self) -> None:
-        """Refuses parameters with hooks, which get the mean gradient of all ranks: no rank would take steps of its own."""
-        hooked = []
-        for name, parameter in self.model.named_parameters():
-            if any(map(is_users_hook, gradient_hooks(parameter))):
-                hooked.append(name)
-        if hooked and self.accelerator.num_processes > 1:
-            raise PlanError(
-                "local-sgd-plan",
-                "LocalSGD cannot take local steps where parameters have hooks.",
-                why=f"hooks on gradients of {', '.join(hooked[:3])}: they get the mean gradient of all ranks",
-                fix="change `parameter.grad` between `backward` and `step`, in the place of the hook",
-            )
 
     def _tell_of_save(self, saved: object) -> None:
         """Warns that a checkpoint lacks what each rank has alone: its optimizer's states, and steps since the last average."""
@@ -157,8 +141,9 @@ class LocalSGD:
 
     def __enter__(self) -> Self:
         if self.enabled:
-            self._refuse_hooks()
-            self._unsynchronised.enter_context(self.accelerator.no_sync(self.model))
+            # Not `no_sync`, in which hooks get the mean gradients of all ranks.
+            held = self.accelerator.run.prepared.hold_gradients([self.model], alone=True)
+            self._unsynchronised.enter_context(held)
         return self
 
     def step(self) -> None:

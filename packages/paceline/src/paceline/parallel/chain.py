@@ -84,9 +84,9 @@ class Chain:
                 return applied.owners
         return None
 
-    def hold_gradients(self) -> AbstractContextManager[Any]:
+    def hold_gradients(self, alone: bool = False) -> AbstractContextManager[Any]:
         """While it is open, no strategy communicates gradients of the model."""
-        return _all_open(applied.hold_gradients() for applied in self.strategies)
+        return _all_open(applied.hold_gradients(alone) for applied in self.strategies)
 
     def full_parameters(self, writeback: bool = False) -> AbstractContextManager[Any]:
         """While it is open, parameters are unsharded plain tensors. Ranks: all."""

@@ -23,13 +23,14 @@ from torch.optim import Optimizer
 from paceline.base.errors import TrainError
 from paceline.torch_internals.optimizers import step_inside_of_hooks, step_without_hooks
 from paceline.torch_internals.tensors import times_written
-from paceline.world.param_groups import inner_optimizers
+from paceline.world.param_groups import inner_optimizers, parameters_of
 
 Act = Callable[[Optimizer], None]
 Swap = Callable[[Optimizer], AbstractContextManager[Any]]
 Parts = Callable[[Optimizer], Sequence[AbstractContextManager[Any]]]
 Surroundings = Callable[[str], AbstractContextManager[Any]]
 Stepped = Callable[[Iterable[Tensor]], list[Tensor]]
+_SWITCHES = ("train", "eval")  # of schedule-free optimizers, which write parameters by the states of their steps
 _ADAPTER = "_paceline_adapter"  # attribute of the functions that take the place of methods
 
 
@@ -102,6 +103,8 @@ class OptimizerAdapter:
         if swap not in self._swaps:
             self._swaps.append(swap)
             self._install_step()
+        for name in filter(partial(hasattr, self.optimizer), _SWITCHES):
+            self._install(name, partial(self._surrounded, name))
 
     def choose_kernels(self, choose: Act) -> None:
         """Lets `choose` change the groups just before the kernels run, when the optimizer holds what it steps."""
@@ -274,8 +277,25 @@ class OptimizerAdapter:
         return [(member[0], tensor) if isinstance(member, tuple) else tensor for member, tensor in pairs]
 
     def _surrounded(self, name: str, plain: Callable[..., Any], *args: object, **kwargs: object) -> Any:
-        with self._surroundings_of(name):
+        with self._surroundings_of(name), self._as_in_a_step() if name in _SWITCHES else ExitStack():
             return plain(*args, **kwargs)
+
+    @contextmanager
+    def _as_in_a_step(self) -> Iterator[None]:
+        """While it is open, the optimizer holds what this rank steps, of parameters without a gradient, too. Ranks: all."""
+        without = [parameter for parameter in parameters_of(self.optimizer) if parameter.grad is None]
+        for parameter in without:
+            parameter.grad = torch.zeros_like(parameter)  # a step leaves out, and does not share, what has none
+        try:
+            with ExitStack() as opened:
+                for swap in reversed(self._swaps):
+                    opened.enter_context(swap(self.optimizer))
+                yield
+        finally:
+            for parameter in without:
+                parameter.grad = None
+            for act in self._afterwards:
+                act(self.optimizer)
 
     def _surroundings_of(self, name: str) -> ExitStack:
         stack = ExitStack()

@@ -118,8 +118,8 @@ class AppliedStrategy:
         """
         return []
 
-    def hold_gradients(self) -> AbstractContextManager[None]:
-        """While it is open, backward passes accumulate gradients without communication."""
+    def hold_gradients(self, alone: bool = False) -> AbstractContextManager[None]:
+        """While it is open, backward passes accumulate gradients without communication; see `Reducer.holding`."""
         return nullcontext()
 
     def leave_to_finish(self, is_left: bool) -> None:

@@ -229,14 +229,14 @@ class Prepared:
             numbers.add(self.models.index(entry))
         return frozenset(numbers) if 0 < len(numbers) < len(self.models) else None
 
-    def hold_gradients(self, models: Sequence[nn.Module]) -> AbstractContextManager[object]:
-        """While it is open, backward passes of `models` (all if none is given) do not communicate."""
+    def hold_gradients(self, models: Sequence[nn.Module], alone: bool = False) -> AbstractContextManager[object]:
+        """While it is open, backward passes of `models` (all if none is given) do not communicate; see `Reducer.holding`."""
         stack = ExitStack()
         for model in models or [entry.wrapped for entry in self.models]:
             entry = self.find(model)
             if entry is None:
                 raise _unprepared(model, "gradients are held back by the strategies that `prepare` applied")
-            stack.enter_context(entry.chain.hold_gradients())
+            stack.enter_context(entry.chain.hold_gradients(alone))
         return stack
 
     def finish_reduction(self, waiting: Collection[int] = ()) -> None:

@@ -34,12 +34,15 @@ import torch.distributed as dist
 from paceline.base.errors import TrainError
 from paceline.base.log import logger, warn_once
 from paceline.optim.loss_weights import is_compared
-from paceline.plan.plan import Plan
+from paceline.torch_internals.dtensor import note_written, written_so_far
 from paceline.world import rendezvous
 from paceline.world.layout import AXES
-from paceline.world.sharded import local
+from paceline.world.param_groups import parameters_of
+from paceline.world.sharded import is_sharded, local
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from paceline.optim.optimizer import PreparedOptimizer
     from paceline.optim.uncounted import SeenLoss
     from paceline.run.run import Run
@@ -61,7 +64,9 @@ class Whereabouts:
         position: epoch and samples of the loader whose loop runs; () outside of all loops.
         steps: of each optimizer, and a number that says after which backward passes they were taken.
         settings: numbers in each group of each optimizer.
-        norms: of the parameters of each model that trains, each parameter with another weight.
+        norms: of the parameters of each model that trains, frozen ones too, each parameter with another weight.
+        stage: as `part`, the same on ranks that hold rows of the same parameters.
+        written: a sum of what the script wrote into such rows, and of norms of whole gradients before steps that ranks share.
         losses: how much elements of the first losses count.
     """
 
@@ -70,6 +75,8 @@ class Whereabouts:
     steps: tuple[tuple[int, int], ...]
     settings: tuple[tuple[Settings, ...], ...]
     norms: tuple[float, ...]
+    stage: tuple[int, ...]
+    written: float
     losses: tuple[SeenLoss, ...] = ()
 
 
@@ -88,6 +95,8 @@ class Replicas:
         self._number = next(_NUMBERS)
         self._looks = 0
         self._passes_at_look = 0
+        written_so_far(forget=True)  # of a run before this one
+        run.events.before_step.subscribe(self._note_gradients)
         run.events.loop_over.subscribe(lambda loader, finished: self._look() if finished else None)
         run.events.gathered.subscribe(lambda *_: self._look())
         self._histories: weakref.WeakKeyDictionary[PreparedOptimizer, int] = weakref.WeakKeyDictionary()
@@ -100,6 +109,7 @@ class Replicas:
             yield
         finally:
             self._is_uneven = before
+            written_so_far(forget=True)
 
     def passed(self) -> None:
         """Called after each backward pass whose gradients were averaged. Ranks: all.
@@ -125,8 +135,9 @@ class Replicas:
         """
         if not self._are_equal():
             return
+        written = written_so_far(forget=True)
         states: list[Whereabouts] = self._run.collectives.gather_object(
-            self._state(self._run.gradients.loss_weights.take())
+            self._state(self._run.gradients.loss_weights.take(), written)
         )
         # Ranks that read the same samples compute the same loss, or one of them does, with the last stage of a pipeline.
         by_data_index: dict[int, tuple[SeenLoss, ...]] = {}
@@ -168,7 +179,7 @@ class Replicas:
             return
         store = rendezvous.part(f"replicas/{self._number}/{self._looks}")
         size = self._run.world.size
-        told = pickle.dumps((self._passes, self._state(()))).hex()
+        told = pickle.dumps((self._passes, self._state((), written_so_far()))).hex()
         # The store is on rank 0, which may have ended.
         with contextlib.suppress(dist.DistNetworkError):
             store.set(str(self._run.world.rank), told)
@@ -187,7 +198,17 @@ class Replicas:
     def _last(self) -> str:
         return f"after pass {self._equal_after}" if self._equal_after else "none"
 
-    def _state(self, losses: Sequence[SeenLoss]) -> Whereabouts:
+    def _note_gradients(self, optimizer: Optimizer) -> None:
+        """Notes gradients that are whole before a step of which each rank takes a part: ranks must have the same."""
+        is_told_next = is_compared(self._passes) or is_compared(self._passes + 1)
+        # Optimizers of other runs, too, are about to step.
+        is_own = any(optimizer in (entry.optimizer, *entry.stepped_through) for entry in self._run.prepared.optimizers)
+        if is_own and is_told_next and self._run.plan.layout.shard > 1:
+            for parameter in parameters_of(optimizer):
+                if parameter.grad is not None and not is_sharded(parameter):
+                    note_written(parameter.grad)
+
+    def _state(self, losses: Sequence[SeenLoss], written: float) -> Whereabouts:
         run = self._run
         position = run.active_loaders.place
         steps = []
@@ -196,17 +217,11 @@ class Replicas:
             steps.append((optimizer.steps, self._histories.get(optimizer, 0)))
             settings.append(tuple(map(_numbers, optimizer.param_groups)))
         norms = [_norm(model.module) for model in run.prepared.models]
-        part = _part(run.plan, run.world.rank)
-        return Whereabouts(part, position, tuple(steps), tuple(settings), tuple(norms), tuple(losses))
-
-
-def _part(plan: Plan, rank: int) -> tuple[int, ...]:
-    """Returns the coordinates of a rank that decide which parts of the model it holds."""
-    coordinate = plan.layout.coordinate(rank)
-    divided = {name for name, axis in AXES.items() if axis.divides_parameters}
-    if plan.fully_sharded:
-        divided |= {"shard", "cp"}  # FSDP2 divides over both
-    return tuple(coordinate[name] for name in sorted(divided))
+        coordinate = run.plan.layout.coordinate(run.world.rank)
+        stage = tuple(coordinate[name] for name, axis in AXES.items() if axis.divides_parameters)
+        rows = (coordinate["shard"], coordinate["cp"]) if run.plan.fully_sharded else ()  # FSDP2 divides over both
+        told = (position, tuple(steps), tuple(settings), tuple(norms), stage, written, tuple(losses))
+        return Whereabouts((*stage, *rows), *told)
 
 
 def _numbers(group: Mapping[str, Any]) -> Settings:
@@ -225,12 +240,16 @@ def _numbers(group: Mapping[str, Any]) -> Settings:
 
 @torch.no_grad()
 def _norm(model: torch.nn.Module) -> float:
-    """Returns a weighted sum of the norms of this rank's parts of the parameters that are trained."""
+    """Returns a weighted sum of the norms of this rank's parts of the parameters; 0 if the model is frozen.
+
+    Frozen parameters of other models count, as a `forward` may write them.
+    """
     norms = []
-    for parameter in model.parameters():
+    parameters = list(model.parameters())
+    for parameter in parameters if any(parameter.requires_grad for parameter in parameters) else ():
         part = local(parameter)
         has_norm = part.is_floating_point() or part.is_complex()
-        if parameter.requires_grad and part.numel() and has_norm and not part.is_meta:
+        if part.numel() and has_norm and not part.is_meta:
             norms.append(torch.linalg.vector_norm(part).double())
     if not norms:
         return 0.0
@@ -260,6 +279,10 @@ def difference(states: Sequence[Whereabouts]) -> list[str]:
             return [f"{words}, not after the same backward passes"]
         other = seen.setdefault(state.part, rank)
         words = _of_settings(first, rank, state) or _of_norms(other, states[other], rank, state)
+        stage = [earlier.written for earlier in states[:rank] if earlier.stage == state.stage]
+        if not words and stage and _differ(stage[0], state.written, _ROUNDING):
+            numbers = f"the sum of their norms is {state.written:.8g} on rank {rank}, and {stage[0]:.8g} on another"
+            words = f"numbers or values that the script wrote into parameters or gradients differ: {numbers}"
         if words:
             return [words]
     return []

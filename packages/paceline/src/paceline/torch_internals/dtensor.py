@@ -144,6 +144,28 @@ def answers_to_mixtures(
     return answers
 
 
+# The sum of `note_written`: of all meshes, as the table is.
+_written: list[float | Tensor] = [0.0]
+
+
+def note_written(value: float | Tensor) -> None:
+    """Notes a number, or the norm of a whole tensor, that a script writes into divided tensors: the same on all ranks."""
+    if isinstance(value, torch.Tensor):
+        if value.is_meta or value.is_sparse or type(value) not in (torch.Tensor, torch.nn.Parameter):
+            return
+        with torch.no_grad():
+            value = (torch.linalg.vector_norm(value) if value.dim() else value.detach()).double()
+    _written[0] += value
+
+
+def written_so_far(*, forget: bool = False) -> float:
+    """Returns the sum of what was noted since it was forgotten last."""
+    total = float(_written[0])
+    if forget:
+        _written[0] = 0.0
+    return total
+
+
 def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | None:
     """What a view of a DTensor was taken of, and how, if it has memory of its own: what is written into it would be lost.
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import TensorWeakRef
 
-from paceline.torch_internals.dtensor import chunk
+from paceline.torch_internals.dtensor import chunk, note_written
 from paceline.torch_internals.replaced import replaced
 from paceline.torch_internals.tensors import hook_gradient, hooks_before
 
@@ -370,6 +370,7 @@ def _take_values(parameter: FSDPParam) -> bool:
     # FSDP2 divides rows here (dim 0), so that the shards of all ranks follow each other, and the last ones may have padding.
     rank = parameter.mesh_info.shard_mesh_rank
     with torch.no_grad():
+        note_written(unnoticed(whole))
         rows = whole.reshape(-1)[rank * shard.numel() : (rank + 1) * shard.numel()]
         shard[: rows.numel()].copy_(rows)
     return True

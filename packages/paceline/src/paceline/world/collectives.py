@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from paceline.base.errors import CollectiveError
+from paceline.base.errors import CollectiveError, PrepareError
 from paceline.world.arrived import Topic, unpickled
 from paceline.world.mesh import Group, group_beside
 from paceline.world.tree import Tree
@@ -81,6 +81,16 @@ class Collectives:
                 check = self._reports.call_check(group, timeout_s, computes_on_cpu=device.type == "cpu")
             self._exchange = Exchange(group, device, check)
         self._timeout_s = timeout_s
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.group is None:
+            return vars(self)
+        raise PrepareError(
+            "prepare-copy",
+            "an object of a run on several processes cannot be copied or pickled.",
+            why="it holds connections to the other processes, as a prepared loader does",
+            fix="copy what was passed to `prepare`, such as `loader.original`, and prepare the copy on all processes",
+        )
 
     def over(self, group: Group) -> Collectives:
         """Returns the same operations among the ranks of `group`, or this object if these are its own ranks.

@@ -13,6 +13,7 @@ Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from math import prod
@@ -394,6 +395,9 @@ class ByParameters(_Divided):
             ) from error
         if not type(optimizer).__module__.startswith("torch."):
             self._compare(optimizer, before)
+            states = _StatesOfOwners(dict, optimizer.state)
+            states.keeps = lambda parameter: not self.covers(parameter) or self.keeps(parameter)
+            optimizer.state = states
 
     def _compare(self, optimizer: Optimizer, before: dict[str, float]) -> None:
         """Refuses an optimizer whose step has written other numbers into its groups on other ranks. Ranks: all."""
@@ -480,6 +484,23 @@ class ByParameters(_Divided):
     def empty(self, parameter: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns an uninitialized tensor of the parameter's shape."""
         return torch.empty_like(parameter.detach(), dtype=dtype)
+
+
+class _StatesOfOwners(defaultdict[Tensor, Any]):
+    """Refuses to stand for the state of a parameter that another rank steps, where a method of the user's asks for it."""
+
+    keeps: Callable[[Tensor], bool] | None = None  # a copy has none
+
+    def __missing__(self, parameter: Tensor) -> Any:
+        if self.keeps is None or self.keeps(parameter):
+            return super().__missing__(parameter)
+        raise TrainError(
+            "optimizer-states",
+            f"the optimizer's states of a parameter of shape {list(parameter.shape)} are on another rank.",
+            why="each rank steps some of the parameters, and has only their states outside of `step`, `train` and `eval`",
+            fix="use them in `step`; or, under zero=1 and zero=2, write `elementwise = True` into the class of the optimizer "
+            "if it treats each element by itself; or use plan={'replicate': 'auto'}",
+        )
 
 
 class ByOwners(ByParameters):

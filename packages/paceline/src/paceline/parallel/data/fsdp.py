@@ -248,7 +248,7 @@ class Units(AppliedStrategy):
             unit.reshard()
 
     @contextmanager
-    def hold_gradients(self) -> Iterator[None]:
+    def hold_gradients(self, alone: bool = False) -> Iterator[None]:
         """While it is open, backward passes accumulate whole gradients without communication.
 
         Unless hooks of the script's wait for the gradients of each pass.
@@ -483,7 +483,7 @@ def _versions(model: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def refuse_copies(model: nn.Module) -> None:
-    """Replaces the bare AssertionError with which FSDP2 refuses `copy.deepcopy` of a sharded model by an error with a fix.
+    """Replaces the bare errors and the crash with which torch refuses copies of a sharded model by an error with a fix.
 
     Args:
         model: after `fully_shard`, which gives each unit a class of its own; the method is set on these classes.
@@ -492,16 +492,17 @@ def refuse_copies(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            type(module).__deepcopy__ = _refuse_copy  # type: ignore[attr-defined]
+            for method in ("__deepcopy__", "__reduce_ex__", "share_memory"):
+                setattr(type(module), method, _refuse_copy)
 
 
-def _refuse_copy(module: nn.Module, memo: dict[int, object]) -> NoReturn:
+def _refuse_copy(module: nn.Module, *_: object) -> NoReturn:
     name = type(module).__name__.removeprefix("FSDP")
     raise PrepareError(
         "model-copy",
-        f"a {name} whose parameters are divided over ranks cannot be copied.",
+        f"a {name} whose parameters are divided over ranks cannot be copied, pickled or shared with other processes.",
         why="each rank holds shards of them, and only this model can gather them",
-        fix="copy it before `prepare`, and prepare the copy too: "
+        fix="save `accelerator.get_state_dict(model)`; or copy it before `prepare`, and prepare the copy too: "
         "`model, average, optimizer = accelerator.prepare(model, average, optimizer)`",
     )
 

@@ -87,6 +87,7 @@ class Reducer(AppliedStrategy):
         # A pipeline holds gradients in the middle of a batch, where no hook is to see them.
         self._is_stage = context.runner is not None
         self._holding = 0
+        self._is_alone = False  # see `hold_gradients`
         self._failed = False
         self._ended = False  # the last backward pass has ended with a reduction: `finish_reduction` has nothing to do
         self._pass = -1  # the number of the backward pass at whose end the window is reduced
@@ -269,18 +270,37 @@ class Reducer(AppliedStrategy):
     # -- backward ------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def hold_gradients(self) -> Iterator[None]:
-        """While it is open, gradients accumulate in `.grad`, and are not reduced unless hooks of the user's wait for them."""
+    def hold_gradients(self, alone: bool = False) -> Iterator[None]:
+        """While it is open, nothing is reduced, unless hooks of the user's wait for the mean gradients.
+
+        Args:
+            alone: whether this rank takes steps of its own, so that hooks get its own gradients.
+        """
         self._take_hooks()
         self._holding += 1
         self._ended = False
+        before, self._is_alone = self._is_alone, self._is_alone or alone
         try:
             yield
         finally:
             self._holding -= 1
-        # A schedule holds gradients inside of a window, too, and has ended.
-        if self._is_stage and self._holding and self._has_hooks():
+            # A schedule holds gradients inside of a window, too, and has ended.
+            if self._is_stage and self._holding and self._has_hooks():
+                self._end_held()
+            self._is_alone = before
+
+    def _end_held(self) -> None:
+        """Ends a pass whose gradients are held, for the hooks of the user's."""
+        if not self._is_alone:
             self._reduce()
+            return
+        used = [slot for slot in self._planned if slot.fresh and slot.has_hooks]
+        for slot in used:
+            slot.fresh = False  # the next pass has a gradient of its own
+            if slot.hooks is not None:
+                slot.hooks.call()
+                slot.hooks.put_back()
+        _call_later_hooks(used)
 
     def leave_to_finish(self, is_left: bool) -> None:
         """Says whether `finish_reduction` follows the backward passes from now on.
@@ -348,7 +368,7 @@ class Reducer(AppliedStrategy):
             return
         if self._before_waiting is not None:
             self._before_waiting()
-        self._reduce()
+        self._end_held() if self._holding else self._reduce()
         self._ended = True
 
     def backward_failed(self) -> None:
@@ -447,10 +467,7 @@ class Reducer(AppliedStrategy):
         if len(used) < len(self._planned):
             self._put_unused(used)
         self._reset()
-        # The user's hooks on gradients that are means now.
-        for slot in used:
-            for hook in list(slot.later.values()):
-                hook(slot.parameter)
+        _call_later_hooks(used)
         self._send_buffers()
 
     def _put_unused(self, used: Sequence[Slot]) -> None:
@@ -625,6 +642,13 @@ class Reducer(AppliedStrategy):
 def reducers(applied: Iterable[AppliedStrategy]) -> list[Reducer]:
     """Returns those of applied strategies that reduce gradients of whole parameters."""
     return [each for each in applied if isinstance(each, Reducer)]
+
+
+def _call_later_hooks(used: Iterable[Slot]) -> None:
+    """Calls the user's hooks on gradients that are final now."""
+    for slot in used:
+        for hook in list(slot.later.values()):
+            hook(slot.parameter)
 
 
 class ReducerHook:
