@@ -165,16 +165,6 @@ def modules() -> dict[str, frozenset[str]]:
     return listed(Path(__file__).with_name("names.txt"))
 
 
-def replaceable() -> dict[str, list[str]]:
-    """Maps functions of ours that scripts may replace to the other modules of ours that call them."""
-    from paceline_deepspeed.callers import REPLACEABLE  # few scripts replace any
-
-    callers = {}
-    for function, modules_of_ours in REPLACEABLE.items():
-        callers[f"{_HERE}.{function}"] = [f"{_HERE}.{module}" for module in modules_of_ours.split()]
-    return callers
-
-
 def imported_with(package: str) -> frozenset[str]:
     """Returns nothing: `from deepspeed import *` gives names and no modules."""
     return frozenset()

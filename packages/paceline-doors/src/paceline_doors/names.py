@@ -37,12 +37,6 @@ class Names(Protocol):
     def carried(self) -> dict[str, str]:
         """Maps each name to the "module:attribute" of ours that stands for it; a name with its module before one without."""
 
-    def replaceable(self) -> dict[str, list[str]]:
-        """Maps functions, as "module:name" of ours, to the other modules of ours that call them.
-
-        A function that a script puts in the place of one of them is called by these modules too.
-        """
-
     def after_install(self, *, newly: bool, found_before: bool) -> None:
         """Does what follows when its names are served.
 

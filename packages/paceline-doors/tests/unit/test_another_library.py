@@ -38,10 +38,6 @@ def carried():
     return {"work": "toy_names.work:work"}
 
 
-def replaceable():
-    return {}
-
-
 def after_install(*, newly, found_before):
     pass
 
