@@ -14,7 +14,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from paceline_doors.names import listed
+from paceline_doors.names import first_way, listed, targets
 
 VERSION = "1.15.0"
 ABOUT: dict[str, object] = {}
@@ -169,7 +169,7 @@ _CARRIED = {
 
 # The modules that accelerate imports with a package, so that `from accelerate import *` gives them too. It leaves out others:
 # the names `deepspeed` and `rich` would hide other libraries.
-_IMPORTED_WITH = {
+IMPORTED_WITH = {
     "accelerate": """accelerator big_modeling checkpointing commands data_loader hooks inference launchers logging optimizer
         parallelism_config scheduler state tracking utils""",
     "accelerate.utils": """ao bnb constants dataclasses environment fsdp_utils imports launch megatron_lm memory modeling
@@ -254,11 +254,6 @@ def modules() -> dict[str, frozenset[str]]:
     return listed(Path(__file__).with_name("names.txt"))
 
 
-def imported_with(package: str) -> frozenset[str]:
-    """Names of the modules that importing a package imports too."""
-    return frozenset(_IMPORTED_WITH.get(package, "").split())
-
-
 @cache
 def imports() -> dict[str, dict[str, str]]:
     """Maps each module of accelerate to the modules of others that it imports: the name in it -> the module's full name."""
@@ -273,11 +268,7 @@ def imports() -> dict[str, dict[str, str]]:
 @cache
 def carried() -> dict[str, str]:
     """Maps each name of theirs to "module:name" of ours."""
-    sources = {}
-    for module, names in _CARRIED.items():
-        for pair in names.split():
-            theirs, _, ours = pair.partition("=")
-            sources[theirs] = f"{module}:{ours or theirs}"
+    sources = targets(_CARRIED)
     for module in ("accelerator", "checkpointing", "data_loader", "tracking", "utils.fsdp_utils", "utils.other"):
         sources[f"accelerate.{module}.logger"] = f"{_HERE}.rank_logger:accelerate.{module}"
     # `is_wandb_available`, `require_wandb` and their like are all answered by one module each.
@@ -292,7 +283,4 @@ def carried() -> dict[str, str]:
 
 def native_way(name: str) -> tuple[str, str]:
     """Returns why a name, given with its module, is not carried, and what to do instead."""
-    for pattern, why, fix in _NATIVE_WAYS:
-        if re.search(pattern, name):
-            return why, fix
-    return _DEFAULT_WAY
+    return first_way(name, _NATIVE_WAYS, _DEFAULT_WAY)

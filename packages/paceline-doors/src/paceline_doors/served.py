@@ -145,7 +145,7 @@ class Server(importlib.metadata.DistributionFinder, Loader):
 
     def names_of(self, module: str) -> list[str]:
         """Lists the names of a module, and the modules that are imported with it."""
-        return sorted(self.modules[module] | self._names.imported_with(module))
+        return sorted(self.modules[module].union(self._names.IMPORTED_WITH.get(module, "").split()))
 
     def _no_such_name(self, module: str, name: str) -> str:
         hint = ""

@@ -20,14 +20,11 @@ NAMES = """
 VERSION = "2.0"
 ABOUT = {"__author__": "somebody"}
 COMMANDS = {"toy": "toy_names.work:main"}
+IMPORTED_WITH = {"toy": "toy"}
 
 
 def modules():
     return {"toy": frozenset({"work", "rest"})}
-
-
-def imported_with(package):
-    return frozenset({package})
 
 
 def imports():
