@@ -49,11 +49,13 @@ _CARRIED = {
         find_first_last_linear_layers fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict
         fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
         get_parameters_from_modules""",
-    f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
-        load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer""",
+    f"{_HERE}.sharded": "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer",
+    f"{_HERE}.divided_models": "model_has_dtensor=is_divided",
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
         DynamoBackend EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
-    f"{_HERE}.state": "AcceleratorState PartialState ThreadLocalSharedDict do_nothing is_initialized",
+    # Every rank builds the model, and a model on the meta device takes no memory until it is prepared.
+    f"{_HERE}.state": """AcceleratorState PartialState ThreadLocalSharedDict do_nothing is_initialized
+        disable_fsdp_ram_efficient_loading=do_nothing enable_fsdp_ram_efficient_loading=do_nothing""",
     f"{_HERE}.data_loader": "prepare_data_loader skip_first_batches",
     f"{_HERE}.loader_classes": """DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin
         SkipDataLoader""",
