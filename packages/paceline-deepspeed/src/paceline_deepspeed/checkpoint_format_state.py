@@ -21,6 +21,7 @@ from paceline.checkpoint.weights.model import saved_names_of
 from paceline.checkpoint.weights.sources import TensorWeights, Weights
 from paceline_deepspeed.checkpoint_format_files import Pieces
 from paceline_deepspeed.checkpoint_format_universal import open_folder
+from paceline_deepspeed.module_state import COUNTERS, KEY
 from paceline_doors.state_translation import StateTranslation
 
 _KINDS = frozenset({"models", "optimizers", "schedulers", "scaler"})
@@ -143,7 +144,7 @@ class DeepSpeedReader:
     def _set_counters(self) -> None:
         first = self._saved.first
         run = self._translation.state.run.state_dict()
-        counters = {name: first.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")}
+        counters = {name: first.get(name, 0) for name in COUNTERS}
         # As the engine's `save_checkpoint` keeps them in a checkpoint of ours.
         engine_state = {
             "counters": counters,
@@ -152,7 +153,7 @@ class DeepSpeedReader:
         }
         # DeepSpeed counts steps that were skipped for an overflow too, and the run here does not.
         step = counters["global_steps"] - counters["skipped_steps"]
-        extra = {**run["extra"], "deepspeed": engine_state}
+        extra = {**run["extra"], KEY: engine_state}
         self._translation.set("run", {**run, "step": step, "micro_step": 0, "extra": extra})
 
 
