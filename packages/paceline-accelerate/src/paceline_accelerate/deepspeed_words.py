@@ -32,7 +32,7 @@ _MSAMP = "MS-AMP is not carried: `mixed_precision: fp8` multiplies in float8 by 
 
 
 @dataclass(frozen=True)
-class Field:
+class PluginField:
     """A field of accelerate's for DeepSpeed.
 
     Attributes:
@@ -56,34 +56,34 @@ class Field:
     default: Any = None
 
 
-def _zero(name: str, key: str, parse: Callable[[str], Any] = str, default: Any = "none") -> Field:
+def _zero(name: str, key: str, parse: Callable[[str], Any] = str, default: Any = "none") -> PluginField:
     variable = f"ACCELERATE_DEEPSPEED_{name.upper()}"
-    return Field(name, f"zero_optimization.{key}", variable, takes=True, parse=parse, default=default)
+    return PluginField(name, f"zero_optimization.{key}", variable, takes=True, parse=parse, default=default)
 
 
 ROWS = (
-    Field("use_deepspeed", variable="ACCELERATE_USE_DEEPSPEED", takes=False),
+    PluginField("use_deepspeed", variable="ACCELERATE_USE_DEEPSPEED", takes=False),
     _zero("zero_stage", "stage", int, 2),
-    Field("gradient_accumulation_steps", "gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-          parse=int, default="auto"),
-    Field("gradient_clipping", "gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", parse=float, default="auto"),
+    PluginField("gradient_accumulation_steps", "gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+                parse=int, default="auto"),
+    PluginField("gradient_clipping", "gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", parse=float, default="auto"),
     _zero("offload_optimizer_device", "offload_optimizer.device"),
     _zero("offload_param_device", "offload_param.device"),
     _zero("offload_optimizer_nvme_path", "offload_optimizer.nvme_path"),
     _zero("offload_param_nvme_path", "offload_param.nvme_path"),
-    Field("zero3_init_flag", variable="ACCELERATE_DEEPSPEED_ZERO3_INIT", takes=True),
+    PluginField("zero3_init_flag", variable="ACCELERATE_DEEPSPEED_ZERO3_INIT", takes=True),
     _zero("zero3_save_16bit_model", "stage3_gather_16bit_weights_on_model_save", parse_bool, False),
-    Field("deepspeed_config_file", variable="ACCELERATE_DEEPSPEED_CONFIG_FILE", takes=True, attribute="hf_ds_config",
-          parse=str),
-    Field("deepspeed_multinode_launcher", takes=True, idle=_LAUNCHED),
-    Field("deepspeed_moe_layer_cls_names", variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", takes=True, idle=_UNITS,
-          attribute="transformer_moe_cls_names", parse=str),
-    Field("deepspeed_hostfile", idle=_LAUNCHED),
-    Field("deepspeed_exclusion_filter", idle=_LAUNCHED),
-    Field("deepspeed_inclusion_filter", idle=_LAUNCHED),
-    Field("is_train_batch_min", idle="loaders keep the batch size that the script gives them"),
-    Field("enable_msamp", idle=_MSAMP, parse=parse_bool, default=False),
-    Field("msamp_opt_level", idle=_MSAMP, parse=str, default="O1"),
+    PluginField("deepspeed_config_file", variable="ACCELERATE_DEEPSPEED_CONFIG_FILE", takes=True, attribute="hf_ds_config",
+                parse=str),
+    PluginField("deepspeed_multinode_launcher", takes=True, idle=_LAUNCHED),
+    PluginField("deepspeed_moe_layer_cls_names", variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", takes=True, idle=_UNITS,
+                attribute="transformer_moe_cls_names", parse=str),
+    PluginField("deepspeed_hostfile", idle=_LAUNCHED),
+    PluginField("deepspeed_exclusion_filter", idle=_LAUNCHED),
+    PluginField("deepspeed_inclusion_filter", idle=_LAUNCHED),
+    PluginField("is_train_batch_min", idle="loaders keep the batch size that the script gives them"),
+    PluginField("enable_msamp", idle=_MSAMP, parse=parse_bool, default=False),
+    PluginField("msamp_opt_level", idle=_MSAMP, parse=str, default="O1"),
 )  # fmt: skip
 FIELDS = {row.name: row.key for row in ROWS if row.key}
 IDLE = {name: row.idle for row in ROWS for name in (row.name, row.attribute) if name and row.idle}
