@@ -14,7 +14,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-from paceline_doors.names import listed
+from paceline_doors.names import first_way, listed, targets
 
 VERSION = "1.15.0"
 ABOUT: dict[str, object] = {}
@@ -49,11 +49,13 @@ _CARRIED = {
         find_first_last_linear_layers fsdp2_apply_ac fsdp2_canonicalize_names fsdp2_load_full_state_dict
         fsdp2_prepare_auto_wrap_policy fsdp2_prepare_model fsdp2_switch_optimizer_parameters get_fsdp2_grad_scaler
         get_parameters_from_modules""",
-    f"{_HERE}.sharded": """disable_fsdp_ram_efficient_loading enable_fsdp_ram_efficient_loading
-        load_fsdp_model load_fsdp_optimizer merge_fsdp_weights model_has_dtensor save_fsdp_model save_fsdp_optimizer""",
+    f"{_HERE}.sharded": "load_fsdp_model load_fsdp_optimizer merge_fsdp_weights save_fsdp_model save_fsdp_optimizer",
+    f"{_HERE}.divided_models": "model_has_dtensor=is_divided",
     f"{_HERE}.kinds": """BaseEnum ComputeEnvironment CustomDtype DDPCommunicationHookType DistributedType
         DynamoBackend EnumWithContains FP8BackendType LoggerType PrecisionType RNGType SageMakerDistributedType""",
-    f"{_HERE}.state": "AcceleratorState PartialState ThreadLocalSharedDict do_nothing is_initialized",
+    # Every rank builds the model, and a model on the meta device takes no memory until it is prepared.
+    f"{_HERE}.state": """AcceleratorState PartialState ThreadLocalSharedDict do_nothing is_initialized
+        disable_fsdp_ram_efficient_loading=do_nothing enable_fsdp_ram_efficient_loading=do_nothing""",
     f"{_HERE}.data_loader": "prepare_data_loader skip_first_batches",
     f"{_HERE}.loader_classes": """DataLoaderAdapter DataLoaderDispatcher DataLoaderShard DataLoaderStateMixin
         SkipDataLoader""",
@@ -169,7 +171,7 @@ _CARRIED = {
 
 # The modules that accelerate imports with a package, so that `from accelerate import *` gives them too. It leaves out others:
 # the names `deepspeed` and `rich` would hide other libraries.
-_IMPORTED_WITH = {
+IMPORTED_WITH = {
     "accelerate": """accelerator big_modeling checkpointing commands data_loader hooks inference launchers logging optimizer
         parallelism_config scheduler state tracking utils""",
     "accelerate.utils": """ao bnb constants dataclasses environment fsdp_utils imports launch megatron_lm memory modeling
@@ -254,21 +256,6 @@ def modules() -> dict[str, frozenset[str]]:
     return listed(Path(__file__).with_name("names.txt"))
 
 
-def replaceable() -> dict[str, list[str]]:
-    """Maps functions of ours that scripts may replace to the other modules of ours that call them."""
-    from paceline_accelerate.callers import REPLACEABLE  # few scripts replace any
-
-    callers = {}
-    for function, modules_of_ours in REPLACEABLE.items():
-        callers[f"{_HERE}.{function}"] = [f"{_HERE}.{module}" for module in modules_of_ours.split()]
-    return callers
-
-
-def imported_with(package: str) -> frozenset[str]:
-    """Names of the modules that importing a package imports too."""
-    return frozenset(_IMPORTED_WITH.get(package, "").split())
-
-
 @cache
 def imports() -> dict[str, dict[str, str]]:
     """Maps each module of accelerate to the modules of others that it imports: the name in it -> the module's full name."""
@@ -283,11 +270,7 @@ def imports() -> dict[str, dict[str, str]]:
 @cache
 def carried() -> dict[str, str]:
     """Maps each name of theirs to "module:name" of ours."""
-    sources = {}
-    for module, names in _CARRIED.items():
-        for pair in names.split():
-            theirs, _, ours = pair.partition("=")
-            sources[theirs] = f"{module}:{ours or theirs}"
+    sources = targets(_CARRIED)
     for module in ("accelerator", "checkpointing", "data_loader", "tracking", "utils.fsdp_utils", "utils.other"):
         sources[f"accelerate.{module}.logger"] = f"{_HERE}.rank_logger:accelerate.{module}"
     # `is_wandb_available`, `require_wandb` and their like are all answered by one module each.
@@ -302,7 +285,4 @@ def carried() -> dict[str, str]:
 
 def native_way(name: str) -> tuple[str, str]:
     """Returns why a name, given with its module, is not carried, and what to do instead."""
-    for pattern, why, fix in _NATIVE_WAYS:
-        if re.search(pattern, name):
-            return why, fix
-    return _DEFAULT_WAY
+    return first_way(name, _NATIVE_WAYS, _DEFAULT_WAY)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from paceline_accelerate.host import get_current_device_type
 from paceline_accelerate.state import AcceleratorState
 
 
@@ -29,6 +30,5 @@ def get_mixed_precision_context_manager(
 
 def get_grad_scaler(distributed_type: Any = None, **kwargs: Any) -> torch.amp.GradScaler:
     """torch's gradient scaler for the accelerator of this host; without one it is switched off, as torch says."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    device_type = "cuda" if accelerator is None else accelerator.type
+    device_type, _ = get_current_device_type()
     return torch.amp.GradScaler(device_type, **kwargs)

@@ -29,8 +29,8 @@ from paceline.checkpoint.store import Store
 from paceline.checkpoint.weights.model import without_wrappers
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped, read_whole
+from paceline_accelerate.checkpoint_format import RECORD, STREAMS_OF_RANK_0
 from paceline_accelerate.checkpoint_functions import file_name
-from paceline_accelerate.folder_names import RECORD, STREAMS_OF_RANK_0
 from paceline_doors.state_translation import StateTranslation
 
 # Names of files and folders; a group is the number of the model, the optimizer and so on.
@@ -156,12 +156,9 @@ class AccelerateReader:
                 parameter = names[key]
                 encoded[parameter] = self._encode(state, f"optimizers/{name}/{parameter}")
         other = {key: state for key, state in states.items() if key not in names}
-        group_numbers: dict[str, int] = {}
-        for group_number, group in enumerate(groups):
-            for key in group["params"]:
-                group_numbers[names[key]] = group_number
+        members = [[names[key] for key in group["params"]] for group in groups]
         here = self._optimizers.get(name)
-        self._translation.add_optimizer(name, here, groups, group_numbers, encoded, other=other, extra=state_dict)
+        self._translation.add_optimizer(name, here, groups, members, encoded, other=other, extra=state_dict)
         # The number of optimizer steps stands nowhere else in the folder.
         for state in encoded.values():
             step = self._translation.number(state.get("step"))

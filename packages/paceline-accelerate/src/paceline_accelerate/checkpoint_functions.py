@@ -15,6 +15,7 @@ import torch
 
 from paceline.checkpoint.agree import WriterPeers
 from paceline.checkpoint.files import load_object, save_object
+from paceline_accelerate.host import own_device
 from paceline_accelerate.surroundings import load, writes_files
 from paceline_accelerate.wrapping import clean_state_dict_for_safetensors
 
@@ -79,23 +80,18 @@ def random_streams(step: int, device_type: str | None = None) -> dict[str, Any]:
         "numpy_random_seed": np.random.get_state(),
         "torch_manual_seed": torch.get_rng_state(),
     }
-    device_type = device_type or _own_device_type()
+    device_type = device_type or own_device().type
     if device_type != "cpu":
         streams[f"torch_{device_type}_manual_seed"] = torch.get_device_module(device_type).get_rng_state_all()
     return streams
 
 
-def _own_device_type() -> str:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
-
-
-def set_random_streams(streams: dict[str, Any], device_type: str | None = None) -> None:
+def set_random_streams(streams: dict[str, Any]) -> None:
     """Sets this process's random streams to states that `random_streams` returned."""
     random.setstate(streams["random_state"])
     np.random.set_state(streams["numpy_random_seed"])
     torch.set_rng_state(streams["torch_manual_seed"])
-    device_type = device_type or _own_device_type()
+    device_type = own_device().type
     device_states = streams.get(f"torch_{device_type}_manual_seed")
     if device_states is not None:
         torch.get_device_module(device_type).set_rng_state_all(device_states)

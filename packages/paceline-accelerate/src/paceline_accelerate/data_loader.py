@@ -39,6 +39,7 @@ from paceline_accelerate.samplers import (
     unequal_parts,
 )
 from paceline_accelerate.state import PartialState
+from paceline_accelerate.stateful_loader import KEYWORDS
 
 
 def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
@@ -51,17 +52,11 @@ def skip_first_batches(dataloader: Any, num_batches: int = 0) -> Any:
     if isinstance(dataloader, PreparedLoader):
         return SkippedLoader(dataloader, num_batches)
     if isinstance(dataloader.dataset, IterableDataset):
-        keywords = {name: getattr(dataloader, name) for name in _KEYWORDS}
+        keywords = {name: getattr(dataloader, name) for name in ("batch_size", "drop_last", *KEYWORDS)}
         return SkipDataLoader(dataloader.dataset, skip_batches=num_batches, **keywords)
     if dataloader.batch_sampler is None:
         return copy_with(dataloader, {"sampler": SkipBatchSampler(dataloader.sampler, num_batches)})
     return copy_with(dataloader, {"batch_sampler": SkipBatchSampler(dataloader.batch_sampler, num_batches)})
-
-
-_KEYWORDS = (
-    "batch_size", "drop_last", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn",
-    "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers",
-)  # fmt: skip
 
 
 def prepare_data_loader(

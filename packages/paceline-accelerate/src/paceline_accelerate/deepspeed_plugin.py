@@ -13,10 +13,9 @@ import copy
 import importlib.util
 import math
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any
 
 from paceline.base import env as environment
@@ -24,30 +23,8 @@ from paceline.base.errors import ConfigError
 from paceline.base.log import warn_once
 from paceline.config.given import Given
 from paceline_accelerate.deepspeed_config import HfDeepSpeedConfig, without_auto
-from paceline_accelerate.deepspeed_words import FIELDS, VARIABLES, said_by
+from paceline_accelerate.deepspeed_words import FIELDS, ROWS, VARIABLES, said_by
 from paceline_accelerate.kinds import DistributedType
-
-# Field -> (function that parses the text of its variable, default if neither the script nor a variable gives a value).
-_FILLED: Mapping[str, tuple[Callable[[str], Any], Any]] = MappingProxyType({
-    "gradient_accumulation_steps": (int, "auto"),
-    "gradient_clipping": (float, "auto"),
-    "zero_stage": (int, 2),
-    "offload_optimizer_device": (str, "none"),
-    "offload_param_device": (str, "none"),
-    "offload_optimizer_nvme_path": (str, "none"),
-    "offload_param_nvme_path": (str, "none"),
-    "zero3_save_16bit_model": (environment.parse_bool, False),
-    "hf_ds_config": (str, None),
-    "transformer_moe_cls_names": (str, None),
-    "enable_msamp": (environment.parse_bool, False),
-    "msamp_opt_level": (str, "O1"),
-})  # fmt: skip
-# The plugin's names for two of the fields differ from those of the launcher's file.
-_VARIABLES = {
-    **VARIABLES,
-    "hf_ds_config": VARIABLES["deepspeed_config_file"],
-    "transformer_moe_cls_names": VARIABLES["deepspeed_moe_layer_cls_names"],
-}
 
 
 @dataclass
@@ -106,16 +83,18 @@ class DeepSpeedPlugin:
         """Fills fields that are None; returns the values that the script or a variable gave, each with its source."""
         env = environment.snapshot()
         given = []
-        for name, (parse, default) in _FILLED.items():
-            variable = _VARIABLES.get(name, "")
-            text = env.get(variable, "")
+        for row in ROWS:
+            if row.parse is None:
+                continue
+            name = row.attribute or row.name
+            text = env.get(row.variable, "")
             if getattr(self, name) is not None:
                 given.append(Given(name, getattr(self, name), "code", f"DeepSpeedPlugin({name}=...)"))
             elif text and text not in ("none", "auto"):
-                setattr(self, name, parse(text))
-                given.append(Given(name, getattr(self, name), "environment", variable))
+                setattr(self, name, row.parse(text))
+                given.append(Given(name, getattr(self, name), "environment", row.variable))
             else:
-                setattr(self, name, default)
+                setattr(self, name, row.default)
         return given
 
     def _config_of_fields(self) -> dict[str, Any]:

@@ -9,11 +9,11 @@ The fields are those of `DeepSpeedPlugin`, of flags and of the block `deepspeed_
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
-from types import MappingProxyType
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
+from paceline.base.env import parse_bool
 from paceline.base.errors import Problem, short_repr
 from paceline.base.parts import require
 from paceline.config.dialects import HANDED_ON, Translation
@@ -24,56 +24,73 @@ if TYPE_CHECKING:
     from paceline_deepspeed.config import DeepSpeedConfig
     from paceline_deepspeed.config.text import JsonBlock
 
-_ZERO = "zero_optimization"
-# Field -> dotted name of DeepSpeed's key.
-FIELDS: Mapping[str, str] = MappingProxyType({
-    "zero_stage": f"{_ZERO}.stage",
-    "gradient_accumulation_steps": "gradient_accumulation_steps",
-    "gradient_clipping": "gradient_clipping",
-    "offload_optimizer_device": f"{_ZERO}.offload_optimizer.device",
-    "offload_param_device": f"{_ZERO}.offload_param.device",
-    "offload_optimizer_nvme_path": f"{_ZERO}.offload_optimizer.nvme_path",
-    "offload_param_nvme_path": f"{_ZERO}.offload_param.nvme_path",
-    "zero3_save_16bit_model": f"{_ZERO}.stage3_gather_16bit_weights_on_model_save",
-})  # fmt: skip
 # Fields that name a DeepSpeed config, in accelerate's file and in the plugin.
 FILES = ("deepspeed_config_file", "hf_ds_config")
 _LAUNCHED = "`paceline launch --nodes`, or --hostfile, says where a run takes place"
-# Field -> why it has no effect.
-IDLE: Mapping[str, str] = MappingProxyType({
-    "is_train_batch_min": "loaders keep the batch size that the script gives them",
-    "transformer_moe_cls_names": "units are found by themselves",
-    "deepspeed_moe_layer_cls_names": "units are found by themselves",
-    "deepspeed_multinode_launcher": _LAUNCHED,
-    "deepspeed_hostfile": _LAUNCHED,
-    "deepspeed_exclusion_filter": _LAUNCHED,
-    "deepspeed_inclusion_filter": _LAUNCHED,
-    "enable_msamp": "MS-AMP is not carried: `mixed_precision: fp8` multiplies in float8 by torchao",
-    "msamp_opt_level": "MS-AMP is not carried: `mixed_precision: fp8` multiplies in float8 by torchao",
-})  # fmt: skip
-# Values of such fields that the files of `accelerate config` and trl have by default.
-USUAL: Mapping[str, str] = MappingProxyType({"deepspeed_multinode_launcher": "standard"})
-# accelerate's variables for the fields of its plugin: the launcher sets them, and a plugin that a script makes reads them.
-VARIABLES: Mapping[str, str] = MappingProxyType({
-    "use_deepspeed": "ACCELERATE_USE_DEEPSPEED",
-    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
-    "gradient_clipping": "ACCELERATE_GRADIENT_CLIPPING",
-    "zero_stage": "ACCELERATE_DEEPSPEED_ZERO_STAGE",
-    "offload_optimizer_device": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
-    "offload_param_device": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
-    "offload_optimizer_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH",
-    "offload_param_nvme_path": "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH",
-    "zero3_init_flag": "ACCELERATE_DEEPSPEED_ZERO3_INIT",
-    "zero3_save_16bit_model": "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL",
-    "deepspeed_config_file": "ACCELERATE_DEEPSPEED_CONFIG_FILE",
-    "deepspeed_moe_layer_cls_names": "ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES",
-})  # fmt: skip
+_UNITS = "units are found by themselves"
+_MSAMP = "MS-AMP is not carried: `mixed_precision: fp8` multiplies in float8 by torchao"
 
-# Its flags for `accelerate launch`, and whether a value follows.
-_WITH_VALUE = """zero_stage offload_optimizer_device offload_param_device offload_optimizer_nvme_path
-    offload_param_nvme_path zero3_init_flag zero3_save_16bit_model deepspeed_config_file deepspeed_multinode_launcher
-    deepspeed_moe_layer_cls_names"""
-FLAGS: Mapping[str, bool] = MappingProxyType({"use_deepspeed": False, **dict.fromkeys(_WITH_VALUE.split(), True)})
+
+@dataclass(frozen=True)
+class PluginField:
+    """A field of accelerate's for DeepSpeed.
+
+    Attributes:
+        name: as a flag of `accelerate launch`, and in a file.
+        key: dotted name of DeepSpeed's key.
+        variable: accelerate's, which the launcher sets, and which a plugin that a script makes reads.
+        takes: whether a value follows the flag; None for what is no flag.
+        idle: why it has no effect.
+        attribute: name in the plugin, where that is another.
+        parse: reads the text of the variable, for a field that a plugin fills; None for others.
+        default: of such a field, if neither the script nor the variable gives a value.
+    """
+
+    name: str
+    key: str = ""
+    variable: str = ""
+    takes: bool | None = None
+    idle: str = ""
+    attribute: str = ""
+    parse: Callable[[str], Any] | None = None
+    default: Any = None
+
+
+def _zero(name: str, key: str, parse: Callable[[str], Any] = str, default: Any = "none") -> PluginField:
+    variable = f"ACCELERATE_DEEPSPEED_{name.upper()}"
+    return PluginField(name, f"zero_optimization.{key}", variable, takes=True, parse=parse, default=default)
+
+
+ROWS = (
+    PluginField("use_deepspeed", variable="ACCELERATE_USE_DEEPSPEED", takes=False),
+    _zero("zero_stage", "stage", int, 2),
+    PluginField("gradient_accumulation_steps", "gradient_accumulation_steps", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+                parse=int, default="auto"),
+    PluginField("gradient_clipping", "gradient_clipping", "ACCELERATE_GRADIENT_CLIPPING", parse=float, default="auto"),
+    _zero("offload_optimizer_device", "offload_optimizer.device"),
+    _zero("offload_param_device", "offload_param.device"),
+    _zero("offload_optimizer_nvme_path", "offload_optimizer.nvme_path"),
+    _zero("offload_param_nvme_path", "offload_param.nvme_path"),
+    PluginField("zero3_init_flag", variable="ACCELERATE_DEEPSPEED_ZERO3_INIT", takes=True),
+    _zero("zero3_save_16bit_model", "stage3_gather_16bit_weights_on_model_save", parse_bool, False),
+    PluginField("deepspeed_config_file", variable="ACCELERATE_DEEPSPEED_CONFIG_FILE", takes=True, attribute="hf_ds_config",
+                parse=str),
+    PluginField("deepspeed_multinode_launcher", takes=True, idle=_LAUNCHED),
+    PluginField("deepspeed_moe_layer_cls_names", variable="ACCELERATE_DEEPSPEED_MOE_LAYER_CLS_NAMES", takes=True, idle=_UNITS,
+                attribute="transformer_moe_cls_names", parse=str),
+    PluginField("deepspeed_hostfile", idle=_LAUNCHED),
+    PluginField("deepspeed_exclusion_filter", idle=_LAUNCHED),
+    PluginField("deepspeed_inclusion_filter", idle=_LAUNCHED),
+    PluginField("is_train_batch_min", idle="loaders keep the batch size that the script gives them"),
+    PluginField("enable_msamp", idle=_MSAMP, parse=parse_bool, default=False),
+    PluginField("msamp_opt_level", idle=_MSAMP, parse=str, default="O1"),
+)  # fmt: skip
+FIELDS = {row.name: row.key for row in ROWS if row.key}
+IDLE = {name: row.idle for row in ROWS for name in (row.name, row.attribute) if name and row.idle}
+VARIABLES = {row.name: row.variable for row in ROWS if row.variable}
+FLAGS = {row.name: row.takes for row in ROWS if row.takes is not None}
+# Values of fields without effect that the files of `accelerate config` and trl have by default.
+USUAL = {"deepspeed_multinode_launcher": "standard"}
 
 
 def from_flags(flags: Sequence[Given]) -> Translation:

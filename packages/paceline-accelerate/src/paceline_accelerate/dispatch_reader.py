@@ -13,12 +13,12 @@ from paceline.data.feed import NOTHING, GlobalBatch
 from paceline.plan.data import DataPlan, Position
 from paceline.world.tree import first_rows
 from paceline_accelerate.errors import CompatRuntimeError
-from paceline_accelerate.loader_feed import RankPart, SamplerFeed, draw_seed, first_unread
+from paceline_accelerate.loader_feed import FixedBatches, RankPart, SamplerFeed, draw_seed, first_unread
 from paceline_accelerate.nested import concatenate, slice_tensors
 from paceline_accelerate.sample_order import runs
 
 
-class DispatchReader:
+class DispatchReader(FixedBatches):
     """Reads the batches of all processes on the first one, for `DispatchFeed`.
 
     A step's batches are joined and cut into equal runs; a short end is filled with the epoch's first rows.
@@ -30,8 +30,6 @@ class DispatchReader:
         drop_last: leaves out a last step that has fewer batches.
         slice_fn: cuts a joined batch: (batch, slice, process_index=, num_processes=).
     """
-
-    group = 0
 
     def __init__(
         self,
@@ -132,17 +130,6 @@ class DispatchReader:
         """Sets the seed of the feed's samplers."""
         self.feed.reseed(seed)
 
-    def state(self) -> Mapping[str, Any]:
-        """Returns nothing: accelerate's loaders save the streams themselves."""
-        return NOTHING
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Does nothing, see `state`."""
-
-    def replan(self, global_batch: int, group: int) -> bool:
-        """Refuses a new size of the global batch: under accelerate a process's batch has the size that the script chose."""
-        return False
-
     def steps(self, epoch: int) -> int:
         """Returns the number of steps of an epoch, by the length of the loader that is read."""
         full, rest = divmod(self.feed.steps(epoch), self._batches_per_step)
@@ -151,10 +138,6 @@ class DispatchReader:
     def samples(self, epoch: int) -> int | None:
         """Returns the length of the dataset, or None where it has none."""
         return self.feed.samples(epoch)
-
-    def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
-        """Returns the position after `steps` steps, which counts full batches: nothing is read to see whether one is short."""
-        return Position(epoch, steps * self.plan.global_batch), {"batches": steps, "width": self.plan.width}
 
 
 def _concatenated(batches: list[Any]) -> Any:

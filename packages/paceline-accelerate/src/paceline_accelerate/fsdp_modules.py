@@ -14,10 +14,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from paceline.base.errors import CompatError
 from paceline.world.forward import override_forward
 from paceline_accelerate.errors import CompatValueError
-from paceline_accelerate.module_classes import get_module_class_from_name
+from paceline_accelerate.module_classes import classes_of_units
 from paceline_accelerate.module_tensors import find_tied_parameters
 from paceline_accelerate.surroundings import is_peft_model
 
@@ -224,41 +223,17 @@ def fsdp2_prepare_auto_wrap_policy(
     """Returns a function that says whether a module is a unit by the plugin's `auto_wrap_policy`; None if it has none.
 
     Raises:
-        CompatError: `compat-argument`, if the model has no module of a class that the plugin names.
+        CompatValueError: `compat-argument`, if the model has no module of a class that the plugin names.
     """
     # The policy is one of torch's functions, or accelerate's word for it.
     policy = getattr(fsdp2_plugin.auto_wrap_policy, "__name__", str(fsdp2_plugin.auto_wrap_policy)).lower()
     if "transformer" in policy:
-        unit_classes = _unit_classes(fsdp2_plugin, model)
+        unit_classes = classes_of_units(fsdp2_plugin, model)
         return lambda module: isinstance(module, unit_classes)
     if "size" in policy:
         min_num_params = int(fsdp2_plugin.min_num_params or 0)
         return lambda module: sum(parameter.numel() for parameter in module.parameters()) > min_num_params
     return None
-
-
-def _unit_classes(fsdp2_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Returns the classes that the plugin names, else those that a model of transformers lists as its blocks.
-
-    Raises:
-        CompatError: `compat-argument`, if the model has no module of one of them.
-    """
-    names = fsdp2_plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
-    if isinstance(names, str):
-        names = names.split(",")
-    classes: list[type[nn.Module]] = []
-    missing: list[str] = []
-    for name in names:
-        unit_class = get_module_class_from_name(model, name)
-        if unit_class is None:
-            missing.append(name)
-        else:
-            classes.append(unit_class)
-    if missing:
-        what = f"{type(model).__name__} holds no module of the class {', '.join(missing)}."
-        why = "transformer_cls_names_to_wrap names it"
-        raise CompatError("compat-argument", what, why=why, fix="name classes of the model's own blocks")
-    return tuple(classes)
 
 
 def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
@@ -268,7 +243,7 @@ def fsdp2_apply_ac(accelerator: Accelerator, model: nn.Module) -> nn.Module:
     `activation_checkpointing` of the plugin or `recompute` of a plan is set.
 
     Raises:
-        CompatError: `compat-argument`, as `fsdp2_prepare_auto_wrap_policy`.
+        CompatValueError: `compat-argument`, as `fsdp2_prepare_auto_wrap_policy`.
     """
     is_unit = fsdp2_prepare_auto_wrap_policy(accelerator.state.fsdp_plugin, model)
     if is_unit is None:

@@ -191,20 +191,14 @@ class FullyShardedDataParallelPlugin(SaidFields):
         """Binds the wrapping policy to the classes of a model, or to the number of parameters, that the fields name.
 
         Raises:
-            ValueError: the model has none of the classes.
+            CompatValueError: `compat-argument`, if the model has no module of one of the classes.
         """
         from torch.distributed.fsdp import wrap
 
-        from paceline_accelerate.module_classes import get_module_class_from_name
+        from paceline_accelerate.module_classes import classes_of_units
 
         if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
-            names = self.transformer_cls_names_to_wrap or list(getattr(model, "_no_split_modules", None) or [])
-            classes = set()
-            for name in names:
-                layer_class = get_module_class_from_name(model, name)
-                if layer_class is None:
-                    raise ValueError(f"Could not find the transformer layer class {name} in the model.")
-                classes.add(layer_class)
+            classes = set(classes_of_units(self, model))
             self.auto_wrap_policy = functools.partial(self.auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             if self.min_num_params:
@@ -264,9 +258,7 @@ class FullyShardedDataParallelPlugin(SaidFields):
         Raises:
             ValueError: the policy is for the other version.
         """
-        kind = self._policy_kind()
-        if self.mixed_precision_policy is not None and not isinstance(self.mixed_precision_policy, kind):
-            raise ValueError(_wrong_class("mixed_precision_policy", kind, self))
+        self._check_class("mixed_precision_policy", self._policy_kind())
 
     def set_cpu_offload(self) -> None:
         """Replaces a boolean `cpu_offload` by torch's object for this version."""
@@ -289,18 +281,16 @@ class FullyShardedDataParallelPlugin(SaidFields):
         """
         from torch.distributed.fsdp import CPUOffload, OffloadPolicy
 
-        kind = CPUOffload if self.fsdp_version == 1 else OffloadPolicy
-        if self.cpu_offload is not None and not isinstance(self.cpu_offload, kind):
-            raise ValueError(_wrong_class("cpu_offload", kind, self))
+        self._check_class("cpu_offload", CPUOffload if self.fsdp_version == 1 else OffloadPolicy)
 
-
-def _wrong_class(field: str, kind: type, plugin: FullyShardedDataParallelPlugin) -> str:
-    """Returns the message for a value that is made for the other version of FSDP."""
-    value = getattr(plugin, field)
-    return (
-        f"`{field}` must be an instance of `torch.distributed.fsdp.{kind.__name__}` in FSDP{plugin.fsdp_version}, and it is "
-        f"{value!r}."
-    )
+    def _check_class(self, field: str, kind: type) -> None:
+        """Refuses a value that is made for the other version of FSDP."""
+        value = getattr(self, field)
+        if value is not None and not isinstance(value, kind):
+            raise ValueError(
+                f"`{field}` must be an instance of `torch.distributed.fsdp.{kind.__name__}` in FSDP{self.fsdp_version}, and "
+                f"it is {value!r}."
+            )
 
 
 def _is_true(value: object) -> bool:

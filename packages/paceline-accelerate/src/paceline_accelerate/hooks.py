@@ -24,6 +24,7 @@ from torch.fx import GraphModule
 
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.tree import all_on
+from paceline_accelerate.host import own_device
 from paceline_accelerate.module_tensors import (
     Device,
     TiedParamsMap,
@@ -391,7 +392,9 @@ class CpuOffload(ModelHook):
     ) -> None:
         self.prev_module_hook = prev_module_hook
         if execution_device is None:
-            execution_device = _default_device()
+            execution_device = own_device()
+            if execution_device.type != "cpu":
+                execution_device = torch.device(execution_device.type, 0)
         self.execution_device = execution_device
 
     def init_hook(self, module: nn.Module) -> nn.Module:
@@ -407,14 +410,6 @@ class CpuOffload(ModelHook):
         args = send_to_device(args, self.execution_device)
         kwargs = send_to_device(kwargs, self.execution_device)
         return args, kwargs
-
-
-def _default_device() -> torch.device:
-    if not torch.accelerator.is_available():
-        return torch.device("cpu")
-    device = torch.accelerator.current_accelerator(check_available=True)
-    assert device is not None, "one is available"
-    return torch.device(device.type, 0)
 
 
 class UserCpuOffloadHook:

@@ -338,12 +338,14 @@ class DataLoaderAdapter(PreparedLoader, DataLoader[Any]):
 
         It is -1 before the first loop, where the number is unknown, and where an incomplete last batch is dropped.
         """
-        own = -1 if not self._has_begun or self._drop_last else super().remainder
-        return self._set_by_script.get("remainder", own)
+        return self._set_by_script.get("remainder", self._own_remainder())
 
     @remainder.setter
     def remainder(self, value: int) -> None:
         self._set_by_script = {**self._set_by_script, "remainder": value}
+
+    def _own_remainder(self) -> int:
+        return -1 if not self._has_begun or self._drop_last else super().remainder
 
     @property
     def total_dataset_length(self) -> int:
@@ -505,16 +507,10 @@ class DataLoaderDispatcher(DataLoaderAdapter, DataLoaderStateMixin):
             self._newest = self.current
             yield batch
 
-    @property
-    def remainder(self) -> int:
+    def _own_remainder(self) -> int:
         """The number of real rows of the last global batch, also after the loop; -1 until that batch is the current one."""
         newest = self._newest
-        own = -1 if newest is None or not newest.last else sum(newest.real)
-        return self._set_by_script.get("remainder", own)
-
-    @remainder.setter
-    def remainder(self, value: int) -> None:
-        self._set_by_script = {**self._set_by_script, "remainder": value}
+        return -1 if newest is None or not newest.last else sum(newest.real)
 
 
 class _Dispatched(DispatchFeed):

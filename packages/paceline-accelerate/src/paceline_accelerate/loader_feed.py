@@ -65,7 +65,33 @@ class _CountedBatches:
         return RankPart(batch, RowsOfRank(runs(self._dataset.num_real, count, width), (count,) * width))
 
 
-class SamplerFeed:
+class FixedBatches:
+    """What every feed of accelerate's loaders answers alike: its batches have the sizes that the script chose.
+
+    Attributes:
+        plan: batch sizes, number of processes, index of this process, and seed.
+    """
+
+    group = 0
+    plan: DataPlan
+
+    def replan(self, global_batch: int, group: int) -> bool:
+        """Refuses a new size of the global batch: under accelerate a process's batch has the size that the script chose."""
+        return False
+
+    def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
+        """Returns the position after `steps` steps, which counts full batches: nothing is read to see whether one is short."""
+        return Position(epoch, steps * self.plan.global_batch), {"batches": steps, "width": self.plan.width}
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns nothing: accelerate's loaders save the streams themselves."""
+        return NOTHING
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Does nothing, see `state`."""
+
+
+class SamplerFeed(FixedBatches):
     """Reads the batches of one process from a DataLoader.
 
     Args:
@@ -81,8 +107,6 @@ class SamplerFeed:
             its epoch ends one step earlier, as it does where gradients are off. A training loop needs the row, because its
             backward pass waits for all ranks.
     """
-
-    group = 0
 
     def __init__(
         self,
@@ -312,13 +336,6 @@ class SamplerFeed:
             return None
         return state
 
-    def state(self) -> Mapping[str, Any]:
-        """Returns nothing: accelerate's loaders save the streams themselves."""
-        return NOTHING
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Does nothing, see `state`."""
-
     def reseed(self, seed: int, drawn: bool = False) -> None:
         """Sets the seed of the samplers that have an `initial_seed`."""
         self.plan = replace(self.plan, seed=seed)
@@ -327,10 +344,6 @@ class SamplerFeed:
                 holder.initial_seed = seed
 
     # -- counts ----------------------------------------------------------------------------------------------
-
-    def replan(self, global_batch: int, group: int) -> bool:
-        """Refuses a new size of the global batch: under accelerate a process's batch has the size that the script chose."""
-        return False
 
     def steps(self, epoch: int) -> int:
         """Returns the number of steps of an epoch, by the lengths of the samplers or the dataset.
@@ -348,10 +361,6 @@ class SamplerFeed:
         if not hasattr(dataset, "__len__"):
             return None
         return len(dataset)
-
-    def after(self, epoch: int, steps: int) -> tuple[Position, Mapping[str, Any]]:
-        """Returns the position after `steps` steps, which counts full batches: nothing is read to see whether one is short."""
-        return Position(epoch, steps * self.plan.global_batch), {"batches": steps, "width": self.plan.width}
 
 
 class OwnShardsFeed(StreamFeed):

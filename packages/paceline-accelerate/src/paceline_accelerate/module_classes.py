@@ -1,11 +1,16 @@
-"""Small functions of accelerate about classes of modules and models; scripts call them, and `fsdp_modules` the first."""
+"""Small functions of accelerate about classes of modules and models; scripts call the first and the last."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+
+from paceline_accelerate.errors import CompatValueError
+
+if TYPE_CHECKING:
+    from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
@@ -14,6 +19,24 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
         if type(submodule).__name__ == name:
             return type(submodule)
     return None
+
+
+def classes_of_units(fsdp_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Returns the classes that a plugin names, else those that a model of transformers lists as its blocks.
+
+    Raises:
+        CompatValueError: `compat-argument`, if the model has no module of one of them.
+    """
+    names = fsdp_plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
+    if isinstance(names, str):
+        names = names.split(",")
+    classes = {name: get_module_class_from_name(model, name) for name in names}
+    missing = [name for name, found in classes.items() if found is None]
+    if missing:
+        what = f"{type(model).__name__} holds no module of the class {', '.join(missing)}."
+        why = "transformer_cls_names_to_wrap names it"
+        raise CompatValueError("compat-argument", what, why=why, fix="name classes of the model's own blocks")
+    return tuple(found for found in classes.values() if found is not None)
 
 
 def add_model_config_to_megatron_parser(model_type: str) -> Callable[[Any], Any]:

@@ -15,6 +15,7 @@ from torch import nn
 
 from paceline_accelerate.available import is_bnb_available
 from paceline_accelerate.errors import CompatImportError, CompatValueError
+from paceline_accelerate.host import own_device
 from paceline_accelerate.kinds import CustomDtype
 from paceline_accelerate.loading import load_checkpoint_in_model
 
@@ -224,7 +225,7 @@ def _one_device(device_map: Mapping[str, int | str | torch.device] | str | None)
     Raises:
         CompatValueError: `compat-argument`, for a map with several devices, or with the disk.
     """
-    own = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    own = own_device()
     if own.type != "cpu":
         own = torch.device(own.type, torch.accelerator.current_device_index())
     if device_map is None or isinstance(device_map, str):

@@ -52,8 +52,8 @@ def _variable(name: str, default: str) -> str:
     return environment.snapshot().get(f"ACCELERATE_FP8_{name.upper()}", default)
 
 
-def _flag(name: str, default: bool = False) -> bool:
-    return environment.parse_bool(_variable(name, str(default)))
+def _flag(name: str) -> bool:
+    return environment.parse_bool(_variable(name, "no"))
 
 
 @dataclass

@@ -409,16 +409,3 @@ def merge_fsdp_weights(
 
     state = PartialState()
     agreed(state.collectives, f"merging {folder}", merge)
-
-
-def model_has_dtensor(model: nn.Module) -> bool:
-    """Whether any parameter is sharded over ranks."""
-    return any(is_sharded(parameter) for parameter in model.parameters())
-
-
-def enable_fsdp_ram_efficient_loading() -> None:
-    """Does nothing: every rank builds the model, and a model on the meta device takes no memory until it is prepared."""
-
-
-def disable_fsdp_ram_efficient_loading() -> None:
-    """Does nothing; see `enable_fsdp_ram_efficient_loading`."""

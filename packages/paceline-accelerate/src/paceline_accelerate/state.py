@@ -27,6 +27,7 @@ from paceline.world.world import World
 from paceline_accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline_accelerate.errors import CompatValueError
 from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
+from paceline_accelerate.host import own_device
 from paceline_accelerate.kinds import DistributedType, text_of, type_of_processes
 from paceline_accelerate.launcher_variables import deepspeed_is_asked
 from paceline_accelerate.split import split_part
@@ -175,7 +176,7 @@ class PartialState(Participant):
     @property
     def default_device(self) -> torch.device:
         """The device that this process uses if neither a script nor a variable names another."""
-        return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+        return own_device()
 
     # -- who does what -----------------------------------------------------------------------------------------------
 

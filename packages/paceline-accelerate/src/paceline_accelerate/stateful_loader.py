@@ -15,10 +15,9 @@ if TYPE_CHECKING:
     from torchdata.stateful_dataloader import StatefulDataLoader
 
 _FINISHED = "_iterator_finished"
-_KEYWORDS = (
-    *("dataset", "num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context"),
-    *("generator", "prefetch_factor", "persistent_workers"),
-)
+# Arguments of a DataLoader that do not say which samples make a batch.
+KEYWORDS = ("num_workers", "collate_fn", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+            "prefetch_factor", "persistent_workers")  # fmt: skip
 
 
 def stateful(base: DataLoader[Any]) -> StatefulDataLoader[Any]:
@@ -27,7 +26,7 @@ def stateful(base: DataLoader[Any]) -> StatefulDataLoader[Any]:
 
     if isinstance(base, StatefulDataLoader):
         return base
-    keywords = {name: getattr(base, name) for name in _KEYWORDS}
+    keywords = {name: getattr(base, name) for name in ("dataset", *KEYWORDS)}
     if isinstance(base.dataset, IterableDataset):
         keywords.update(batch_size=base.batch_size, drop_last=base.drop_last)
     elif base.batch_sampler is not None:

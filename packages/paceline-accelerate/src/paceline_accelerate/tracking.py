@@ -75,6 +75,18 @@ def on_main_process(function: Callable[..., Any]) -> Callable[..., Any]:
     return guarded
 
 
+def _passed_on(name: str) -> Callable[..., None]:
+    """Makes a method that calls the method of this name of `paceline_tracker`."""
+
+    @on_main_process
+    def method(self: Any, *args: Any, **kwargs: Any) -> None:
+        getattr(self.paceline_tracker, name)(*args, **kwargs)
+
+    method.__name__ = name
+    method.__doc__ = f"What `{name}` of our tracker does."
+    return method
+
+
 class _ClientTracker(GeneralTracker):
     """The base class of accelerate's tracker classes, each of which stands before a tracker of Paceline's.
 
@@ -108,32 +120,9 @@ class _ClientTracker(GeneralTracker):
         """Begins the run."""
         self.paceline_tracker.start(self.run_name, {})
 
-    @on_main_process
-    def store_init_configuration(self, values: Mapping[str, Any]) -> None:
-        """Stores the settings."""
-        self.paceline_tracker.store_config(values)
-
-    @on_main_process
-    def log(self, values: Mapping[str, Any], step: int | None = None, **kwargs: Any) -> None:
-        """Writes values."""
-        self.paceline_tracker.log(values, step, **kwargs)
-
-    @on_main_process
-    def finish(self) -> None:
-        """Ends the run."""
-        self.paceline_tracker.finish()
-
-
-def _passed_on(name: str) -> Callable[..., None]:
-    """Makes a method that calls the method of the same name of `paceline_tracker`."""
-
-    @on_main_process
-    def method(self: Any, *args: Any, **kwargs: Any) -> None:
-        getattr(self.paceline_tracker, name)(*args, **kwargs)
-
-    method.__name__ = name
-    method.__doc__ = f"What `{name}` of our tracker does."
-    return method
+    store_init_configuration = _passed_on("store_config")
+    log = _passed_on("log")
+    finish = _passed_on("finish")
 
 
 class WandBTracker(_ClientTracker):

@@ -10,12 +10,11 @@ A name means the same in all modules that have it, unless it is listed under a m
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from pathlib import Path
 
 from paceline_deepspeed.constants import literals
-from paceline_doors.names import listed
+from paceline_doors.names import first_way, listed, targets
 
 VERSION = "0.19.8"
 ABOUT: dict[str, object] = {
@@ -27,6 +26,7 @@ ABOUT: dict[str, object] = {
 }
 # Commands of an installed door -> what runs them.
 COMMANDS = {"deepspeed": "paceline_deepspeed.command:main"}
+IMPORTED_WITH: dict[str, str] = {}  # `from deepspeed import *` gives names and no modules
 
 _HERE = "paceline_deepspeed"
 # Module of ours -> names; `theirs=ours` where ours is called otherwise. Where a name means this in some modules alone:
@@ -165,21 +165,6 @@ def modules() -> dict[str, frozenset[str]]:
     return listed(Path(__file__).with_name("names.txt"))
 
 
-def replaceable() -> dict[str, list[str]]:
-    """Maps functions of ours that scripts may replace to the other modules of ours that call them."""
-    from paceline_deepspeed.callers import REPLACEABLE  # few scripts replace any
-
-    callers = {}
-    for function, modules_of_ours in REPLACEABLE.items():
-        callers[f"{_HERE}.{function}"] = [f"{_HERE}.{module}" for module in modules_of_ours.split()]
-    return callers
-
-
-def imported_with(package: str) -> frozenset[str]:
-    """Returns nothing: `from deepspeed import *` gives names and no modules."""
-    return frozenset()
-
-
 def imports() -> dict[str, dict[str, str]]:
     """Returns nothing: no module of others is looked up in DeepSpeed's."""
     return {}
@@ -188,23 +173,9 @@ def imports() -> dict[str, dict[str, str]]:
 @cache
 def carried() -> dict[str, str]:
     """Maps each name of theirs, with its module where it means this there alone, to "module:name" of ours."""
-    served = {name: f"{_HERE}.constants:{name}" for name in literals()}
-    for ours, entry in _CARRIED.items():
-        # Names without a module mean the same in all modules.
-        names_by_modules = {"": entry} if isinstance(entry, str) else entry
-        for modules_of_theirs, names in names_by_modules.items():
-            prefixes = [f"{module}." for module in modules_of_theirs.split()] or [""]
-            for pair in names.split():
-                theirs, _, own = pair.partition("=")
-                for prefix in prefixes:
-                    served[f"{prefix}{theirs}"] = f"{ours}:{own or theirs}"
-    return served
+    return {name: f"{_HERE}.constants:{name}" for name in literals()} | targets(_CARRIED)
 
 
 def native_way(name: str) -> tuple[str, str]:
     """Returns why a name, given with its module, is not carried, and what to do instead."""
-    short = name.rpartition(".")[2]
-    for pattern, why, fix in _NATIVE_WAYS:
-        if re.search(pattern, short):
-            return why, fix
-    return _DEFAULT_WAY
+    return first_way(name.rpartition(".")[2], _NATIVE_WAYS, _DEFAULT_WAY)

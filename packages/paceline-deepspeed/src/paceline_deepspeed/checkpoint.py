@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from paceline_deepspeed.config import DeepSpeedConfig
     from paceline_deepspeed.engine_parts import Engine
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _ALL = frozenset({"models", "optimizers", "schedulers", "custom", "scaler", "rng", "window"})
 _EVERY_RANK = "call it on every rank, outside of `if rank == 0`: each writes its part"
 
@@ -87,7 +86,7 @@ def save_checkpoint(
     extra[module_state.KEY] = {"frozen_parameters": dict.fromkeys(module_state.frozen_names(engine), True)}
     if accelerator.is_main_process:
         extra[module_state.KEY] |= {
-            "counters": {name: getattr(engine, name) for name in _COUNTERS},
+            "counters": {name: getattr(engine, name) for name in module_state.COUNTERS},
             "window": [engine.steps_in_window, engine.batch.accumulate],
             "client_state": dict(client_state or {}),
             # The schedule of the loss scale is the config's, and a universal checkpoint needs it too.

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.weights.sources import Weights
+    from paceline_deepspeed.checkpoint_format_files import DeepSpeedFolder
 
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _OPTIMIZER_FILE_END = "_optim_states.pt"
@@ -57,22 +58,22 @@ class DeepSpeedFormat(CheckpointFormat):
 
     def weights(self, store: Store, folder: str, model: str) -> Weights | None:
         """Returns the whole model, in the precision in which its optimizer keeps it."""
-        from paceline_deepspeed.checkpoint_format_universal import open_folder
-
         if not self.recognises(store, folder):
             return None
-        return open_folder(folder).weights
+        return _opened(folder).weights
 
     def tied_names(self, store: Store, folder: str) -> Mapping[str, str]:
-        from paceline_deepspeed.checkpoint_format_universal import open_folder
-
-        return open_folder(folder).aliases
+        return _opened(folder).aliases
 
     def frozen_names(self, folder: str) -> Collection[str]:
         """Returns the names of the parameters that were not trained."""
-        from paceline_deepspeed.checkpoint_format_universal import open_folder
+        return frozenset(_opened(folder).first.get("frozen_param_shapes") or ())
 
-        return frozenset(open_folder(folder).first.get("frozen_param_shapes") or ())
+
+def _opened(folder: str) -> DeepSpeedFolder:
+    from paceline_deepspeed.checkpoint_format_universal import open_folder  # loads torch
+
+    return open_folder(folder)
 
 
 def _names(folder: str) -> list[str]:

@@ -21,10 +21,11 @@ from paceline.checkpoint.weights.model import saved_names_of
 from paceline.checkpoint.weights.sources import TensorWeights, Weights
 from paceline_deepspeed.checkpoint_format_files import Pieces
 from paceline_deepspeed.checkpoint_format_universal import open_folder
+from paceline_deepspeed.module_state import COUNTERS, KEY
 from paceline_doors.state_translation import StateTranslation
 
 _KINDS = frozenset({"models", "optimizers", "schedulers", "scaler"})
-_States = tuple[dict[str, Any], dict[str, int]]  # of each parameter: its state, and the number of its group
+_States = tuple[dict[str, Any], list[list[str]]]  # the state of each parameter, and the parameters of each group
 
 
 class DeepSpeedReader:
@@ -84,9 +85,9 @@ class DeepSpeedReader:
     def _add_optimizer(self, name: str, optimizer_state: OptimizerState) -> None:
         saved = self._saved.optimizer
         if self._saved.shapes is None:
-            states, group_numbers = self._by_number(name, saved)
+            states, members = self._by_number(name, saved)
         else:
-            states, group_numbers = self._by_name(name)
+            states, members = self._by_name(name)
         # DeepSpeed's own optimizers keep keys in a group that torch's do not know.
         groups_here = optimizer_state.optimizer.param_groups
         known_keys: set[str] = set()
@@ -95,7 +96,7 @@ class DeepSpeedReader:
         groups = []
         for group in saved["param_groups"]:
             groups.append({key: value for key, value in group.items() if key in known_keys})
-        self._translation.add_optimizer(name, optimizer_state, groups, group_numbers, states)
+        self._translation.add_optimizer(name, optimizer_state, groups, members, states)
 
     def _by_number(self, optimizer: str, saved: dict[str, Any]) -> _States:
         """Reads the states of stage 0, where torch's own state was saved."""
@@ -107,11 +108,7 @@ class DeepSpeedReader:
         states = {}
         for key, state in saved["state"].items():
             states[names[key]] = self._translation.encode(_plain(state), f"optimizers/{optimizer}/{names[key]}")
-        group_numbers: dict[str, int] = {}
-        for number, group in enumerate(saved["param_groups"]):
-            for key in group["params"]:
-                group_numbers[names[key]] = number
-        return states, group_numbers
+        return states, [[names[key] for key in group["params"]] for group in saved["param_groups"]]
 
     def _by_name(self, optimizer: str) -> _States:
         """Reads the states of stages 1 to 3: pieces of flat vectors, which stay in their files until they are fetched."""
@@ -129,11 +126,7 @@ class DeepSpeedReader:
             for moment, pieces in moments.items():
                 state[moment] = self._translation.tensor(f"{path}/{moment}", pieces, saved_name)
             states[name] = state
-        group_numbers: dict[str, int] = {}
-        for number, group in enumerate(self._saved.shapes):
-            for saved_name in group:
-                group_numbers[names[saved_name]] = number
-        return states, group_numbers
+        return states, [[names[saved_name] for saved_name in group] for group in self._saved.shapes]
 
     # -- the rest ----------------------------------------------------------------------------------------------------
 
@@ -151,7 +144,7 @@ class DeepSpeedReader:
     def _set_counters(self) -> None:
         first = self._saved.first
         run = self._translation.state.run.state_dict()
-        counters = {name: first.get(name, 0) for name in ("global_steps", "global_samples", "skipped_steps")}
+        counters = {name: first.get(name, 0) for name in COUNTERS}
         # As the engine's `save_checkpoint` keeps them in a checkpoint of ours.
         engine_state = {
             "counters": counters,
@@ -160,7 +153,7 @@ class DeepSpeedReader:
         }
         # DeepSpeed counts steps that were skipped for an overflow too, and the run here does not.
         step = counters["global_steps"] - counters["skipped_steps"]
-        extra = {**run["extra"], "deepspeed": engine_state}
+        extra = {**run["extra"], KEY: engine_state}
         self._translation.set("run", {**run, "step": step, "micro_step": 0, "extra": extra})
 
 

@@ -103,10 +103,6 @@ def is_configured() -> bool:
     return _chosen.configured
 
 
-def reset() -> None:
-    """Does nothing: nothing is kept between steps."""
-
-
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Runs `function(*args, **kwargs)` and keeps its inputs alone; the rest is computed again in the backward pass."""
     if _chosen.profile:
@@ -125,12 +121,13 @@ def _recomputed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 non_reentrant_checkpoint = checkpoint
 
 
-def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Does nothing: there are no tensor-parallel ranks to divide inputs over."""
+def do_nothing(*args: object, **keywords: object) -> None:
+    """Does nothing: nothing is kept between steps, no buffer needs the number of layers, and there are no tensor-parallel
+    ranks to divide inputs over.
+    """
 
 
-def set_num_layers(nlayers: int) -> None:
-    """Does nothing: no buffer needs the number of layers."""
+reset = set_num_layers = partition_activations_in_checkpoint = do_nothing
 
 
 class CudaRNGStatesTracker:

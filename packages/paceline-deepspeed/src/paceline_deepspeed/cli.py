@@ -16,7 +16,7 @@ from pathlib import Path
 from paceline.base import env as environment
 from paceline.base.errors import ConfigError, LaunchError, Problem
 from paceline.base.ours import our_folders
-from paceline.base.parts import names_of_parts, require
+from paceline.base.parts import names_of_parts
 from paceline.base.terminal import say
 from paceline.cli.script import add_script
 from paceline.config.given import Given
@@ -25,7 +25,7 @@ from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.launcher import LAUNCHERS
 
 DEFAULT_HOSTFILE = "/job/hostfile"
-_PORT = 29500
+PORT = 29500
 _REMOVED = {
     "elastic_training": "it is no flag here: `paceline launch --nodes LEAST:MOST` takes hosts in and goes on without",
     "min_elastic_nodes": "the least of `paceline launch --nodes LEAST:MOST`",
@@ -275,7 +275,7 @@ def _numbered(args: argparse.Namespace, node: int, nodes: int) -> Said:
     return {
         "nodes": (nodes, "--no_ssh"),
         "node_rank": (node, "--node_rank"),
-        "main_port": (args.master_port or _PORT, "--master_port"),
+        "main_port": (args.master_port or PORT, "--master_port"),
     }
 
 
@@ -298,8 +298,6 @@ def _tune(args: argparse.Namespace, resolved: Launch) -> int:
     import shlex
 
     from paceline.cli.main import main
-
-    require("lens", "the search for the best configuration is", f"--autotuning {args.autotuning}")
     from paceline_lens.cli.tune import tune
     from paceline_lens.tune import results as tune_results
 

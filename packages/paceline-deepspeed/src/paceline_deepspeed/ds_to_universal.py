@@ -41,9 +41,8 @@ from paceline.checkpoint.weights.sources import DividedWeights, Weights, read_wh
 from paceline_deepspeed import VERSION
 from paceline_deepspeed.checkpoint_format import DeepSpeedFormat
 from paceline_deepspeed.checkpoint_format_universal import open_folder
-from paceline_deepspeed.module_state import KEY
+from paceline_deepspeed.module_state import COUNTERS, KEY
 
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 _OPTIMIZER = "optimizer_state.pt"
 _ZERO_STAGE = 1  # of the form that is written: what is not trained lies whole in the model's file
 
@@ -204,7 +203,7 @@ def _of_deepspeed(folder: str) -> ReadRun:
         others=others,
         scheduler=saved.first.get("lr_scheduler"),
         scale=saved.dynamic_scale,
-        counters={name: saved.first.get(name, 0) for name in _COUNTERS},
+        counters={name: saved.first.get(name, 0) for name in COUNTERS},
         client_state=saved.client_state,
     )
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from paceline_deepspeed.engine_parts import Engine
 
 KEY = "deepspeed"  # where the engine's own state lies among the counters of a checkpoint
+COUNTERS = ("global_steps", "global_samples", "skipped_steps")  # in it, and in DeepSpeed's files
 
 
 def frozen_names(engine: Engine) -> set[str]:

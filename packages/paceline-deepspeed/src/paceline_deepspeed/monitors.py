@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import Problem, TrackerError
-from paceline.base.parts import require
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.tensorboard import TensorBoardTracker
 from paceline.observe.trackers.tracker import TRACKERS
@@ -68,7 +67,6 @@ def _tracker(name: str, block: Mapping[str, Any]) -> Any:
     if name == "wandb":
         return TRACKERS.get("wandb")(".", project=block["project"], group=block["group"], entity=block["team"])
     # What the config leaves open is Comet's own choice, which a None would override.
-    require("lens", "the tracker of Comet is", "comet.enabled is true")
     from paceline_deepspeed.sampled_comet import SampledComet
 
     given = {key: block[key] for key in _OF_COMET if block[key] is not None}

@@ -70,15 +70,14 @@ def _clipped(name: str, max_grad_norm: float) -> None:
         raise _refuse(name, why, f"leave it out, and write `gradient_clipping: {max_grad_norm}` in the config")
 
 
-def _adam(
-    name: str,
-    params: Params,
-    decoupled: bool,
-    bias_correction: bool = True,
-    max_grad_norm: float = 0.0,
-    **keywords: Any,
-) -> Optimizer:
-    _clipped(name, max_grad_norm)
+def _made(make: Callable[..., Optimizer], arguments: Mapping[str, Any]) -> Optimizer:
+    """Makes an optimizer from the arguments of one of DeepSpeed's classes, of which the first is the parameters."""
+    params, *_ = arguments.values()
+    names = [name for name in list(arguments)[1:] if name not in _IDLE]
+    return make(params, **{name: arguments[name] for name in names})
+
+
+def _adam(name: str, params: Params, decoupled: bool, bias_correction: bool = True, **keywords: Any) -> Optimizer:
     if not bias_correction:
         raise _refuse(name, "bias_correction=False: torch's Adam always corrects its averages", "leave it out")
     keywords.setdefault("weight_decay", 0.0)  # DeepSpeed's default; torch's AdamW has another
@@ -105,17 +104,7 @@ class FusedAdam(torch.optim.Adam, metaclass=_StandsFor):
         amsgrad: bool = False,
         set_grad_none: bool = True,
     ) -> Optimizer:
-        return _adam(
-            "FusedAdam",
-            params,
-            adam_w_mode,
-            bias_correction,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-        )
+        return _made(partial(_adam, "FusedAdam", decoupled=adam_w_mode), locals())
 
 
 class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=_StandsFor):
@@ -135,17 +124,7 @@ class DeepSpeedCPUAdam(torch.optim.Adam, metaclass=_StandsFor):
         adamw_mode: bool = True,
         fp32_optimizer_states: bool = True,
     ) -> Optimizer:
-        return _adam(
-            "DeepSpeedCPUAdam",
-            model_params,
-            adamw_mode,
-            bias_correction,
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            amsgrad=amsgrad,
-        )
+        return _made(partial(_adam, "DeepSpeedCPUAdam", decoupled=adamw_mode), locals())
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_StandsFor):
@@ -191,19 +170,7 @@ class FusedLamb(Lamb, metaclass=_StandsFor):
         min_coeff: float = 0.01,
         amsgrad: bool = False,
     ) -> Optimizer:
-        return _lamb(
-            params,
-            max_grad_norm,
-            amsgrad,
-            lr=lr,
-            bias_correction=bias_correction,
-            betas=betas,
-            eps=eps,
-            eps_inside_sqrt=eps_inside_sqrt,
-            weight_decay=weight_decay,
-            max_coeff=max_coeff,
-            min_coeff=min_coeff,
-        )
+        return _made(_lamb, locals())
 
 
 class FusedLion(Lion, metaclass=_StandsFor):

@@ -14,8 +14,7 @@ from pathlib import Path
 from paceline_deepspeed import cli as command
 from paceline_hosts import hostfile
 
-DLTS_HOSTFILE = "/job/hostfile"
-_PORT = 29500
+DLTS_HOSTFILE = command.DEFAULT_HOSTFILE
 
 
 def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
@@ -26,7 +25,7 @@ def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
     # DeepSpeed's own defaults, which scripts read from the result; our launcher has others.
     parser.set_defaults(
         hostfile=DLTS_HOSTFILE,
-        master_port=_PORT,
+        master_port=command.PORT,
         master_addr="",
         launcher="pdsh",
         enable_each_rank_log="None",

@@ -127,7 +127,7 @@ class DeepSpeedConfigs:
         """Reads a config for a search.
 
         Raises:
-            ConfigError: those of `compat.deepspeed.config.read`.
+            ConfigError: those of `paceline_deepspeed.config.read`.
         """
         searched = {**(content.get("autotuning") or {}), "enabled": True}
         return SearchedConfig(read_config({**content, "autotuning": searched}))

@@ -75,8 +75,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
     """Does nothing: a parameter that another module uses is gathered with its own unit."""
 
 
-def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Does nothing."""
+unregister_external_parameter = register_external_parameter
 
 
 class GatheredParameters:

@@ -5,7 +5,7 @@ from accelerate.utils import X      ServedModule.__getattr__("X")
                                       carried            our object, loaded now
                                       the library has it a stand-in whose use raises
                                       never existed      ImportError with the nearest name, AttributeError elsewhere
-patch("accelerate.utils.other.X")   ServedModule.__setattr__: those of our modules call the replacement too that a table names
+patch("accelerate.utils.other.X")   ServedModule.__setattr__: our modules that have imported X call the replacement too
 importlib.metadata.version(...)     from `folder_for_children`, which stands in the path
 """
 
@@ -130,8 +130,8 @@ class Server(importlib.metadata.DistributionFinder, Loader):
             return logging.getLogger(module)
         return importlib.import_module(imported)
 
-    def callers_of(self, module: str, name: str) -> list[str]:
-        """Returns the modules of ours that call what a script puts in the place of this name: its own, and those of the table.
+    def callers_of(self, module: str, name: str) -> list[ModuleType]:
+        """Returns the modules of ours that may call what a script puts in the place of this name: its own, and the door's.
 
         Under the library's packages (`accelerate.utils`) an assignment only changes what the script itself looks up there.
         """
@@ -139,11 +139,13 @@ class Server(importlib.metadata.DistributionFinder, Loader):
         if target is None or self.is_package(module):
             return []
         own_module = target.partition(":")[0]
-        return [own_module, *self._names.replaceable().get(target, [])]
+        of_door = f"{self._names.__name__}."
+        loaded = [other for other in list(sys.modules) if other == own_module or other.startswith(of_door)]
+        return [sys.modules[other] for other in loaded]
 
     def names_of(self, module: str) -> list[str]:
         """Lists the names of a module, and the modules that are imported with it."""
-        return sorted(self.modules[module] | self._names.imported_with(module))
+        return sorted(self.modules[module].union(self._names.IMPORTED_WITH.get(module, "").split()))
 
     def _no_such_name(self, module: str, name: str) -> str:
         hint = ""
@@ -216,14 +218,13 @@ class ServedModule(ModuleType):
         return iter(self._server.names_of(self.__name__))
 
 
-def _put_in_place(name: str, current: object, value: object, callers: Iterable[str]) -> None:
-    """Puts a value in place of a function in those modules of ours that call it by this name."""
+def _put_in_place(name: str, current: object, value: object, callers: Sequence[ModuleType]) -> None:
+    """Puts a value in place of a function in those modules of ours that have it by this name."""
     # Classes stay: our modules ask `isinstance` of them.
     if isinstance(current, type) or not callable(current):
         return
-    for module_name in callers:
-        module = sys.modules.get(module_name)
-        if module is not None and vars(module).get(name) is current:
+    for module in callers:
+        if vars(module).get(name) is current:
             setattr(module, name, value)
 
 

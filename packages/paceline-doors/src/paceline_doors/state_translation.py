@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -137,7 +137,7 @@ class StateTranslation:
         name: str,
         here: OptimizerState | None,
         groups: list[dict[str, Any]],
-        members: Mapping[str, int],
+        members: Sequence[Iterable[str]],
         states: Mapping[str, Any],
         *,
         other: Mapping[Any, Any] = MappingProxyType({}),
@@ -149,7 +149,7 @@ class StateTranslation:
             name: Paceline's name for the optimizer: "optimizer", "optimizer_1".
             here: the optimizer of this run, if it has one.
             groups: the saved hyperparameters of each group. Those that are missing are taken from this run.
-            members: the number of the group of each parameter.
+            members: the parameters of each group.
             states: the JSON of each parameter's state, from `encode` and `tensor`.
             other, extra: states that belong to no parameter, and what an optimizer's `state_dict` has besides.
         """
@@ -162,10 +162,13 @@ class StateTranslation:
             merged = {**own, **saved}
             merged.pop("params", None)
             hyper.append(merged)
+        group_numbers: dict[str, int] = {}
+        for number, parameters in enumerate(members):
+            group_numbers.update(dict.fromkeys(parameters, number))
         self._saved["optimizers"][name] = {
             "type": "" if here is None else type(here.optimizer).__qualname__,
             "groups": self._encoder.items(hyper, f"optimizers/{name}/groups"),
-            "members": dict(members),
+            "members": group_numbers,
             "state": dict(states),
             "other": self.encode(dict(other), f"optimizers/{name}/other"),
             "extra": self.encode(dict(extra), f"optimizers/{name}/extra"),

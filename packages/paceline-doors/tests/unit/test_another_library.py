@@ -20,14 +20,11 @@ NAMES = """
 VERSION = "2.0"
 ABOUT = {"__author__": "somebody"}
 COMMANDS = {"toy": "toy_names.work:main"}
+IMPORTED_WITH = {"toy": "toy"}
 
 
 def modules():
     return {"toy": frozenset({"work", "rest"})}
-
-
-def imported_with(package):
-    return frozenset({package})
 
 
 def imports():
@@ -36,10 +33,6 @@ def imports():
 
 def carried():
     return {"work": "toy_names.work:work"}
-
-
-def replaceable():
-    return {}
 
 
 def after_install(*, newly, found_before):

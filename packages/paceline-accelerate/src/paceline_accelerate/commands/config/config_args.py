@@ -1,7 +1,7 @@
 """The classes of accelerate's config files, `ClusterConfig` and `SageMakerConfig`, which are YAML or JSON.
 
 They are for `accelerate config` and for scripts that read or make such files themselves. `paceline launch` reads the same
-files through `compat/accelerate/dialect.py`, which accepts more.
+files through `paceline_accelerate.dialect`, which accepts more.
 """
 
 from __future__ import annotations
