@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from paceline.base.errors import ConfigError, DataError
 from paceline.base.log import forget_warnings
 from paceline.testing import run_ranks
-from paceline_deepspeed import checkpointing, comm, surroundings, values, zero
+from paceline_deepspeed import checkpointing, comm, process_groups, surroundings, values, zero
 from paceline_deepspeed.consolidation import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -433,4 +433,4 @@ def test_small_names(capsys):
         return 2 * x
 
     assert double(2) == 4
-    assert surroundings.get_data_parallel_world_size() == surroundings.get_model_parallel_world_size() == 1
+    assert process_groups.get_data_parallel_world_size() == process_groups.get_model_parallel_world_size() == 1
