@@ -74,6 +74,7 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     "_get_sequence_data_parallel_world_size=get_sequence_data_parallel_world_size "
     "_get_sequence_parallel_group=get_sequence_parallel_group _get_sequence_parallel_rank=get_sequence_parallel_rank "
     "_get_sequence_parallel_world_size=get_sequence_parallel_world_size "
+    "expert_tensor_parallel_world_size mesh_device "
     "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_rank "
     "get_model_parallel_world_size get_tensor_model_parallel_rank=get_model_parallel_rank "
     "get_tensor_model_parallel_world_size=get_model_parallel_world_size",

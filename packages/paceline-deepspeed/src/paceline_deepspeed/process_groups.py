@@ -11,6 +11,10 @@ import torch.distributed as dist
 
 from paceline.run.run import Run, live_runs
 
+# As in DeepSpeed where a script has set up no groups of its own: a test for None or 1 must not meet a stand-in.
+mesh_device = None
+expert_tensor_parallel_world_size = 1
+
 
 def _run() -> Run | None:
     """Returns the first run that is alive; None before `deepspeed.initialize`."""

@@ -749,5 +749,6 @@ def test_what_libraries_look_up_in_an_engine() -> None:
         assert groups._get_sequence_parallel_rank() == 0 and groups._get_sequence_parallel_group() is None
         assert dist.get_world_size(groups._get_sequence_data_parallel_group()) == 2
         assert dist.get_world_size(groups._clone_world_group()) == 2
+        assert groups.mesh_device is None and groups.expert_tensor_parallel_world_size == 1
 
     run_ranks(work, 2)

@@ -237,6 +237,34 @@ def test_gathered_parameters_are_whole_and_their_changes_reach_all_ranks(stage):
     run_ranks(_gather, world=2, args=(stage,))
 
 
+def _ask_before_initialize() -> None:
+    built = nn.Linear(2, 2)
+    with zero.Init(config_dict_or_path={}):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    with zero.Init(enabled=False):
+        plain = nn.Linear(1, 1)
+    weight = model[0].weight
+    assert weight.ds_shape == (7, 5) and weight.ds_numel == 35
+    assert weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+    assert len({parameter.ds_id for parameter in model.parameters()}) == 4
+    assert not hasattr(nn.Linear(1, 1).weight, "ds_id") and not hasattr(plain.weight, "ds_id")
+    with zero.Init(built):
+        pass
+    assert built.weight.ds_numel == 4
+
+    with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            weight.data.fill_(0.5)
+    engine = initialize(model=model, config=_config(3))[0]
+    assert engine.module_state_dict()["0.weight"].eq(0.5).all()
+    assert engine.module[0].weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+    _step(engine)
+
+
+def test_a_parameter_says_that_it_is_divided_as_soon_as_it_is_built():
+    run_ranks(_ask_before_initialize, 2)
+
+
 def _built(stage: int) -> dict:
     return _engine(stage, init=True).module_state_dict()
 
