@@ -452,8 +452,9 @@ class DeepSpeedEngine(nn.Module):
         if not (clip or checks or self.config["fp16.enabled"] or is_divided):
             return True
         parameters = [parameter for parameter in self._parameter_list if parameter.requires_grad]
-        if isinstance(self.basic_optimizer, MuonWithAdam) and is_divided:
-            self.basic_optimizer.max_norm = clip
+        inner = self.basic_optimizer
+        if isinstance(inner, MuonWithAdam) and is_divided:
+            inner.max_norm = clip
             clip = 0.0
         # An infinite limit clips nothing: the norm alone is taken, for `get_global_grad_norm` and the check.
         self._norm = self.accelerator.clip_grad_norm_(parameters, clip or math.inf)
