@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Protocol
@@ -46,6 +47,13 @@ class _HasBatch(Protocol):
     def batch(self) -> Batch: ...
 
 
+@dataclass(frozen=True)
+class _FixedBatch:
+    """The batch of a config that no engine has."""
+
+    batch: Batch
+
+
 class ConfigAttributes:
     """What a config says.
 
@@ -63,7 +71,7 @@ class ConfigAttributes:
         parsed = read(runtime.current().foreign_config("deepspeed", config), code="DeepSpeedConfig({})")
         width = data_ranks(parsed, World.detect().size, environment.snapshot())
         self._config = parsed
-        self._batch_owner: _HasBatch = SimpleNamespace(batch=parsed.batch(width))
+        self._batch_owner: _HasBatch = _FixedBatch(parsed.batch(width))
 
     @classmethod
     def of_engine(cls, config: DeepSpeedConfig, view: _HasBatch) -> ConfigAttributes:
