@@ -35,6 +35,7 @@ _CARRIED: dict[str, str | dict[str, str]] = {
     _HERE: "version=VERSION",
     f"{_HERE}.initialize": "add_config_arguments initialize",
     f"{_HERE}.processes": "init_distributed",
+    f"{_HERE}.config_attributes": "DeepSpeedConfig=ConfigAttributes",
     f"{_HERE}.engine": "DeepSpeedEngine",
     f"{_HERE}.offload_states": "OffloadDeviceEnum OffloadStateTypeEnum get_state_devices",
     f"{_HERE}.optimizers": "DeepSpeedCPUAdagrad DeepSpeedCPUAdam DeepSpeedCPULion FusedAdam FusedLamb FusedLion",
@@ -64,8 +65,25 @@ _CARRIED: dict[str, str | dict[str, str]] = {
         "is_available is_initialized isend monitored_barrier new_group "
         "recv reduce reduce_scatter reduce_scatter_fn reduce_scatter_tensor reset_log scatter send"
     },
-    f"{_HERE}.helpers": "ZeroStageEnum clone_tensors_for_torch_save detach_variable ensure_directory_exists has_moe_layers "
-    "is_moe_param is_moe_param_group is_zero_param move_to_device split_params_into_different_moe_groups_for_optimizer",
+    f"{_HERE}.process_groups": "_clone_world_group=get_world_group _get_broadcast_src_rank=get_broadcast_src_rank "
+    "_get_data_parallel_group=get_data_parallel_group _get_data_parallel_group_ranks=get_data_parallel_ranks "
+    "_get_data_parallel_rank=get_data_parallel_rank _get_data_parallel_world_size=get_data_parallel_world_size "
+    "_get_model_parallel_world_size=get_model_parallel_world_size "
+    "_get_sequence_data_parallel_group=get_sequence_data_parallel_group "
+    "_get_sequence_data_parallel_rank=get_sequence_data_parallel_rank "
+    "_get_sequence_data_parallel_world_size=get_sequence_data_parallel_world_size "
+    "_get_sequence_parallel_group=get_sequence_parallel_group _get_sequence_parallel_rank=get_sequence_parallel_rank "
+    "_get_sequence_parallel_world_size=get_sequence_parallel_world_size "
+    "expert_tensor_parallel_world_size mesh_device "
+    "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_rank "
+    "get_model_parallel_world_size get_tensor_model_parallel_rank=get_model_parallel_rank "
+    "get_tensor_model_parallel_world_size=get_model_parallel_world_size",
+    f"{_HERE}.op_builders": "ALL_OPS AsyncIOBuilder CPUAdagradBuilder CPUAdamBuilder CPULionBuilder FusedAdamBuilder "
+    "FusedLambBuilder FusedLionBuilder GDSBuilder InferenceBuilder OpBuilder QuantizerBuilder RandomLTDBuilder "
+    "SpatialInferenceBuilder StochasticTransformerBuilder TransformerBuilder UtilsBuilder",
+    f"{_HERE}.helpers": "ZeroStageEnum clip_grad_norm_ clone_tensors_for_torch_save detach_variable ensure_directory_exists "
+    "get_global_norm has_moe_layers is_moe_param is_moe_param_group is_zero_param move_to_device "
+    "split_params_into_different_moe_groups_for_optimizer",
     f"{_HERE}.zero": "GatheredParameters Init ZeroParamStatus ZeroParamType register_external_parameter "
     "unregister_external_parameter",
     f"{_HERE}.values": "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
@@ -76,9 +94,7 @@ _CARRIED: dict[str, str | dict[str, str]] = {
         "configure get_cuda_rng_tracker is_configured model_parallel_cuda_manual_seed model_parallel_reconfigure_tp_seed "
         "non_reentrant_checkpoint partition_activations_in_checkpoint reset set_num_layers"
     },
-    f"{_HERE}.surroundings": "OnDevice RepeatingLoader get_data_parallel_group get_data_parallel_rank "
-    "get_data_parallel_world_size get_model_parallel_rank get_model_parallel_world_size get_tensor_model_parallel_rank "
-    "get_tensor_model_parallel_world_size get_z3_leaf_modules instrument_w_nvtx log_dist log_dist_once logger "
+    f"{_HERE}.surroundings": "OnDevice RepeatingLoader get_z3_leaf_modules instrument_w_nvtx log_dist log_dist_once logger "
     "recursive_getattr recursive_setattr remove_random_ltd_state_dict save_without_random_ltd "
     "see_memory_usage set_log_level_from_string set_z3_leaf_module set_z3_leaf_modules "
     "unset_z3_leaf_modules z3_leaf_module z3_leaf_parameter",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from paceline.accelerator import Accelerator
 from paceline_deepspeed import native_way
 from paceline_deepspeed.config import Batch, DeepSpeedConfig
+from paceline_deepspeed.config_attributes import ConfigAttributes
 from paceline_doors.absent import refuse
 
 # Name of a method of DeepSpeed's -> key of the config.
@@ -94,12 +95,16 @@ class ConfigView:
         accelerator: the run.
         config: what was asked for.
         batch: the batch triangle.
+
+    Attributes:
+        attributes: the same as an object, which `engine._config` is.
     """
 
     def __init__(self, accelerator: Accelerator, config: DeepSpeedConfig, batch: Batch) -> None:
         self.accelerator = accelerator
         self.config = config
         self.batch = batch
+        self.attributes = ConfigAttributes.of_engine(config, self)
 
     # -- the batch -------------------------------------------------------------------------------------------------
 
@@ -234,10 +239,7 @@ class ConfigView:
 
     def optimizer_name(self) -> str | None:
         """Returns the optimizer's type, in small letters where it is one of DeepSpeed's own."""
-        name: str | None = self.config["optimizer.type"]
-        if name is not None and name.lower() in ("adam", "adamw", "lamb", "lion", "muon", "adagrad"):
-            return name.lower()
-        return name
+        return self.attributes.optimizer_name
 
     def optimizer_params(self) -> Any:
         """None where the config names no optimizer."""

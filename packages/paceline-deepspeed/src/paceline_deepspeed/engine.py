@@ -39,7 +39,7 @@ from paceline_deepspeed.monitors import StepEvents
 from paceline_deepspeed.muon import MuonWithAdam
 from paceline_deepspeed.offload_states import OffloadedTensors
 from paceline_deepspeed.scheduler import EngineScheduler
-from paceline_deepspeed.timers import StepTimer
+from paceline_deepspeed.timers import StepTimer, SynchronizedWallClockTimer
 
 
 class DeepSpeedEngine(nn.Module):
@@ -54,12 +54,15 @@ class DeepSpeedEngine(nn.Module):
         model, optimizer: the user's; the optimizer may be None where nothing is trained.
         scheduler: of the learning rate; the engine steps it.
         training_data: a loader, yet to be prepared.
+        client_optimizer, client_lr_scheduler: what the script has given to `initialize`.
 
     Attributes:
         accelerator: ours, for what DeepSpeed has no name for.
         view: the config, by DeepSpeed's names of methods: `engine.gradient_clipping()`.
         micro_steps, global_steps, global_samples, skipped_steps: counters, as DeepSpeed counts them.
         training_dataloader: the prepared loader.
+        basic_optimizer: the optimizer that `optimizer` steps; None without one.
+        timers: of the script's own sections.
         tput_timer: samples a second, and the epochs that the script counts.
         compares_rows: whether the rows of each micro-batch are compared with the config's.
         inside_no_sync_ctxt: whether the script is inside of `no_sync`.
@@ -83,8 +86,12 @@ class DeepSpeedEngine(nn.Module):
         optimizer: Any = None,
         scheduler: Any = None,
         training_data: DataLoader[Any] | None = None,
+        client_optimizer: Any = None,
+        client_lr_scheduler: Any = None,
     ) -> None:
         super().__init__()
+        self.client_optimizer = client_optimizer
+        self.client_lr_scheduler = client_lr_scheduler
         self.accelerator = accelerator
         self.config = config
         self.view = ConfigView(accelerator, config, batch)
@@ -102,12 +109,14 @@ class DeepSpeedEngine(nn.Module):
             parameter_status.describe(self.module, parameters_before.values())
             if self.optimizer is not None:
                 self.optimizer.parameter_offload = parameter_status.ParameterOffload(self.module)
-        self.offloaded = OffloadedTensors(self.module, getattr(self.optimizer, "optimizer", None))
+        self.basic_optimizer = getattr(self.optimizer, "optimizer", None)
+        self.offloaded = OffloadedTensors(self.module, self.basic_optimizer)
         if self.optimizer is not None:  # OpenRLHF calls these names
             self.optimizer.offload_states = self.offloaded.offload
             self.optimizer.reload_states = self.offloaded.reload
         # Each step looks at all of them, and a walk through 500 modules takes 3 ms.
         self._parameter_list = list(self.module.parameters())
+        self._config = self.view.attributes
         self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._steps_before_window = 0  # micro-steps before the window at hand
@@ -123,6 +132,7 @@ class DeepSpeedEngine(nn.Module):
         self._num_passes = 0  # backward passes of the window at hand
         self.events = StepEvents(self)
         self.tput_timer = StepTimer(batch.train)
+        self.timers = SynchronizedWallClockTimer()
         self.attendance = Attendance(accelerator.world, accelerator.run.runtime.others_answer)
 
     # -- how it is made --------------------------------------------------------------------------------------------
@@ -442,7 +452,7 @@ class DeepSpeedEngine(nn.Module):
         if not (clip or checks or self.config["fp16.enabled"] or is_divided):
             return True
         parameters = [parameter for parameter in self._parameter_list if parameter.requires_grad]
-        inner = getattr(self.optimizer, "optimizer", None)
+        inner = self.basic_optimizer
         if isinstance(inner, MuonWithAdam) and is_divided:
             inner.max_norm = clip
             clip = 0.0
@@ -474,6 +484,11 @@ class DeepSpeedEngine(nn.Module):
         self.offloaded.reload(non_blocking)
 
     @property
+    def param_names(self) -> dict[nn.Parameter, str]:
+        """The name of each parameter."""
+        return {parameter: name for name, parameter in self.module.named_parameters()}
+
+    @property
     def is_compiled(self) -> bool:
         return is_compiled_in_place(self) or is_compiled_in_place(self.module)
 
@@ -493,7 +508,7 @@ class DeepSpeedEngine(nn.Module):
 
     def give_up(self) -> None:
         """Called when a later engine trains the model: this one has no optimizer any more."""
-        self.optimizer = self.lr_scheduler = None
+        self.optimizer = self.lr_scheduler = self.basic_optimizer = None
         self.has_given_up = True
 
     def _needs_optimizer(self, what: str) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from paceline.world.tree import map_leaves, map_tensors
 
@@ -57,6 +59,25 @@ def ensure_directory_exists(filename: str) -> None:
 def is_zero_param(parameter: Any) -> bool:
     """Whether stage 3 divides a parameter."""
     return hasattr(parameter, "ds_id")
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+def clip_grad_norm_(
+    parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: object = None
+) -> torch.Tensor:
+    """Scales gradients so that their norm is `max_norm` at most, and returns the norm that they had.
+
+    `mpu` is accepted and has no effect: a gradient that ranks divide is a DTensor, whose norm is that of all its parts.
+    """
+    norm = torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def get_global_norm(norm_list: Sequence[float]) -> float:
+    """Returns the norm of several groups of parameters together, of the norm of each."""
+    return math.hypot(*norm_list)
 
 
 # -- experts, which no model has here ----------------------------------------------------------------------------------

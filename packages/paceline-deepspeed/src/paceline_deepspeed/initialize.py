@@ -119,7 +119,9 @@ def build(
     if training_data is not None:
         drop_last = parsed["dataloader_drop_last"]
         loader = loader_of(training_data, batch.micro, collate_fn, drop_last, engine_class.shuffles())
-    engine = engine_class(accelerator, parsed, batch, model, chosen_optimizer, scheduler, loader)
+    engine = engine_class(
+        accelerator, parsed, batch, model, chosen_optimizer, scheduler, loader, optimizer, lr_scheduler
+    )
     if engine.optimizer is not None or engine.zero_optimization_partition_weights():
         for module in {engine.module, engine.prepared_model}:
             vars(module)[_ENGINE] = _EngineOfModel(engine)

@@ -74,12 +74,17 @@ def describe(model: nn.Module, parameters_before: Iterable[Tensor]) -> None:
     """
     from torch.distributed.fsdp import FSDPModule  # loads torch's tensors, which take half a second
 
-    for parameter in (*model.parameters(), *parameters_before):
-        if not hasattr(parameter, "ds_id"):
-            _write(parameter, next(_IDS), ZeroParamStatus.NOT_AVAILABLE)
+    describe_new((*model.parameters(), *parameters_before))
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             _describe_when_gathered(unit)
+
+
+def describe_new(parameters: Iterable[Tensor]) -> None:
+    """Gives each parameter that has none yet a number, and says that it has to be gathered."""
+    for parameter in parameters:
+        if not hasattr(parameter, "ds_id"):
+            _write(parameter, next(_IDS), ZeroParamStatus.NOT_AVAILABLE)
 
 
 def describe_whole(whole: Tensor, sharded: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Small names of `deepspeed.utils` that scripts use around their loops: logs, loaders, groups, leaf modules."""
+"""Small names of `deepspeed.utils` that scripts use around their loops: logs, loaders, leaf modules."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from functools import wraps
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from paceline.base.errors import DataError
@@ -230,44 +229,6 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
     if parent_name:
         parent = recursive_getattr(model, parent_name)
     setattr(parent, name, module)
-
-
-# -- groups: data parallel is the plan's, and the model is whole ---------------------------------------------------------
-
-
-def get_data_parallel_group() -> Any:
-    """Returns the group of ranks that read different samples."""
-    from paceline.run.run import live_runs
-
-    for run in live_runs():
-        if run.mesh.data_group is not None:
-            return run.mesh.data_group
-    return dist.group.WORLD
-
-
-def get_data_parallel_rank() -> int:
-    if not dist.is_initialized():
-        return 0
-    return dist.get_rank(get_data_parallel_group())
-
-
-def get_data_parallel_world_size() -> int:
-    if not dist.is_initialized():
-        return 1
-    return dist.get_world_size(get_data_parallel_group())
-
-
-def get_model_parallel_rank() -> int:
-    """Returns 0: a script has no model-parallel group of its own here; the plan divides layers."""
-    return 0
-
-
-def get_model_parallel_world_size() -> int:
-    return 1
-
-
-get_tensor_model_parallel_rank = get_model_parallel_rank
-get_tensor_model_parallel_world_size = get_model_parallel_world_size
 
 
 # -- weights ---------------------------------------------------------------------------------------------------------------

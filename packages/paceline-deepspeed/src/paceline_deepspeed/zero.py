@@ -14,7 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of, undisturbed
@@ -23,7 +25,7 @@ from paceline.torch_internals.modules import parameter_table
 from paceline.world.sharded import is_sharded, local, whole
 from paceline.world.tree import map_tensors
 from paceline_deepspeed import replaced
-from paceline_deepspeed.parameter_status import ZeroParamStatus, change_status, describe_whole
+from paceline_deepspeed.parameter_status import ZeroParamStatus, change_status, describe_new, describe_whole
 from paceline_deepspeed.processes import init_distributed
 from paceline_deepspeed.torch_internals.dtensor import show_as_replica
 
@@ -43,9 +45,13 @@ class Init:
     not while the model is built. Each rank holds the model in the host's memory until then; where that is too much, build it
     under `torch.device("meta")`, for `initialize` gives such a model its values part by part.
 
+    A parameter that is registered inside has the attributes of stage 3 at once (`ds_id`, `ds_shape`, `ds_status`), and so have
+    those of a module that is given.
+
     Args:
-        module: nothing to do for one that is built.
-        dtype, config_dict_or_path, enabled and others: the config of `initialize` decides.
+        module: one that is built already.
+        enabled: False does nothing.
+        dtype, config_dict_or_path and others: the config of `initialize` decides.
     """
 
     def __init__(
@@ -53,8 +59,13 @@ class Init:
         module: nn.Module | None = None,
         *args: object,
         remote_device: str | torch.device | None = None,
+        enabled: bool = True,
         **keywords: object,
     ) -> None:
+        self._enabled = enabled
+        self._hook: RemovableHandle | None = None
+        if module is not None and enabled:
+            describe_new(module.parameters())
         if remote_device not in (None, "none", "cpu"):
             warn_once(
                 "compat",
@@ -65,10 +76,20 @@ class Init:
     def __enter__(self) -> Init:
         # Whoever loads weights inside asks torch for this process's rank, also where there is one process alone.
         init_distributed()
+        if self._enabled:
+            self._hook = register_module_parameter_registration_hook(_describe_registered)
         return self
 
     def __exit__(self, *failure: object) -> None:
-        return None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+
+def _describe_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Describes a parameter when a module gets it."""
+    if parameter is not None:
+        describe_new([parameter])
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:

@@ -148,3 +148,51 @@ def test_leaf_modules_are_marked() -> None:
     with pytest.raises(ValueError, match="Conv1d"):
         set_z3_leaf_modules(model, [torch.nn.Conv1d])
     assert set_z3_leaf_modules(model, [torch.nn.Conv1d], raise_if_not_found=False) == []
+
+
+def test_kernels_of_optimizers_need_no_compiler() -> None:
+    from deepspeed.ops.adam.cpu_adam import CPUAdamBuilder
+    from deepspeed.ops.op_builder import AsyncIOBuilder, FusedAdamBuilder
+    from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+    assert CPUAdamBuilder().is_compatible() and CPUAdamBuilder().load(verbose=True).__name__ == "cpu_adam"
+    assert isinstance(ALL_OPS["fused_adam"], FusedAdamBuilder)
+    assert not AsyncIOBuilder().is_compatible()
+    with pytest.raises(CompatError, match="'async_io' is not carried"):
+        AsyncIOBuilder().load()
+
+
+def test_a_config_has_its_keys_as_attributes() -> None:
+    import deepspeed
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    given = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    }
+    config = DeepSpeedConfig(given)
+    assert deepspeed.DeepSpeedConfig is DeepSpeedConfig
+    assert (config.train_batch_size, config.train_micro_batch_size_per_gpu, config.world_size) == (8, 4, 1)
+    assert (config.gradient_accumulation_steps, config.gradient_clipping, config.steps_per_print) == (2, 1.0, None)
+    assert config.zero_enabled and config.zero_optimization_stage == config.zero_config.stage == 3
+    assert config.zero_config.offload_param.device == "cpu" and config.zero_config.offload_optimizer is None
+    assert config.bfloat16_config.enabled and not config.float16_config.enabled
+    assert config.optimizer_name == "adamw" and config.optimizer_params["lr"] == 0.1 and config.scheduler_name is None
+    assert not config.monitor_config.enabled and not config.monitor_config.csv_monitor.enabled
+    assert config._param_dict == given
+    assert not hasattr(config, "no_such_attribute")
+    with pytest.raises(ValueError, match="train_batch_size"):
+        DeepSpeedConfig({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2})
+
+
+def test_gradients_are_clipped_by_themselves() -> None:
+    from deepspeed.runtime.utils import clip_grad_norm_, get_global_norm
+
+    parameter = torch.nn.Parameter(torch.ones(4))
+    parameter.grad = torch.full((4,), 2.0)
+    assert clip_grad_norm_([parameter], max_norm=1.0).item() == 4.0
+    assert parameter.grad.norm().item() == pytest.approx(1.0, abs=1e-5)
+    assert get_global_norm([3.0, 4.0]) == 5.0

@@ -16,6 +16,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from paceline import ConfigError, TrainError
+from paceline.compat import install
 from paceline.testing import RankFailed, run_ranks
 from paceline_deepspeed.arguments import checked
 from paceline_deepspeed.initialize import initialize
@@ -714,5 +715,40 @@ def test_a_unit_that_is_not_the_plan_is_refused() -> None:
             with pytest.raises(ConfigError) as raised:
                 start(keys, net=net, mpu=unit)
             assert [problem.code for problem in raised.value.problems] == ["deepspeed-mpu"]
+
+    run_ranks(work, 2)
+
+
+def test_what_libraries_look_up_in_an_engine() -> None:
+    """Names that programs of others read, some of which DeepSpeed itself counts as private."""
+
+    def work() -> None:
+        install(["deepspeed"])
+        from deepspeed.utils import groups
+
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        engine = start({"train_batch_size": ROWS, "zero_optimization": {"stage": 1}}, net=net, optimizer=optimizer)
+        assert type(engine.basic_optimizer) is torch.optim.SGD and engine.client_optimizer is optimizer
+        assert engine.client_lr_scheduler is None
+        assert engine.param_names[engine.module[0].weight] == "0.weight"
+        settings = engine._config
+        assert (settings.train_micro_batch_size_per_gpu, settings.world_size) == (ROWS // 2, 2)
+        assert settings.zero_config.stage == 1 and settings.zero_enabled
+        engine.set_train_batch_size(2 * ROWS)
+        assert settings.gradient_accumulation_steps == 2
+        engine.timers("mine").start()
+        engine.timers("mine").stop()
+        assert engine.timers("mine").elapsed() > 0
+
+        rank = dist.get_rank()
+        assert dist.get_world_size(groups._get_data_parallel_group()) == groups._get_data_parallel_world_size() == 2
+        assert groups._get_data_parallel_rank() == groups._get_sequence_data_parallel_rank() == rank
+        assert groups._get_data_parallel_group_ranks() == [0, 1] and groups._get_broadcast_src_rank() == 0
+        assert groups._get_sequence_parallel_world_size() == groups._get_model_parallel_world_size() == 1
+        assert groups._get_sequence_parallel_rank() == 0 and groups._get_sequence_parallel_group() is None
+        assert dist.get_world_size(groups._get_sequence_data_parallel_group()) == 2
+        assert dist.get_world_size(groups._clone_world_group()) == 2
+        assert groups.mesh_device is None and groups.expert_tensor_parallel_world_size == 1
 
     run_ranks(work, 2)

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 from paceline.base.errors import ConfigError, DataError
 from paceline.base.log import forget_warnings
 from paceline.testing import run_ranks
-from paceline_deepspeed import checkpointing, comm, surroundings, values, zero
+from paceline_deepspeed import checkpointing, comm, process_groups, surroundings, values, zero
 from paceline_deepspeed.consolidation import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -237,6 +237,34 @@ def test_gathered_parameters_are_whole_and_their_changes_reach_all_ranks(stage):
     run_ranks(_gather, world=2, args=(stage,))
 
 
+def _ask_before_initialize() -> None:
+    built = nn.Linear(2, 2)
+    with zero.Init(config_dict_or_path={}):
+        model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    with zero.Init(enabled=False):
+        plain = nn.Linear(1, 1)
+    weight = model[0].weight
+    assert weight.ds_shape == (7, 5) and weight.ds_numel == 35
+    assert weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+    assert len({parameter.ds_id for parameter in model.parameters()}) == 4
+    assert not hasattr(nn.Linear(1, 1).weight, "ds_id") and not hasattr(plain.weight, "ds_id")
+    with zero.Init(built):
+        pass
+    assert built.weight.ds_numel == 4
+
+    with zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        if torch.distributed.get_rank() == 0:
+            weight.data.fill_(0.5)
+    engine = initialize(model=model, config=_config(3))[0]
+    assert engine.module_state_dict()["0.weight"].eq(0.5).all()
+    assert engine.module[0].weight.ds_status == zero.ZeroParamStatus.NOT_AVAILABLE
+    _step(engine)
+
+
+def test_a_parameter_says_that_it_is_divided_as_soon_as_it_is_built():
+    run_ranks(_ask_before_initialize, 2)
+
+
 def _built(stage: int) -> dict:
     return _engine(stage, init=True).module_state_dict()
 
@@ -433,4 +461,4 @@ def test_small_names(capsys):
         return 2 * x
 
     assert double(2) == 4
-    assert surroundings.get_data_parallel_world_size() == surroundings.get_model_parallel_world_size() == 1
+    assert process_groups.get_data_parallel_world_size() == process_groups.get_model_parallel_world_size() == 1
