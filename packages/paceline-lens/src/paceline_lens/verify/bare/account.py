@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline_lens.verify.bare.units import HeldUnit, HeldUnits, held_units
-from paceline_lens.verify.compare import EPS, GROWTH_MARGIN, ONSET_MARGIN
+from paceline_lens.verify.compare import EPS, GROWTH_MARGIN, ONSET_MARGIN, events_by_step
 from paceline_lens.verify.recording import Event, Recording
 
 Vector = NDArray[np.float64]
@@ -87,14 +87,7 @@ class BareStep:
 
 def steps_of(recording: Recording) -> list[BareStep]:
     """Splits the events of a rank into optimizer steps."""
-    steps: list[BareStep] = []
-    order: list[Event] = []
-    for event in recording.events:
-        order.append(event)
-        if event["kind"] == "step":
-            steps.append(BareStep(event, order))
-            order = []
-    return steps
+    return [BareStep(order[-1], order) for order in events_by_step(recording)]
 
 
 @dataclass
