@@ -37,7 +37,7 @@ def run_here(job: Job) -> Outcome:
             whole command, not for one of its runs.
     """
     launcher = LAUNCHERS.get("local")
-    outcome = launcher.submit(launcher.render(job)).wait()
+    outcome: Outcome = launcher.submit(launcher.render(job)).wait()
     if outcome.failure is None and outcome.exit_code == 128 + signal.SIGINT:
         raise KeyboardInterrupt
     if outcome.failure is None and outcome.exit_code == 128 + signal.SIGTERM:

@@ -351,7 +351,8 @@ class Account:
             for rank, steps in enumerate(self.ranks):
                 raw = steps[number].passes[place]["raw"]
                 vectors.append(_joined([raw.get(unit.holders[rank]) for unit in units]))
-            means.append(None if any(vector is None for vector in vectors) else np.mean(vectors, axis=0))
+            known = [vector for vector in vectors if vector is not None]
+            means.append(np.mean(known, axis=0) if len(known) == self.world else None)
             own.append(vectors[0])
         parts = _solved([*means, *own], targets)
         return None if parts is None else (parts[:count], parts[count:])
