@@ -399,9 +399,9 @@ def _set_argument(words: list[str], flag: str, value: str) -> None:
 def _changed(
     content: Mapping[str, Any], candidate: Candidate | None, arguments: Mapping[str, str]
 ) -> Mapping[str, Any]:
-    if candidate is None:
-        return script_configs().plain(content)
-    return script_configs().quiet_candidate(content, candidate, arguments)
+    if candidate is not None:
+        content = script_configs().with_candidate(content, candidate, arguments)
+    return script_configs().plain(content)
 
 
 def _of_trial(decisions: tuple[Choice, ...], settings: Mapping[str, Any]) -> dict[str, str]:
