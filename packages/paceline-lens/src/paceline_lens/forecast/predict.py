@@ -89,7 +89,7 @@ class _PredictedSearch:
         """Rehearses the script under settings that take the place of those that were open."""
         self.progress(f"rehearsing {name} on rank 0 of {self.simulated.world_size}")
         # As a launcher hands them over.
-        variables = self.simulated.settings | handed(self.decisions, settings, "the planner")
+        variables = {**self.simulated.settings, **handed(self.decisions, settings, "the planner")}
         return rehearse(self.work, replace(self.simulated, settings=variables))
 
     def run(self, device: Device, opened: Sequence[str], known: Sequence[Rejected] = ()) -> PlanReport:
