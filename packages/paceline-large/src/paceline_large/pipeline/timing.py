@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,12 @@ class Meter:
         self.total_s += _clock_s() - begin
 
 
+class Metered(Protocol):
+    """An object that can be measured: a `Pipe`."""
+
+    meter: Meter | None
+
+
 @contextmanager
 def measure(model: nn.Module) -> Iterator[Meter]:
     """While it is open, batches of a prepared model are measured; `bubble` of the meter is the share of waiting.
@@ -54,7 +60,7 @@ def measure(model: nn.Module) -> Iterator[Meter]:
     """
     # The pipe is an attribute of the model's `forward`, also if other modules were put around the model since.
     forwards = [module.forward for module in model.modules()]
-    pipe: Any = next(forward.pipe for forward in forwards if hasattr(forward, "pipe"))
+    pipe: Metered = next(forward.pipe for forward in forwards if hasattr(forward, "pipe"))
     meter = Meter()
     pipe.meter = meter
     try:

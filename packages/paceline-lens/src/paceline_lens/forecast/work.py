@@ -41,7 +41,7 @@ class Message:
         ranks: of its group.
         across: whether the group spans several nodes.
         bytes: that this rank sends.
-        call: torch's own name of the call, such as "reduce_scatter_base".
+        torch_name: torch's own name of the call, such as "reduce_scatter_base".
     """
 
     phase: str
@@ -49,7 +49,7 @@ class Message:
     ranks: int
     across: bool
     bytes: int
-    call: str
+    torch_name: str
 
 
 @dataclass
@@ -72,10 +72,10 @@ class Work:
 
     @property
     def sent(self) -> Mapping[tuple[str, int, bool], int]:
-        """The bytes that were sent, by (call, ranks of the group, whether the group spans several nodes)."""
+        """The bytes that were sent, by (torch's name, ranks of the group, whether the group spans several nodes)."""
         sent: Counter[tuple[str, int, bool]] = Counter()
         for message, count in self.messages.items():
-            sent[message.call, message.ranks, message.across] += count * message.bytes
+            sent[message.torch_name, message.ranks, message.across] += count * message.bytes
         return sent
 
     @property
