@@ -173,7 +173,7 @@ def forecast(rehearsal: Rehearsal, calibration: Calibration) -> StepTime:
     """What is predicted."""
     plan = rehearsal.plan
     return step_time(
-        rehearsal.traffic.work,
+        rehearsal.work,
         calibration,
         beside_computing(plan, calibration),
         timetable_of(plan, rehearsal.models),

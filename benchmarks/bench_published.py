@@ -154,7 +154,7 @@ def seconds(row: Row, rehearsal: Rehearsal, efficiency: Efficiency) -> float:
     if row.beside and beside is not None:
         beside = Beside(beside.phases, ("send",))
     timetable = timetable_of(plan, rehearsal.models)
-    return step_time(rehearsal.traffic.work, calibration, beside, timetable).total_s
+    return step_time(rehearsal.work, calibration, beside, timetable).total_s
 
 
 def main() -> None:
@@ -179,7 +179,7 @@ def main() -> None:
                 flush=True,
             )
             continue
-        tokens = rehearsal.traffic.work.tokens / rehearsal.plan.layout.size(*model_axes())
+        tokens = rehearsal.work.tokens / rehearsal.plan.layout.size(*model_axes())
         slow, fast = (tokens / seconds(row, rehearsal, efficiency) for efficiency in (SLOW, FAST))
         middle = (fast * slow) ** 0.5
         print(

@@ -94,7 +94,7 @@ def plans() -> dict[str, Any]:
             "peak": rehearsal.memory.total,
             "largest": rehearsal.memory.largest,
             "at_peak": rehearsal.memory.at_peak,
-            "sent": rehearsal.traffic.total(),
+            "sent": sum(rehearsal.work.sent.values()),
         }
         print(name, rehearsal.memory, flush=True)
     return {"model": "GPT", "parameters": parameters, "ranks": RANKS, "rows": TASK.rows * RANKS, "length": TASK.length,

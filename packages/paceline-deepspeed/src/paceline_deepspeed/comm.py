@@ -223,7 +223,7 @@ def get_logged_comm_ops() -> list[str]:
     log = profiling.communication_log()
     if log is None:
         return []
-    operations = {row.op for row in log.traffic()}  # one row for each size of message
+    operations = {row.op for row in log.summary()}  # one row for each size of message
     return sorted(operations)
 
 

@@ -133,8 +133,13 @@ class DeepSpeedConfigs:
         return SearchedConfig(read_config({**content, "autotuning": searched}))
 
     def plain(self, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Makes the config that one run takes: one stage, the first of those to try, and nothing that writes."""
-        quiet = _quiet(content)
+        """Makes the config that one run takes: one stage, the first of those to try, and nothing that writes or measures."""
+        quiet = deepcopy(dict(content))
+        for name in _WATCHERS:
+            if isinstance(quiet.get(name), Mapping):
+                quiet[name] = {**quiet[name], "enabled": False}
+        for name in ("autotuning", "wall_clock_breakdown", "memory_breakdown"):
+            quiet.pop(name, None)
         if "stage" in (quiet.get("zero_optimization") or {}):
             quiet["zero_optimization"]["stage"] = self.read(content).stages()[0]
         if not {TRAIN, MICRO} & set(quiet):
@@ -165,11 +170,6 @@ class DeepSpeedConfigs:
                 changed[key] = value
         return changed
 
-    def quiet_candidate(
-        self, content: Mapping[str, Any], candidate: Candidate, arguments: Mapping[str, str]
-    ) -> dict[str, Any]:
-        return _quiet(self.with_candidate(content, candidate, arguments))
-
     def of_candidate(self, candidate: Candidate, micro: int | None, precision: str) -> dict[str, Any]:
         config: dict[str, Any] = {}
         if micro:
@@ -179,17 +179,6 @@ class DeepSpeedConfigs:
         if precision in ("fp16", "bf16"):
             config[precision] = {"enabled": True}
         return config
-
-
-def _quiet(content: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies a config without what writes or measures: a trial's time is to be that of training."""
-    quiet = deepcopy(dict(content))
-    for name in _WATCHERS:
-        if isinstance(quiet.get(name), Mapping):
-            quiet[name] = {**quiet[name], "enabled": False}
-    for name in ("autotuning", "wall_clock_breakdown", "memory_breakdown"):
-        quiet.pop(name, None)
-    return quiet
 
 
 SCRIPT_CONFIGS = DeepSpeedConfigs()

@@ -122,7 +122,7 @@ def test_a_rehearsal_on_the_cpu_sends_as_gloo_does_and_holds_what_it_receives(ze
     rehearsal = rehearse(train, SimulatedWorld(2, 2))
     whole = 4 * 512 * 512
     assert not rehearsal.problem
-    assert {operation for operation, _, _ in rehearsal.traffic.sent} <= {"send", "allreduce"}
+    assert {operation for operation, _, _ in rehearsal.work.sent} <= {"send", "allreduce"}
     assert rehearsal.memory is not None and rehearsal.memory.largest["communication"] >= whole // 2
 
 
@@ -142,4 +142,4 @@ def test_pipelines_with_several_stages_on_a_rank_are_rehearsed(schedule):
     rehearsal = rehearse(train, SimulatedWorld(2, 2))
     assert not rehearsal.problem
     # Half of the layers, forward and twice that backward; the first layer of the model needs no gradient of its inputs.
-    assert rehearsal.traffic.flops == 2 * 8 * 32 * 32 * (4 * 3 - 1)
+    assert rehearsal.work.flops == 2 * 8 * 32 * 32 * (4 * 3 - 1)

@@ -422,17 +422,17 @@ class HostChannels(RunChannels):
                 channel.send({"signal": int(number)})
 
 
-def unfit_hosts_error(total: int, hosts: Sequence[str], lines: Sequence[str], flag: str) -> LaunchError:
+def unfit_hosts_error(total: int, hosts: Sequence[str], lines: Sequence[str], flag: str = "") -> LaunchError:
     """Returns the error for hosts that cannot take part.
 
     Args:
         total: how many hosts were to take part.
         hosts: the hosts with problems.
         lines: the problems, each with the name of its host.
-        flag: the flag that leaves these hosts out.
+        flag: the flag that leaves these hosts out; "" for none.
     """
     fix = "correct the problems that are named"
-    if len(hosts) < total:
+    if flag and len(hosts) < total:
         them = "it" if len(hosts) == 1 else "them"
         fix += f", or exclude {them}: {flag}"
     return LaunchError(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,27 +22,53 @@ from torch.nn.parallel import DistributedDataParallel
 from paceline.parallel.data.means import Send
 
 
-class HookBucket(Protocol):
-    """The part of `torch.distributed.GradBucket` that a hook uses: gradients that are sent together, as one flat tensor."""
+class GradientBucket:
+    """Gradients that are sent together, with the methods of `torch.distributed.GradBucket`, for torch's hooks.
+
+    Args:
+        buffer: the gradients, one after the other. Shape: [elements].
+        parameters: whose gradients they are.
+        number: of the bucket among those of the model.
+        is_last: whether it is the last bucket of a backward pass.
+    """
+
+    def __init__(self, buffer: Tensor, parameters: list[Tensor], number: int, is_last: bool) -> None:
+        self._buffer = buffer
+        self._parameters = parameters
+        self._number = number
+        self._is_last = is_last
 
     def buffer(self) -> Tensor:
         """Returns the gradients. Shape: [elements]."""
+        return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
-        """Replaces the gradients by another tensor with the same number of elements."""
+        """Replaces the gradients."""
+        self._buffer = buffer
+
+    def parameters(self) -> list[Tensor]:
+        """Returns the parameters."""
+        return self._parameters
+
+    def gradients(self) -> list[Tensor]:
+        """Returns each parameter's part of the buffer, in its shape."""
+        rows = self._buffer.split([parameter.numel() for parameter in self._parameters])
+        return [row.view(parameter.shape) for row, parameter in zip(rows, self._parameters, strict=True)]
 
     def index(self) -> int:
-        """Returns the number of this bucket among the buckets of the model."""
+        """Returns the number of this bucket."""
+        return self._number
 
     def is_last(self) -> bool:
         """Returns whether this is the last bucket of a backward pass."""
+        return self._is_last
 
 
-Hook = Callable[[Any, HookBucket], Future[Tensor]]
+Hook = Callable[[Any, GradientBucket], Future[Tensor]]
 _HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def _batched_power_sgd(state: powerSGD_hook.PowerSGDState, bucket: HookBucket) -> Future[Tensor]:
+def _batched_power_sgd(state: powerSGD_hook.PowerSGDState, bucket: GradientBucket) -> Future[Tensor]:
     """Applies PowerSGD to all gradients of a bucket at once, as one square matrix.
 
     The matrix M of a rank is approximated by P @ Q.T with `matrix_approximation_rank` columns. One power iteration finds both:
@@ -110,7 +136,7 @@ def _orthonormal(matrix: Tensor) -> Tensor:
     return basis
 
 
-def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: HookBucket) -> Future[Tensor]:
+def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: GradientBucket) -> Future[Tensor]:
     """Runs another hook on the bucket in `dtype`, and casts its result back.
 
     torch's own wrappers copy the result into the cast buffer, so that DDP would get gradients in the wrong dtype.
@@ -123,48 +149,6 @@ def _wrapped(dtype: torch.dtype, hook: Hook, state: object, bucket: HookBucket) 
 def _value(done: Future[Any]) -> Tensor:
     value: Tensor | list[Tensor] = done.value()
     return value[0] if isinstance(value, list) else value
-
-
-class GradientBucket:
-    """Gradients that are sent together, with the methods of `torch.distributed.GradBucket`, for torch's hooks.
-
-    Args:
-        buffer: the gradients, one after the other. Shape: [elements].
-        parameters: whose gradients they are.
-        number: of the bucket among those of the model.
-        is_last: whether it is the last bucket of a backward pass.
-    """
-
-    def __init__(self, buffer: Tensor, parameters: list[Tensor], number: int, is_last: bool) -> None:
-        self._buffer = buffer
-        self._parameters = parameters
-        self._number = number
-        self._is_last = is_last
-
-    def buffer(self) -> Tensor:
-        """Returns the gradients. Shape: [elements]."""
-        return self._buffer
-
-    def set_buffer(self, buffer: Tensor) -> None:
-        """Replaces the gradients."""
-        self._buffer = buffer
-
-    def parameters(self) -> list[Tensor]:
-        """Returns the parameters."""
-        return self._parameters
-
-    def gradients(self) -> list[Tensor]:
-        """Returns each parameter's part of the buffer, in its shape."""
-        rows = self._buffer.split([parameter.numel() for parameter in self._parameters])
-        return [row.view(parameter.shape) for row, parameter in zip(rows, self._parameters, strict=True)]
-
-    def index(self) -> int:
-        """Returns the number of this bucket."""
-        return self._number
-
-    def is_last(self) -> bool:
-        """Returns whether this is the last bucket of a backward pass."""
-        return self._is_last
 
 
 def sending(hook: Hook, state: object) -> Send:
@@ -226,7 +210,7 @@ def install(
 
     # DDP refuses torch's bf16 hook on every backend but NCCL and XCCL. It knows that hook by its name, so the function that
     # is registered has a name of its own: on gloo the hook computes the same.
-    def registered(state: object, bucket: HookBucket) -> Future[Tensor]:
+    def registered(state: object, bucket: GradientBucket) -> Future[Tensor]:
         return hook(state, bucket)
 
     # DDP reads the annotations of a hook. It wants the classes themselves, and not their names as text.

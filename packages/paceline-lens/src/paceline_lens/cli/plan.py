@@ -193,7 +193,7 @@ def _remember(target: Target, report: PlanReport) -> None:
     key = key_of(target.name, target.args, report.world_size, report.plan)
     memory = report.rehearsal.memory
     peak_bytes = memory.total if memory is not None else 0
-    problem = remember(key, KnownForecast(1e3 * time.total_s, report.rehearsal.traffic.flops, peak_bytes))
+    problem = remember(key, KnownForecast(1e3 * time.total_s, report.rehearsal.work.flops, peak_bytes))
     if problem:
         say(f"the forecast is not kept for `paceline watch`: {problem}")
 

@@ -14,6 +14,7 @@ import json
 import signal
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -159,21 +160,8 @@ def _folder(path: str | None) -> Any:
     folder = Path(path)
     if folder.exists() and any(folder.iterdir()):
         raise _wrong("--folder", path, "a folder that is empty or not there yet", f"--folder {path}-2")
-    return _KeptFolder(folder)
-
-
-class _KeptFolder:
-    """A folder that stays."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def __enter__(self) -> str:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return str(self._folder)
-
-    def __exit__(self, *error: object) -> None:
-        pass
+    folder.mkdir(parents=True, exist_ok=True)
+    return nullcontext(str(folder))
 
 
 def _failures(text: str) -> list[str]:

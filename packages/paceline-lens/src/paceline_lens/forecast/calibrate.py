@@ -17,12 +17,12 @@ from paceline.base.errors import PlanError
 from paceline.config.sources import Launch
 from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
-from paceline.launch.launcher import LAUNCHERS
 from paceline.launch.make_job import job_of
 from paceline_lens.forecast.calibration import Calibration, Machine
 from paceline_lens.forecast.device import Device
 from paceline_lens.forecast.rehearsal import with_devices
 from paceline_lens.forecast.this_host import of_this_host
+from paceline_lens.own_runs import run_here
 
 _ROUNDS = 7
 
@@ -92,8 +92,7 @@ def calibrate(this: ThisMachine) -> Calibration:
     job = replace(
         this.job, target=target, nodes=1, max_restarts=0, log_dir=None, tee=None, ranks=None, watch="", compat=""
     )
-    launcher = LAUNCHERS.get("local")
-    outcome = launcher.submit(launcher.render(job)).wait()
+    outcome = run_here(job)
     if isinstance(outcome.value, Calibration):
         return outcome.value
     why = ["its ranks were asked to end"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -78,10 +78,6 @@ class LoopbackCollectives(Collectives):
         """Returns the object, repeated for each rank: this rank is rank 0, which gets them."""
         return [obj] * self.size
 
-    def scatter_object(self, objs: Sequence[Any]) -> Any:
-        """Returns the first object, since this rank is rank 0."""
-        return objs[0]
-
     def broadcast_object(self, obj: Any, src: int = 0) -> Any:
         """Returns the object. If another rank sends, it returns what this rank sent last.
 
@@ -92,27 +88,13 @@ class LoopbackCollectives(Collectives):
         self._last_sent = obj
         return obj
 
-    def barrier(self, op: str = "wait_for_everyone") -> None:
-        """Returns at once: there is no rank to wait for."""
-
-    def any(self, flag: bool) -> bool:
-        """Returns the flag: the other ranks have the same."""
-        return flag
-
-    def same(self, number: int) -> bool:
-        """Returns True: the other ranks have the same."""
-        return True
-
-    def sum_ints(self, numbers: Sequence[int]) -> list[int]:
-        """Returns the sums, as if every rank had these numbers."""
-        return [number * self.size for number in numbers]
+    def combine(self, op: str, detail: str, numbers: Sequence[int], combination: Literal["sum", "max"]) -> list[int]:
+        """Returns what flags, counts and barriers are made of, as if every rank had these numbers."""
+        return [number * self.size if combination == "sum" else number for number in numbers]
 
     def sum_numbers(self, numbers: Sequence[float]) -> list[float]:
         """Returns the sums, as if every rank had these numbers."""
         return [number * self.size for number in numbers]
-
-    def check(self, op: str, detail: str = "") -> None:
-        """Does nothing: the other ranks call the same."""
 
 
 def _with_rows(tensor: torch.Tensor) -> torch.Tensor:

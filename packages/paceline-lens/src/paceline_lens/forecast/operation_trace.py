@@ -14,7 +14,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -38,34 +37,6 @@ Arguments = tuple[Any, ...]
 Keywords = dict[str, Any]
 
 
-@dataclass
-class Traffic:
-    """What one rank computed and sent.
-
-    Attributes:
-        flops: the number of floating-point operations.
-        sent: the bytes that were sent, by (operation, ranks of the group, whether the group spans several nodes).
-        work: every operation and message, for forecasts of their time.
-    """
-
-    flops: float = 0.0
-    sent: dict[tuple[str, int, bool], int] = field(default_factory=dict)
-    work: Work = field(default_factory=Work)
-
-    def add(self, operation: str, ranks: int, across: bool, count: int) -> None:
-        """Adds bytes that were sent."""
-        key = (operation, ranks, across)
-        self.sent[key] = self.sent.get(key, 0) + count
-
-    def total(self, across: bool | None = None) -> int:
-        """Returns the bytes sent in groups that span nodes (True), in groups that do not (False), or in all groups (None)."""
-        total = 0
-        for (_, _, spans_nodes), count in self.sent.items():
-            if across is None or spans_nodes == across:
-                total += count
-        return total
-
-
 class OperationTrace(dispatch.TorchDispatchMode):
     """Records the operations that run while it is entered as a context manager.
 
@@ -75,7 +46,7 @@ class OperationTrace(dispatch.TorchDispatchMode):
         local_size: the number of ranks on one node.
 
     Attributes:
-        traffic: what was computed and sent so far.
+        work: what was computed and sent so far.
         fakes_everywhere: whether large new tensors are fake in all code, and not only inside of modules. The rehearsal sets
             it after the first `prepare`.
         in_optimizer: whether an optimizer's step is running. The rehearsal sets it.
@@ -84,7 +55,7 @@ class OperationTrace(dispatch.TorchDispatchMode):
     def __init__(self, allocations: AllocationTrace, fakes: FakeTensorMode, local_size: int = 1) -> None:
         super().__init__()
         self.allocations = allocations
-        self.traffic = Traffic()
+        self.work = Work()
         self.fakes_everywhere = False
         self.in_optimizer = False
         self._fakes = fakes
@@ -155,7 +126,6 @@ class OperationTrace(dispatch.TorchDispatchMode):
         is_attention = "scaled_dot_product" in name
         if is_attention and operations.argument(operation, "is_causal", args, kwargs):
             flops //= 2  # kernels leave out the blocks above the diagonal
-        self.traffic.flops += flops
         # Kernels of optimizers return nothing: they write into their arguments.
         written = returned or _tensors(dispatch.written_arguments(operation, args, kwargs))
         if not written:
@@ -173,11 +143,11 @@ class OperationTrace(dispatch.TorchDispatchMode):
                 joined = self._joined.of_joined(name, self._phase, inputs, written, moved)
         if operation is _aten.embedding.default and self._phase == "forward":
             table, indices = args[:2]
-            self.traffic.work.lookups[len(table)] += indices.numel()
+            self.work.lookups[len(table)] += indices.numel()
         first = inputs[0] if inputs else written[0]
         dtype = str(first.dtype).removeprefix("torch.")
         computation = Computation(self._phase, dtype, flops, moved, is_attention, joined)
-        self.traffic.work.computations[computation] += 1
+        self.work.computations[computation] += 1
 
     @property
     def _phase(self) -> str:
@@ -200,9 +170,8 @@ class OperationTrace(dispatch.TorchDispatchMode):
         ranks = operations.group_ranks(args)
         across = len({rank // self._local_size for rank in ranks}) > 1
         sent_bytes = int(_SENT_SHARES[kind](len(ranks)) * whole_bytes)
-        self.traffic.add(operation, len(ranks), across, sent_bytes)
-        message = Message(self._phase, kind.replace("_", ""), len(ranks), across, sent_bytes)
-        self.traffic.work.messages[message] += 1
+        message = Message(self._phase, kind.replace("_", ""), len(ranks), across, sent_bytes, operation)
+        self.work.messages[message] += 1
 
     def fake_module(self, model: nn.Module) -> None:
         """Makes those parameters and buffers of a model fake that are still real; they stay the same objects."""

@@ -10,13 +10,13 @@ from typing import Any
 from paceline.base.errors import PlanError
 from paceline.config.given import Choice
 from paceline.config.settings import RunSettings, searched_settings
-from paceline.config.sources import HANDED, hand_over
 from paceline.planner.estimate import Chosen, Rejected, choose, estimate, gib, settings_of, shown
 from paceline.world.layout import given_axes
 from paceline_lens.forecast.calibration import Lookup
 from paceline_lens.forecast.device import Device
 from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld, rehearse
 from paceline_lens.forecast.report import PlanReport
+from paceline_lens.own_runs import handed
 
 _TRIES = 4  # rehearsals of one search
 
@@ -88,7 +88,9 @@ class _PredictedSearch:
     def rehearse(self, settings: Mapping[str, Any], name: str) -> Rehearsal:
         """Rehearses the script under settings that take the place of those that were open."""
         self.progress(f"rehearsing {name} on rank 0 of {self.simulated.world_size}")
-        return rehearse(self.work, _with_settings(self.simulated, self.decisions, settings))
+        # As a launcher hands them over.
+        variables = {**self.simulated.settings, **handed(self.decisions, settings, "the planner")}
+        return rehearse(self.work, replace(self.simulated, settings=variables))
 
     def run(self, device: Device, opened: Sequence[str], known: Sequence[Rejected] = ()) -> PlanReport:
         """Returns the report of the plan that is chosen, or of the last one that was rehearsed if none fits.
@@ -176,15 +178,6 @@ def _undivided(world_size: int, fixed: Mapping[str, Any], opened: Sequence[str])
     if shard == 1:
         settings["zero"] = 0
     return {name: settings[name] for name in opened}
-
-
-def _with_settings(
-    simulated: SimulatedWorld, decisions: Sequence[Choice], settings: Mapping[str, Any]
-) -> SimulatedWorld:
-    """Returns the world with settings handed to it as a launcher does, those of a search in the place of what was open."""
-    choices = [decision for decision in decisions if decision.field not in settings]
-    choices += [Choice(name, value, "command line", "the planner") for name, value in settings.items()]
-    return replace(simulated, settings={**simulated.settings, HANDED: hand_over(choices)})
 
 
 def _report(

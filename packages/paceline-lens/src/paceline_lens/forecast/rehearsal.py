@@ -42,7 +42,8 @@ from paceline.world.tree import tensors
 from paceline.world.world import World
 from paceline_lens.forecast.allocation_trace import AllocationTrace, Peak
 from paceline_lens.forecast.loopback import LoopbackCollectives
-from paceline_lens.forecast.operation_trace import OperationTrace, Traffic
+from paceline_lens.forecast.operation_trace import OperationTrace
+from paceline_lens.forecast.work import Work
 from paceline_lens.torch_internals import fake, imaginary
 
 R = TypeVar("R")
@@ -56,7 +57,7 @@ class Rehearsal:
         plan: the plan of the models that were prepared last.
         models: the facts of all prepared models.
         memory: the peak memory over one whole step, on rank 0; None if the script did not reach a step.
-        traffic: the communication of that step.
+        work: what that step computes and sends.
         optimizer: bytes of optimizer states that this rank holds.
         problem: why the script did not reach a step; "" if it did.
         seconds: how long the rehearsal took.
@@ -66,7 +67,7 @@ class Rehearsal:
     plan: Plan
     models: tuple[ModelFacts, ...]
     memory: Peak | None
-    traffic: Traffic
+    work: Work
     optimizer: int = 0
     problem: str = ""
     seconds: float = 0.0
@@ -299,7 +300,7 @@ class RehearsalRuntime(Runtime):
         self._modules: list[nn.Module] = []
         self._steps: dict[int, int] = {}  # id of an optimizer -> its steps
         self._warm_up_steps = 1
-        self._warm_up_traffic: Traffic | None = None  # until the step that counts is over
+        self._warm_up_work: Work | None = None  # until the step that counts is over
         self._start = 0
         self._stack = ExitStack()
 
@@ -375,12 +376,12 @@ class RehearsalRuntime(Runtime):
         steps = self._steps.get(id(optimizer), 0) + 1
         self._steps[id(optimizer)] = steps
         if steps > self._warm_up_steps:
-            self._warm_up_traffic = None
+            self._warm_up_work = None
             raise _Finished
         if steps == self._warm_up_steps and sum(self._steps.values()) == steps:
             self._start = self._allocations.mark
-            self._warm_up_traffic = self._trace.traffic
-            self._trace.traffic = Traffic()
+            self._warm_up_work = self._trace.work
+            self._trace.work = Work()
 
     def result(self, problem: str, seconds: float) -> Rehearsal:
         """Returns what was recorded."""
@@ -390,12 +391,12 @@ class RehearsalRuntime(Runtime):
         on_host = not self.has_own_memory
         if not self._steps:
             problem = problem or "it ended before an optimizer step"
-            return Rehearsal(self.plan, facts, None, self._trace.traffic, 0, problem, seconds, on_host)
+            return Rehearsal(self.plan, facts, None, self._trace.work, 0, problem, seconds, on_host)
         start = self._start
-        traffic = self._trace.traffic
+        work = self._trace.work
         # The script ended before the step after the warm-up was complete, so that only the warm-up can be reported.
-        if self._warm_up_traffic is not None:
+        if self._warm_up_work is not None:
             start = 0
-            traffic = self._warm_up_traffic
+            work = self._warm_up_work
         memory = self._allocations.peak(start)
-        return Rehearsal(self.plan, facts, memory, traffic, memory.largest["optimizer"], "", seconds, on_host)
+        return Rehearsal(self.plan, facts, memory, work, memory.largest["optimizer"], "", seconds, on_host)

@@ -72,12 +72,12 @@ class PlanReport:
 
         0 without tokens.
         """
-        return self.rehearsal.traffic.work.tokens / step_s / self.plan.layout.size(*model_axes())
+        return self.rehearsal.work.tokens / step_s / self.plan.layout.size(*model_axes())
 
     def _time_by(self, calibration: Calibration) -> StepTime:
         timetable = timetable_of(self.plan, self.rehearsal.models)
         beside = beside_computing(self.plan, calibration)
-        return step_time(self.rehearsal.traffic.work, calibration, beside, timetable, max(1, self.plan.accumulate))
+        return step_time(self.rehearsal.work, calibration, beside, timetable, max(1, self.plan.accumulate))
 
     @property
     def peak(self) -> int:
@@ -152,11 +152,11 @@ class PlanReport:
         return f"  {'fits in' if self.fits else 'DOES NOT FIT in'} the {there}"
 
     def _step(self) -> Iterator[str]:
-        traffic = self.rehearsal.traffic
+        work = self.rehearsal.work
         if self.rehearsal.memory is None:
             return
-        yield f"one step of rank 0: {traffic.flops / 1e12:.3g} TFLOP, {gib(traffic.total())} sent"
-        for (operation, ranks, wide), count in sorted(traffic.sent.items(), key=lambda item: -item[1]):
+        yield f"one step of rank 0: {work.flops / 1e12:.3g} TFLOP, {gib(sum(work.sent.values()))} sent"
+        for (operation, ranks, wide), count in sorted(work.sent.items(), key=lambda item: -item[1]):
             place = "across nodes" if wide else "on one node"
             # torch's own names of calls on one tensor, such as `reduce_scatter_base`, say no more to a reader.
             operation = operation.removesuffix("_base")
@@ -164,7 +164,7 @@ class PlanReport:
         if self.device is not None:
             fast, slow = self.range_s()
             line = f"  estimate for {self.device.name}: {fast:.3g} to {slow:.3g} s a step"
-            if traffic.work.tokens:
+            if work.tokens:
                 line += (
                     f", {self.tokens_a_second(slow):.4g} to {self.tokens_a_second(fast):.4g} tokens a second on each"
                 )
@@ -187,9 +187,9 @@ class PlanReport:
     def json(self) -> dict[str, Any]:
         """Returns the report as JSON values for tools."""
         memory = self.rehearsal.memory
-        traffic = self.rehearsal.traffic
+        work = self.rehearsal.work
         sent = []
-        for (operation, ranks, wide), count in traffic.sent.items():
+        for (operation, ranks, wide), count in work.sent.items():
             sent.append({"operation": operation, "ranks": ranks, "across_nodes": wide, "bytes": count})
         content: dict[str, Any] = {
             "layout": self.plan.layout.sizes(),
@@ -204,7 +204,7 @@ class PlanReport:
             "largest": None,
             "reserved": None,
             "estimate": None,
-            "flops": traffic.flops,
+            "flops": work.flops,
             "sent": sent,
             "fits": self.fits,
         }

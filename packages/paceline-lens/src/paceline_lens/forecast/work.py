@@ -6,6 +6,7 @@ It holds no times: `step_time` makes them of it and a `Calibration`.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 
@@ -40,6 +41,7 @@ class Message:
         ranks: of its group.
         across: whether the group spans several nodes.
         bytes: that this rank sends.
+        torch_name: torch's own name of the call, such as "reduce_scatter_base".
     """
 
     phase: str
@@ -47,6 +49,7 @@ class Message:
     ranks: int
     across: bool
     bytes: int
+    torch_name: str
 
 
 @dataclass
@@ -61,6 +64,19 @@ class Work:
     computations: Counter[Computation] = field(default_factory=Counter)
     messages: Counter[Message] = field(default_factory=Counter)
     lookups: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of all computations."""
+        return float(sum(computation.flops * count for computation, count in self.computations.items()))
+
+    @property
+    def sent(self) -> Mapping[tuple[str, int, bool], int]:
+        """The bytes that were sent, by (torch's name, ranks of the group, whether the group spans several nodes)."""
+        sent: Counter[tuple[str, int, bool]] = Counter()
+        for message, count in self.messages.items():
+            sent[message.torch_name, message.ranks, message.across] += count * message.bytes
+        return sent
 
     @property
     def tokens(self) -> int:

@@ -159,20 +159,6 @@ class Comms:
 
     # -- results -------------------------------------------------------------------------------------------------
 
-    def traffic(self) -> list[CommsTraffic]:
-        """Returns what this rank has recorded so far, by operation and size."""
-        self._drain(wait=True)
-        return [_traffic(key, latencies) for key, latencies in sorted(self._calls.items())]
-
-    def latencies_ms(self, op: str) -> list[float]:
-        """Returns the latency of each completed call of an operation: sorted by size, then in order of issue."""
-        self._drain(wait=True)
-        completed: list[float] = []
-        for (name, _, _), latencies in sorted(self._calls.items()):
-            if name == op:
-                completed += [ms for ms in latencies if not math.isnan(ms)]
-        return completed
-
     def by_phase(self) -> dict[str, float]:
         """Returns the milliseconds of communication by the part of the step that issued it, hidden or not."""
         self._drain(wait=True)
@@ -188,7 +174,8 @@ class Comms:
 
         Ranks: all if `straggler` is true, otherwise any.
         """
-        traffic = self.traffic()
+        self._drain(wait=True)
+        traffic = [_traffic(key, latencies) for key, latencies in sorted(self._calls.items())]
         if not straggler:
             return traffic
         own_calls = {key: list(latencies) for key, latencies in self._calls.items()}

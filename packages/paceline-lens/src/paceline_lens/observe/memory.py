@@ -7,9 +7,9 @@ begins anew on request; elsewhere the peak is the current size.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -42,58 +42,30 @@ class PhaseMemory:
         self.process_peak = max(self.process_peak, process_peak)
 
 
-class Resident:
-    """The resident set of this process. Its files stay open: opening one costs more than reading it."""
-
-    def __init__(self) -> None:
-        self._linux = sys.platform.startswith("linux")
-        self._owner = 0  # the process whose files are open: those of a fork are its own
-        self._status = self._reset = -1
-
-    def read(self) -> tuple[int, int]:
-        """Bytes now, and at the peak since the last call."""
-        if not self._linux:
-            return _largest(), _largest()
-        if self._owner != os.getpid():
-            self._open()
-        status = os.pread(self._status, 4096, 0)
-        if self._reset >= 0:
-            os.pwrite(self._reset, b"5", 0)  # begins the peak (VmHWM) anew, as proc(5) describes
-        return _bytes(status, b"VmRSS:"), _bytes(status, b"VmHWM:")
-
-    def _open(self) -> None:
-        self._close()
-        self._owner = os.getpid()
-        self._status = os.open("/proc/self/status", os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            self._reset = os.open("/proc/self/clear_refs", os.O_WRONLY | os.O_CLOEXEC)
-        except OSError:  # where /proc is read-only the peak is that of the whole process so far
-            self._reset = -1
-
-    def _close(self) -> None:
-        for file in (self._status, self._reset):
-            if file >= 0:
-                os.close(file)
-        self._status = self._reset = -1
-
-    def __del__(self) -> None:
-        self._close()
-
-
 def of_process(name: str) -> int:
     """Bytes that Linux counts for this process under a name such as "VmRSS"; 0 where the system does not count them."""
-    try:
-        status = Path("/proc/self/status").read_bytes()
-    except OSError:
-        return 0
-    return _bytes(status, f"{name}:".encode())
+    return _bytes(_status(), f"{name}:".encode())
 
 
 def resident() -> tuple[int, int]:
-    """Returns the resident set of this process, and its peak since the process began."""
-    if not Path("/proc/self/status").exists():
+    """Returns the resident set of this process, and its peak since the process began or `begin_peak` was called."""
+    status = _status()
+    if not status:
         return _largest(), _largest()
-    return of_process("VmRSS"), of_process("VmHWM")
+    return _bytes(status, b"VmRSS:"), _bytes(status, b"VmHWM:")
+
+
+def begin_peak() -> None:
+    """Begins the peak of the resident set anew, where Linux lets this process do so: /proc may be read-only."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_bytes(b"5")  # as proc(5) describes
+
+
+def _status() -> bytes:
+    try:
+        return Path("/proc/self/status").read_bytes()
+    except OSError:
+        return b""
 
 
 def _bytes(status: bytes, name: bytes) -> int:
@@ -147,20 +119,21 @@ class Memory(PhaseListener):
 
     def __init__(self, device: torch.device, predicted: Callable[[], Mapping[str, int]] = dict) -> None:
         self._device = MemoryDevice(device)
-        self._resident = Resident()
         self._predicted = predicted
         self.phases: dict[str, PhaseMemory] = {}
         self.steps: list[int] = []
         self._phase = "before"
         self._peak = 0
-        self.base = self._resident.read()[0]
+        self.base = resident()[0]
+        begin_peak()
         self._device.read()
 
     # -- what phases tell ----------------------------------------------------------------------------------------
 
     def to(self, phase: str) -> None:
         device, device_peak = self._device.read()
-        process, process_peak = self._resident.read()
+        process, process_peak = resident()
+        begin_peak()
         memory = self.phases.setdefault(self._phase, PhaseMemory())
         memory.ended(device, device_peak, process, process_peak)
         # Where there is an accelerator, its memory is what limits a step.

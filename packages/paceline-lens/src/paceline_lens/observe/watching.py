@@ -109,10 +109,7 @@ def _check_shared(run: Run, folder: Path) -> None:
     Rank 0 has created its file before: the ranks have agreed on a plan since then.
     """
 
-    def prepared(models: Sequence[nn.Module]) -> None:
-        if not models:
-            return
-        once()
+    def look(run: Run) -> None:
         if not is_there(folder / rank_file(0)):
             logger("watch").warning(
                 "%s on %s is not the folder that the host of rank 0 has under this name, so the record there lacks the ranks "
@@ -120,7 +117,7 @@ def _check_shared(run: Run, folder: Path) -> None:
                 folder, socket.gethostname(),
             )  # fmt: skip
 
-    once = run.events.prepared.subscribe(prepared)
+    _at_first_prepare(run, look)
 
 
 def count_flops(run: Run, telemetry: Telemetry) -> None:
@@ -135,17 +132,11 @@ def count_flops(run: Run, telemetry: Telemetry) -> None:
         if counted_run is not None and count:
             telemetry.record(replace(_plan(counted_run), flops=float(count)))
 
-    def prepared(models: Sequence[nn.Module]) -> None:
-        if not models:
-            return
-        once()
-        counted_run = this_run()
-        if counted_run is None or counted_run.plan.compile:
-            return
-        if not any(is_compiled(entry.wrapped) for entry in counted_run.prepared.models):
-            follow_phases(counted_run).listeners.append(StepFlops(tell))
+    def begin(run: Run) -> None:
+        if not _has_compiled(run):
+            follow_phases(run).listeners.append(StepFlops(tell))
 
-    once = run.events.prepared.subscribe(prepared)
+    _at_first_prepare(run, begin)
 
 
 def count_tokens_of_experts(run: Run, telemetry: Telemetry) -> None:
@@ -153,25 +144,37 @@ def count_tokens_of_experts(run: Run, telemetry: Telemetry) -> None:
 
     A compiled model is left alone, as in `count_flops`.
     """
-    this_run = weakref.ref(run)
     load = ExpertLoad(telemetry.log)
 
-    def prepared(models: Sequence[nn.Module]) -> None:
-        if not models:
+    def begin(run: Run) -> None:
+        if _has_compiled(run):
             return
-        once()
-        prepared_run = this_run()
-        if prepared_run is None or prepared_run.plan.compile:
-            return
-        for entry in prepared_run.prepared.models:
+        for entry in run.prepared.models:
             present = dict(entry.module.named_modules())  # a stage of a pipeline lacks some
             stacked = [row for row in entry.facts.experts if row.name in present and not (row.modules or row.problem)]
             for row in stacked:
                 load.follow(present[row.name], row)
-            if stacked and load not in follow_phases(prepared_run).listeners:
-                follow_phases(prepared_run).listeners.append(load)
+            if stacked and load not in follow_phases(run).listeners:
+                follow_phases(run).listeners.append(load)
+
+    _at_first_prepare(run, begin)
+
+
+def _at_first_prepare(run: Run, begin: Callable[[Run], object]) -> None:
+    """Calls a function once, when `prepare` has prepared models for the first time. It does not keep the run alive."""
+    this_run = weakref.ref(run)
+
+    def prepared(models: Sequence[nn.Module]) -> None:
+        prepared_run = this_run()
+        if models and prepared_run is not None:
+            once()
+            begin(prepared_run)
 
     once = run.events.prepared.subscribe(prepared)
+
+
+def _has_compiled(run: Run) -> bool:
+    return run.plan.compile or any(is_compiled(entry.wrapped) for entry in run.prepared.models)
 
 
 # The file belongs to the process and not to a run.

@@ -18,7 +18,6 @@ from paceline.base.log import warn_once
 from paceline.observe.trackers.library import LibraryTracker
 from paceline.observe.trackers.tracker import Status
 from paceline_lens.trackers.delivery import Delivery, DeliveryEntry, RefusedError
-from paceline_lens.trackers.server import knock
 
 
 class MLflowTracker(LibraryTracker):
@@ -45,7 +44,7 @@ class MLflowTracker(LibraryTracker):
 
         self._run_folder = self.folder / run
         env = environment.snapshot()
-        knock(env.get("MLFLOW_TRACKING_URI", ""))  # the client would try for four minutes
+        _knock(env.get("MLFLOW_TRACKING_URI", ""))  # the client would try for four minutes
         options = self.options
         tags = json.loads(env["MLFLOW_TAGS"]) if env.get("MLFLOW_TAGS") else options.get("tags")
         name = env.get("MLFLOW_EXPERIMENT_NAME") or run
@@ -151,7 +150,7 @@ class MLflowTracker(LibraryTracker):
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        knock(address["uri"])
+        _knock(address["uri"])
         client = MlflowClient(tracking_uri=address["uri"])
         metrics: list[Metric] = []
         for entry in entries:
@@ -195,6 +194,14 @@ class MLflowTracker(LibraryTracker):
             mlflow.end_run(status="FAILED")
         if problem is not None:
             raise TrackerError.of([problem])
+
+
+def _knock(address: str) -> None:
+    """Raises within 5 s if no server answers at an address, with any status; an address that is no URL of HTTP is skipped."""
+    if address.startswith(("http://", "https://")):
+        import requests
+
+        requests.head(address, timeout=5)
 
 
 _FLUSH_AFTER_AN_ERROR_S = 5.0

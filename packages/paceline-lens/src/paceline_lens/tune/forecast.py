@@ -69,11 +69,11 @@ class Forecaster:
             plan=rehearsal.plan,
             need=rehearsal.need(rehearsal.whole_states),
             rows=rows,
-            flops=rehearsal.traffic.flops / max(1, rehearsal.plan.accumulate),
+            flops=rehearsal.work.flops / max(1, rehearsal.plan.accumulate),
             slope=rehearsal.activations / rows if rows else 0.0,
             device=device,
             world_size=world_size,
-            work=rehearsal.traffic.work,
+            work=rehearsal.work,
             calibration=calibration,
         )
 

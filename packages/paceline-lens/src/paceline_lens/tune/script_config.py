@@ -68,11 +68,6 @@ class ScriptConfigs(Protocol):
             arguments: values that the script's own arguments give.
         """
 
-    def quiet_candidate(
-        self, content: Mapping[str, Any], candidate: Candidate, arguments: Mapping[str, str]
-    ) -> dict[str, Any]:
-        """Returns the config for the trial of a candidate, without parts that write files."""
-
     def of_candidate(self, candidate: Candidate, micro: int | None, precision: str) -> dict[str, Any]:
         """Returns a config with the settings of a candidate, for a script that has no config.
 

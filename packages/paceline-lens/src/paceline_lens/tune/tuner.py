@@ -30,20 +30,22 @@ from paceline.base import env as environment
 from paceline.base.errors import PacelineError, PlanError
 from paceline.base.temporary import temporary_folder
 from paceline.config.given import Choice
-from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
-from paceline.launch.launcher import LAUNCHERS, Outcome
+from paceline.launch.launcher import Outcome
 from paceline.planner.estimate import gib
 from paceline_lens.forecast.calibration import Calibration
 from paceline_lens.forecast.device import Device
 from paceline_lens.forecast.rehearsal import ChildError, Rehearsal, SimulatedWorld, in_child, rehearse
+from paceline_lens.own_runs import handed, run_here
 from paceline_lens.tune.forecast import Forecaster
 from paceline_lens.tune.script_config import script_configs
 from paceline_lens.tune.search import Candidate, Forecast, Measured, SearchProgress, Space, Tuning, sort_out
 from paceline_lens.tune.space import rows_of, settings_of, space_of
 from paceline_lens.tune.trial import ScriptNotes, Trial
 
+# A trial must begin from the start and must not write a profile, whatever the run itself does.
+_NOT_OF_TRIALS = ("resume", "profile")
 # So many equal failures in a row, before any trial was measured, show that the script fails and not the candidates.
 _SAME_FAILURES = 3
 
@@ -208,7 +210,7 @@ class Tuner:
         simulated = SimulatedWorld(
             world_size=job.procs,
             local_size=job.procs,
-            settings=_handed(self.task.decisions, {}),
+            settings=_of_trial(self.task.decisions, {}),
             accelerated=not self.task.device.name.startswith("cpu"),
             compat=job.compat,
             memory=self.task.device.usable,
@@ -271,7 +273,7 @@ class Tuner:
         job = replace(
             task.job,
             target=Target("function", target.name, target.args, partial(trial.run, target, task.job.compat)),
-            env={**task.job.env, **_handed(task.decisions, settings)},
+            env={**task.job.env, **_of_trial(task.decisions, settings)},
             start="fork",
             max_restarts=0,
             log_dir=str(log_dir),
@@ -287,14 +289,8 @@ class Tuner:
         # A process that the out-of-memory killer ended looks like any other that got SIGKILL: only the system's count tells.
         killed_before = _killed_by_system()
         began = time.monotonic()
-        launcher = LAUNCHERS.get("local")
-        outcome = launcher.submit(launcher.render(job)).wait()
+        outcome = run_here(job)
         wall_s = time.monotonic() - began
-        # The launcher turns a signal to this process into an exit code. It is meant for the whole search, not for the trial.
-        if outcome.failure is None and outcome.exit_code == 128 + signal.SIGINT:
-            raise KeyboardInterrupt
-        if outcome.failure is None and outcome.exit_code == 128 + signal.SIGTERM:
-            raise SystemExit(outcome.exit_code)
         measured = self._judge(folder, job, outcome, _killed_by_system() > killed_before, candidate, tuned.width)
         return replace(measured, wall_s=wall_s)
 
@@ -403,19 +399,13 @@ def _set_argument(words: list[str], flag: str, value: str) -> None:
 def _changed(
     content: Mapping[str, Any], candidate: Candidate | None, arguments: Mapping[str, str]
 ) -> Mapping[str, Any]:
-    if candidate is None:
-        return script_configs().plain(content)
-    return script_configs().quiet_candidate(content, candidate, arguments)
+    if candidate is not None:
+        content = script_configs().with_candidate(content, candidate, arguments)
+    return script_configs().plain(content)
 
 
-def _handed(decisions: tuple[Choice, ...], settings: Mapping[str, Any]) -> dict[str, str]:
-    """Returns the settings for the processes; those of a candidate replace what the user decided."""
-    # A trial must begin from the start and must not write a profile, whatever the run itself does.
-    replaced = {*settings, "resume", "profile"}
-    choices = [decision for decision in decisions if decision.field not in replaced]
-    choices += [Choice(name, value, "command line", "a candidate of the tuning") for name, value in settings.items()]
-    choices.append(Choice("resume", "no", "command line", "the tuning"))
-    return {HANDED: hand_over(choices)}
+def _of_trial(decisions: tuple[Choice, ...], settings: Mapping[str, Any]) -> dict[str, str]:
+    return handed(decisions, {**settings, "resume": "no"}, "a candidate of the tuning", _NOT_OF_TRIALS)
 
 
 def _load(modules: Sequence[str]) -> None:

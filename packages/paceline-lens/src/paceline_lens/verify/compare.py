@@ -108,8 +108,8 @@ class RecordedRun:
             readers = list(recordings[:1])
         else:
             readers = [by_share[index] for index in sorted(by_share)]
-        steps_by_reader = [_steps(recording) for recording in readers]
-        steps_by_rank = [_steps(recording) for recording in recordings]
+        steps_by_reader = [events_by_step(recording) for recording in readers]
+        steps_by_rank = [events_by_step(recording) for recording in recordings]
         # Only steps that all ranks have recorded can be combined.
         shortest = min(map(len, steps_by_rank), default=0)
         steps: list[RecordedStep] = []
@@ -137,7 +137,7 @@ class RecordedRun:
         return [event for event in self.recordings[0].events if event["kind"] == kind]
 
 
-def _steps(recording: Recording) -> list[list[Event]]:
+def events_by_step(recording: Recording) -> list[list[Event]]:
     """Splits the events of a rank into steps; the last event of each part is the optimizer step itself.
 
     Events after the last step belong to a step that never ended, and are left out.

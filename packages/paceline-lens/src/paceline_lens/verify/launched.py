@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import gc
 import importlib
-import signal
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,10 +16,9 @@ from typing import Any
 
 from paceline.base import env as environment
 from paceline.config.given import Choice
-from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
-from paceline.launch.launcher import LAUNCHERS
+from paceline_lens.own_runs import handed, run_here
 from paceline_lens.verify.bare.recorder import BareRecorder
 from paceline_lens.verify.case import RunFailed, VerifyCase
 from paceline_lens.verify.isolation import IsolationReport
@@ -79,7 +77,9 @@ class LaunchedRuns:
         """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         recorder = Recorder(folder, self._steps, double=double, nudge=nudge, as_written=as_written)
-        return self._run(folder, self._recorded(recorder, self._job.target), case, again)
+        return self._run(
+            folder, self._job.target, partial(recorder.run, self._job.target, self._job.compat), case, again
+        )
 
     def run_plain(self) -> Sequence[Recording]:
         """Runs the script from before as it is, and returns its recording.
@@ -90,7 +90,7 @@ class LaunchedRuns:
         assert self.plain is not None
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         recorder = PlainRecorder(folder, self._steps, environment.snapshot())
-        return self._run(folder, self._recorded(recorder, self.plain), VerifyCase(1), again=False)
+        return self._run(folder, self.plain, partial(recorder.run, self.plain), VerifyCase(1), again=False)
 
     def run_bare(
         self, case: VerifyCase, *, parts: Sequence[int] = (), share: int = 1, nudge: float = 0.0, again: bool = False
@@ -107,10 +107,7 @@ class LaunchedRuns:
         """
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         recorder = BareRecorder(folder, self._steps, parts=parts, share=share, nudge=nudge)
-        target = Target(
-            "function", self._job.target.name, self._job.target.args, partial(recorder.run, self._job.target)
-        )
-        return self._run(folder, target, case, again)
+        return self._run(folder, self._job.target, partial(recorder.run, self._job.target), case, again)
 
     def probe(self, laws: dict[str, Any]) -> IsolationReport:
         """Runs the script on one process up to the first call of its model, and probes that (`isolation.py`).
@@ -121,31 +118,37 @@ class LaunchedRuns:
         folder = Path(tempfile.mkdtemp(dir=self._folder))
         probe = ProbedScript(folder, laws)
         script = self._job.target
-        target = Target("function", script.name, script.args, partial(probe.run, script, self._job.compat))
-        job = self._job_of(folder, target, VerifyCase(1), again=False)
-        self._finished(job)
+        self._finish(folder, script, partial(probe.run, script, self._job.compat), VerifyCase(1), again=False)
         report = read_report(folder)
         if report is None:
             raise RunFailed("the script ended before it called a model in training")
         return report
 
-    def _recorded(self, recorder: Recorder, script: Target) -> Target:
-        return Target("function", script.name, script.args, partial(recorder.run, script, self._job.compat))
+    def _run(
+        self, folder: Path, script: Target, work: Callable[[], object], case: VerifyCase, again: bool
+    ) -> Sequence[Recording]:
+        self._finish(folder, script, work, case, again)
+        recordings = read_all(folder)
+        if len(recordings) < case.procs:
+            raise RunFailed(f"{case.procs - len(recordings)} of {case.procs} processes left without a recording")
+        if not any(event["kind"] == "step" for event in recordings[0].events):
+            raise RunFailed("the script ended before an optimizer step")
+        return recordings
 
-    def _run(self, folder: Path, target: Target, case: VerifyCase, again: bool) -> Sequence[Recording]:
-        job = self._job_of(folder, target, case, again)
-        self._finished(job)
-        return self._read(folder, job)
+    def _finish(self, folder: Path, script: Target, work: Callable[[], object], case: VerifyCase, again: bool) -> None:
+        """Runs a script to its end, in processes that do the work.
 
-    def _job_of(self, folder: Path, target: Target, case: VerifyCase, again: bool) -> Job:
+        Raises:
+            RunFailed: if a process ended with an error.
+        """
         log_dir = folder / "output"
         log_dir.mkdir()
-        variables = {**self._job.env, HANDED: self._handed(case)}
+        variables = {**self._job.env, **handed(self._decisions, case.settings, "--plans", _NOT_HANDED)}
         if again:
             variables["PYTHONHASHSEED"] = _OTHER_HASH_SEED
-        return replace(
+        job = replace(
             self._job,
-            target=target,
+            target=Target("function", script.name, script.args, work),
             procs=case.procs,
             env=variables,
             start="exec" if again else self._job.start,
@@ -155,34 +158,9 @@ class LaunchedRuns:
             ranks=frozenset(),
             cores=(),
         )
-
-    def _finished(self, job: Job) -> None:
-        """Runs a job to its end.
-
-        Raises:
-            RunFailed: if a process ended with an error.
-        """
-        launcher = LAUNCHERS.get("local")
-        outcome = launcher.submit(launcher.render(job)).wait()
-        if outcome.failure is None and outcome.exit_code == 128 + signal.SIGINT:
-            raise KeyboardInterrupt
+        outcome = run_here(job)
         if outcome.failure is not None:
             report = outcome.failure.report.strip() or problem_of(outcome, job).what
             ours = report.find("paceline.")
             lines = report[max(ours, 0) :].splitlines() if ours >= 0 else report.splitlines()[-3:]
             raise RunFailed("\n".join(lines[:6]))
-
-    def _handed(self, case: VerifyCase) -> str:
-        """Settings for the processes: what was said, and in its place what the case says."""
-        replaced = {*case.settings, *_NOT_HANDED}
-        choices = [decision for decision in self._decisions if decision.field not in replaced]
-        choices += [Choice(name, value, "command line", "--plans") for name, value in case.settings.items()]
-        return hand_over(choices)
-
-    def _read(self, folder: Path, job: Job) -> Sequence[Recording]:
-        recordings = read_all(folder)
-        if len(recordings) < job.procs:
-            raise RunFailed(f"{job.procs - len(recordings)} of {job.procs} processes left without a recording")
-        if not any(event["kind"] == "step" for event in recordings[0].events):
-            raise RunFailed("the script ended before an optimizer step")
-        return recordings

@@ -14,7 +14,6 @@ from paceline.planner.estimate import Chosen
 from paceline_lens.forecast.allocation_trace import KINDS, Peak
 from paceline_lens.forecast.calibration import Calibration, Link, Lookup, Machine
 from paceline_lens.forecast.device import device_of
-from paceline_lens.forecast.operation_trace import Traffic
 from paceline_lens.forecast.predict import _fastest
 from paceline_lens.forecast.rehearsal import Rehearsal
 from paceline_lens.forecast.report import PlanReport
@@ -40,7 +39,7 @@ def rehearsal(flops: int, **settings) -> Rehearsal:
     work = Work(
         Counter({Computation("forward", "float32", flops, 0): 1, Computation("optimizer", "float32", 0, 100): 1})
     )
-    return Rehearsal(plan, (facts,), Peak(0, NOTHING, NOTHING), Traffic(float(flops), {}, work), optimizer=2 * 4 * 100)
+    return Rehearsal(plan, (facts,), Peak(0, NOTHING, NOTHING), work, optimizer=2 * 4 * 100)
 
 
 def report(flops: int, lookup: Lookup | None, **settings) -> PlanReport:
@@ -65,7 +64,7 @@ def test_a_report_prints_the_terms_or_why_there_are_none():
 )
 def test_tokens_of_sequences_and_models_that_ranks_divide_are_shared(axis, tokens_of_a_rank):
     seen = rehearsal(1000)
-    seen.traffic.work.lookups[10] = 64  # every rank looks up whole sequences
+    seen.work.lookups[10] = 64  # every rank looks up whole sequences
     plan = draft(RunSettings.of({axis: 2}), [], 2)
     assert PlanReport(plan, 2, seen).tokens_a_second(1.0) == tokens_of_a_rank
 

@@ -35,7 +35,7 @@ def test_what_a_fake_tensor_touches_is_fake_and_values_are_nought(trace):
         assert not bool(loss.detach() > 0)
     assert model[0].weight.grad.shape == (64, 64)
     # Forward 2 x 8 x 64 x 64, and as much again for the weight's gradient; the input needs none.
-    assert trace.traffic.flops == 2 * 2 * 8 * 64 * 64
+    assert trace.work.flops == 2 * 2 * 8 * 64 * 64
 
 
 def test_after_the_first_prepare_large_new_tensors_are_fake_and_small_ones_are_not(trace):
@@ -62,12 +62,12 @@ def test_work_is_what_operations_compute_and_move(trace):
         layer = nn.Linear(64, 64, bias=False)
         rows = torch.randn(32, 64)
         trace.fake_module(layer)
-        trace.traffic.work.computations.clear()
+        trace.work.computations.clear()
         layer(rows).square().sum().backward()
         trace.in_optimizer = True
         layer.weight.detach().mul_(2.0)
     size = 4 * 64 * 64
-    counted = trace.traffic.work.computations
+    counted = trace.work.computations
     product = [(entry.phase, entry.bytes) for entry in counted if entry.flops == 2 * 32 * 64 * 64]
     assert sorted(product) == [("backward", 2 * 4 * 32 * 64 + size), ("forward", 2 * 4 * 32 * 64 + size)]
     in_place = [entry for entry in counted if entry.phase == "optimizer" and entry.bytes]
@@ -79,19 +79,19 @@ def test_questions_and_memory_that_nobody_has_written_move_nothing(trace):
     with trace:
         weight = torch.nn.Parameter(torch.zeros(64, 64))
         trace.fake_module(nn.ParameterList([weight]))
-        trace.traffic.work.computations.clear()
+        trace.work.computations.clear()
         assert weight.device.type == "cpu" and weight.stride() == (64, 1)
         torch.empty_like(weight)
-    assert {entry.bytes for entry in trace.traffic.work.computations} <= {0}
+    assert {entry.bytes for entry in trace.work.computations} <= {0}
 
 
 def test_what_a_kernel_writes_without_returning_it_counts(trace):
     with trace:
         weight = torch.nn.Parameter(torch.zeros(64, 64))
         trace.fake_module(nn.ParameterList([weight]))
-        trace.traffic.work.computations.clear()
+        trace.work.computations.clear()
         torch._foreach_mul_([weight.detach()], 2.0)
-    assert sum(entry.bytes * count for entry, count in trace.traffic.work.computations.items()) == 2 * 4 * 64 * 64
+    assert sum(entry.bytes * count for entry, count in trace.work.computations.items()) == 2 * 4 * 64 * 64
 
 
 def test_causal_attention_counts_half_and_lookups_are_tokens(trace):
@@ -99,10 +99,10 @@ def test_causal_attention_counts_half_and_lookups_are_tokens(trace):
         model = nn.Embedding(512, 64)
         trace.fake_module(model)
         x = model(torch.zeros(2, 128, dtype=torch.int64)).view(2, 2, 128, 32)
-        before = trace.traffic.flops
+        before = trace.work.flops
         nn.functional.scaled_dot_product_attention(x, x, x)
-        whole = trace.traffic.flops - before
+        whole = trace.work.flops - before
         nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
-    assert trace.traffic.flops - before - whole == whole // 2
-    assert trace.traffic.work.tokens == 256
-    assert [work.is_attention for work in trace.traffic.work.computations if work.flops] == [True, True]
+    assert trace.work.flops - before - whole == whole // 2
+    assert trace.work.tokens == 256
+    assert [work.is_attention for work in trace.work.computations if work.flops] == [True, True]

@@ -16,8 +16,8 @@ from paceline.planner.estimate import shown
 from paceline_lens.forecast import predict as module
 from paceline_lens.forecast.allocation_trace import KINDS, Peak
 from paceline_lens.forecast.device import device_of
-from paceline_lens.forecast.operation_trace import Traffic
 from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld
+from paceline_lens.forecast.work import Work
 
 GIB = 2**30
 WORLD = SimulatedWorld(world_size=8, local_size=8)
@@ -44,7 +44,7 @@ def rehearse(code, seen):
         ]
         plan = resolve(draft(RunSettings.of(values), decisions, simulated.world_size), (FACTS,), STRATEGIES)
         largest = {**dict.fromkeys(KINDS, 0), "activations": ACTIVATIONS}
-        return Rehearsal(plan, (FACTS,), Peak(peak_of(plan), largest, largest), Traffic(), optimizer=8 * 10**9)
+        return Rehearsal(plan, (FACTS,), Peak(peak_of(plan), largest, largest), Work(), optimizer=8 * 10**9)
 
     return perform
 

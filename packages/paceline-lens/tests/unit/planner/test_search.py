@@ -203,7 +203,7 @@ def test_a_candidate_in_a_config():
         "csv_monitor": {"enabled": True, "output_path": "logs"},
         "wall_clock_breakdown": True,
     }
-    quiet = script_configs().quiet_candidate(content, candidate, {})
+    quiet = script_configs().plain(found)
     assert quiet["csv_monitor"]["enabled"] is False and "wall_clock_breakdown" not in quiet
     assert content["autotuning"] == {"enabled": True}  # the user's own is left alone
     auto = {"train_batch_size": "auto", "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}

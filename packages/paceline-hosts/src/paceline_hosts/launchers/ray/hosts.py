@@ -25,6 +25,7 @@ from paceline_hosts.hostfile import Slots
 from paceline_hosts.launchers.ray.cluster import Bundle
 from paceline_hosts.launchers.ray.host import RayHost, reason
 from paceline_hosts.launchers.ray.node import NodeActor
+from paceline_hosts.remote.channels import unfit_hosts_error
 
 _HEARTBEAT_S = 5.0
 # After a failure the launchers end each other. One that never joined the others is asked to end after this time.
@@ -204,10 +205,7 @@ class RayHosts:
         self._compare()
         unfit = [host for host in self.hosts.values() if host.problems]
         if unfit:
-            lines = _problem_lines(unfit)
-            total = len(self.hosts)
-            what = f"{len(unfit)} of {total} host{'s' * (total > 1)} cannot take part; nothing was started on any."
-            raise LaunchError("launch-hosts", what, lines, "correct the problems that are named")
+            raise unfit_hosts_error(len(self.hosts), [host.shown for host in unfit], _problem_lines(unfit))
         return True
 
     def _compare(self) -> None:

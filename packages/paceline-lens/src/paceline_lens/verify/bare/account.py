@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from paceline_lens.verify.bare.units import HeldUnit, HeldUnits, held_units
-from paceline_lens.verify.compare import EPS, GROWTH_MARGIN, ONSET_MARGIN
+from paceline_lens.verify.compare import EPS, GROWTH_MARGIN, ONSET_MARGIN, events_by_step
 from paceline_lens.verify.recording import Event, Recording
 
 Vector = NDArray[np.float64]
@@ -87,14 +87,7 @@ class BareStep:
 
 def steps_of(recording: Recording) -> list[BareStep]:
     """Splits the events of a rank into optimizer steps."""
-    steps: list[BareStep] = []
-    order: list[Event] = []
-    for event in recording.events:
-        order.append(event)
-        if event["kind"] == "step":
-            steps.append(BareStep(event, order))
-            order = []
-    return steps
+    return [BareStep(order[-1], order) for order in events_by_step(recording)]
 
 
 @dataclass
@@ -333,56 +326,43 @@ class Account:
     def _described(self, number: int, group: GradientGroup) -> GradientGroup:
         """Adds to a group of what its gradients are made."""
         units = [unit for unit in group.units if len(unit.holders) == self.world]
-        raws = self._raws(number, units)
-        if raws is None:
-            return group
-        targets = self._targets(number, units, rank=0)
-        by_rank = None
-        by_pass = None
-        if targets is not None:
-            by_rank = _solved(raws, targets)
-            by_pass = self._by_pass(number, units, targets)
-        expected = [self.reference[number].gradient(unit.name, unit.part) for unit in units]
-        of_reference = None
-        if all(value is not None for value in expected):
-            of_reference = _solved(raws, np.concatenate([value for value in expected if value is not None]))
-        return replace(group, by_rank=by_rank, by_pass=by_pass, reference_by_rank=of_reference)
-
-    def _raws(self, number: int, units: Sequence[HeldUnit]) -> list[Vector] | None:
-        """Returns what the passes of each rank added to the gradients of the units, one long vector a rank."""
-        vectors = []
-        for rank, steps in enumerate(self.ranks):
-            parts = [steps[number].raw(unit.holders[rank]) for unit in units]
-            if not parts or any(part is None for part in parts):
-                return None
-            vectors.append(np.concatenate([part for part in parts if part is not None]))
-        return vectors
-
-    def _targets(self, number: int, units: Sequence[HeldUnit], rank: int) -> Vector | None:
-        values = [self.ranks[rank][number].gradient(unit.holders[rank]) for unit in units]
-        if not values or any(value is None for value in values):
-            return None
-        return np.concatenate([value for value in values if value is not None])
+        raws = [
+            _joined([steps[number].raw(unit.holders[rank]) for unit in units]) for rank, steps in enumerate(self.ranks)
+        ]
+        targets = _joined([self.ranks[0][number].gradient(unit.holders[0]) for unit in units])
+        expected = _joined([self.reference[number].gradient(unit.name, unit.part) for unit in units])
+        return replace(
+            group,
+            by_rank=_solved(raws, targets),
+            by_pass=self._by_pass(number, units, targets),
+            reference_by_rank=_solved(raws, expected),
+        )
 
     def _by_pass(
-        self, number: int, units: Sequence[HeldUnit], targets: Vector
+        self, number: int, units: Sequence[HeldUnit], targets: Vector | None
     ) -> tuple[Sequence[float], Sequence[float]] | None:
         count = len(self.ranks[0][number].passes)
         if count < 2 or any(len(steps[number].passes) != count for steps in self.ranks):
             return None
-        means: list[Vector] = []
-        own: list[Vector] = []
+        means: list[Vector | None] = []
+        own: list[Vector | None] = []
         for place in range(count):
             vectors = []
             for rank, steps in enumerate(self.ranks):
                 raw = steps[number].passes[place]["raw"]
-                if any(unit.holders[rank] not in raw for unit in units):
-                    return None
-                vectors.append(np.concatenate([np.asarray(raw[unit.holders[rank]]) for unit in units]))
-            means.append(sum(vectors[1:], vectors[0]) / self.world)
+                vectors.append(_joined([raw.get(unit.holders[rank]) for unit in units]))
+            known = [vector for vector in vectors if vector is not None]
+            means.append(np.mean(known, axis=0) if len(known) == self.world else None)
             own.append(vectors[0])
         parts = _solved([*means, *own], targets)
         return None if parts is None else (parts[:count], parts[count:])
+
+
+def _joined(parts: Sequence[Any]) -> Vector | None:
+    """Returns one long vector of all parts; None if one of them is missing, or if there are none."""
+    if not parts or any(part is None for part in parts):
+        return None
+    return np.concatenate(parts)
 
 
 def _factors(gradients: Mapping[int, Vector], expected: Vector, limit: float) -> dict[int, float]:
@@ -430,9 +410,12 @@ def _grouped(different: Sequence[tuple[HeldUnit, Kind, dict[int, float]]]) -> li
     return sorted(groups, key=lambda group: -len(group.units))
 
 
-def _solved(parts: Sequence[Vector], target: Vector) -> list[float] | None:
-    """Returns how much of each part adds up to the target; None if no sum of them does."""
-    matrix = np.stack(parts, axis=1)
+def _solved(parts: Sequence[Vector | None], target: Vector | None) -> list[float] | None:
+    """Returns how much of each part adds up to the target; None if no sum of them does, or if one is not known."""
+    known = [part for part in parts if part is not None]
+    if target is None or len(known) < len(parts):
+        return None
+    matrix = np.stack(known, axis=1)
     found, *_ = np.linalg.lstsq(matrix, target, rcond=1e-6)
     if _norm(matrix @ found - target) > NEAR * _norm(target):
         return None
