@@ -21,9 +21,9 @@ from typing import Any
 from paceline.config.given import Choice
 from paceline.config.sources import HANDED, hand_over
 from paceline.parallel.strategy import timetable_of
-from paceline.planner.device import GIB, device_of
 from paceline.world.layout import model_axes
 from paceline_lens.forecast.datasheet import FAST, SLOW, Efficiency, calibration_of
+from paceline_lens.forecast.device import GIB, device_of
 from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld, rehearse
 from paceline_lens.forecast.step_time import Beside, beside_computing, step_time
 

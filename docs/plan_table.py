@@ -20,8 +20,8 @@ from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import ModelFacts, model_facts
 from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.device import GIB, RESERVE
 from paceline.planner.estimate import Need, choose, estimate, shown
+from paceline_lens.forecast.device import GIB, RESERVE
 
 ROOT = Path(__file__).parents[1]
 LEFT_FOR_ACTIVATIONS = 0.25

@@ -11,11 +11,11 @@ from paceline.parallel.strategy import timetable_of
 from paceline.plan.facts import Layer, ModelFacts
 from paceline.plan.plan import Plan
 from paceline.plan.resolve import draft
-from paceline.planner.device import device_of
 from paceline_large.pipeline.schedules import order
 from paceline_large.pipeline.timetable import PipelineTimetable
 from paceline_lens.forecast.calibration import Calibration, Link, Machine
 from paceline_lens.forecast.datasheet import FAST, calibration_of
+from paceline_lens.forecast.device import device_of
 from paceline_lens.forecast.report import term_lines
 from paceline_lens.forecast.step_time import Beside, StepTime, beside_computing, step_time
 from paceline_lens.forecast.work import Computation, Message, Work

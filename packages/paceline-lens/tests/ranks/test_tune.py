@@ -185,7 +185,7 @@ def test_values_that_cannot_be(folder, capfd, monkeypatch):
         assert f"[{code}]" in err and message in err
     run("tune", "--nodes", "2", "--main-address", "127.0.0.1", "train.py", code=1)
     assert "[tune-launch]" in capfd.readouterr().err
-    monkeypatch.setattr("paceline.planner.fit.of_this_host", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr("paceline_lens.forecast.calibrate.of_this_host", lambda *_, **__: 1 / 0)
     run("tune", "train.py", code=1)
     assert "[tune-device]" in capfd.readouterr().err
 

@@ -30,8 +30,8 @@ from paceline.config.sources import Launch, resolve_launch
 from paceline.launch.host import check_target
 from paceline.launch.job import Target
 from paceline.launch.make_job import target_of
-from paceline.planner.device import Device, device_of
 from paceline.world.layout import AXES
+from paceline_lens.forecast.device import Device, device_of
 
 if TYPE_CHECKING:
     from paceline_lens.forecast.calibration import Lookup

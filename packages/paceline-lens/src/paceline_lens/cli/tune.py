@@ -113,10 +113,9 @@ def tune(
     Returns:
         The finished tuning, and its best candidate.
     """
-    from paceline.planner.device import device_of
-    from paceline.planner.fit import of_this_host
-    from paceline_lens.forecast.calibrate import machine_of
+    from paceline_lens.forecast.calibrate import machine_of, of_this_host
     from paceline_lens.forecast.calibration import find
+    from paceline_lens.forecast.device import device_of
     from paceline_lens.forecast.rehearsal import with_devices
     from paceline_lens.tune import results as tune_results
     from paceline_lens.tune.search import Tuning

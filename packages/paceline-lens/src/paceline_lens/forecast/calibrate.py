@@ -6,6 +6,7 @@ the run's processes would have. Links between hosts are not measured.
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Mapping
@@ -13,15 +14,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from paceline.base.errors import PlanError
 from paceline.config.sources import Launch
 from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
 from paceline.launch.launcher import LAUNCHERS
 from paceline.launch.make_job import job_of
-from paceline.planner.device import Device
-from paceline.planner.fit import of_this_host
+from paceline.world.runtime import Runtime
 from paceline_lens.forecast.calibration import Calibration, Machine
+from paceline_lens.forecast.device import TABLE, Device
 from paceline_lens.forecast.rehearsal import with_devices
 
 _ROUNDS = 7
@@ -52,6 +55,28 @@ def this_machine(settings: Launch, env: Mapping[str, str]) -> ThisMachine:
     """
     job, device = with_devices(partial(_look, settings, env))
     return ThisMachine(machine_of(job, device.name, env), job, device, settings.run.cpu)
+
+
+def of_this_host(local_size: int, *, cpu: bool = False) -> Device:
+    """Returns the device that a rank has here, with the rates of the most similar known one.
+
+    It initializes the accelerator, after which a process cannot be forked. Call it in a child process if that matters.
+    """
+    device = torch.device("cpu")
+    if torch.accelerator.is_available() and not cpu:
+        device = torch.accelerator.current_accelerator(check_available=True) or device
+    memory = Runtime().memory(device, local_size)
+    if device.type == "cpu":
+        return replace(TABLE["cpu-64GB"], name="cpu", memory=memory)
+    full_name = str(torch.get_device_module(device).get_device_name())
+    name = re.sub(r"[\s_]", "", full_name).lower()
+    # Names are compared by their model: "nvidiaa100-sxm4-80gb" contains the "a100" of the row "a100-40GB". The first row that
+    # matches is used, so the loop runs backwards.
+    rates = TABLE["a100-40GB"]
+    for row in reversed(TABLE.values()):
+        if row.name.partition("-")[0] in name:
+            rates = row
+    return replace(rates, name=name or device.type, memory=memory)
 
 
 def machine_of(job: Job, device: str, env: Mapping[str, str]) -> Machine:

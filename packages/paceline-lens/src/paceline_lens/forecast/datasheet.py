@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from paceline.plan.plan import Plan
-from paceline.planner.device import Device
 from paceline_lens.forecast.calibration import BETWEEN_NODES, WITHIN_NODE, Calibration, Link, Machine
+from paceline_lens.forecast.device import Device
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,10 @@ from paceline.base.errors import PlanError
 from paceline.config.given import Choice
 from paceline.config.settings import RunSettings, searched_settings
 from paceline.config.sources import HANDED, hand_over
-from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Rejected, choose, estimate, gib, settings_of, shown
 from paceline.world.layout import given_axes
 from paceline_lens.forecast.calibration import Lookup
+from paceline_lens.forecast.device import Device
 from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld, rehearse
 from paceline_lens.forecast.report import PlanReport
 

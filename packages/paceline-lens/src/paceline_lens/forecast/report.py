@@ -9,12 +9,12 @@ from typing import Any
 from paceline.parallel.strategy import timetable_of
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Plan
-from paceline.planner.device import Device
 from paceline.planner.estimate import Chosen, Rejected, gib, shown
 from paceline.world.layout import model_axes
 from paceline_lens.forecast.allocation_trace import KINDS
 from paceline_lens.forecast.calibration import Calibration, Lookup
 from paceline_lens.forecast.datasheet import FAST, SLOW, calibration_of
+from paceline_lens.forecast.device import Device
 from paceline_lens.forecast.rehearsal import Rehearsal
 from paceline_lens.forecast.step_time import StepTime, beside_computing, step_time
 

@@ -22,13 +22,13 @@ from torch import nn
 from paceline.base import env
 from paceline.base.files import expanded, is_there
 from paceline.base.log import logger
-from paceline.planner.device import TABLE
 from paceline.planner.estimate import Need, estimate
 from paceline.run.run import Run
 from paceline.run.states import States
 from paceline.torch_internals.modules import is_compiled
 from paceline.world.device import device_properties
 from paceline.world.events import SavedCheckpoint
+from paceline_lens.forecast.device import TABLE
 from paceline_lens.forecast.known_forecasts import key_of, recall
 from paceline_lens.observe.expert_load import ExpertLoad
 from paceline_lens.observe.memory import resident

@@ -16,9 +16,9 @@ from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.device import Device
 from paceline.planner.estimate import Need, estimate, settings_of
 from paceline_lens.forecast.calibration import Calibration
+from paceline_lens.forecast.device import Device
 from paceline_lens.forecast.rehearsal import Rehearsal
 from paceline_lens.forecast.step_time import beside_computing, step_time
 from paceline_lens.forecast.work import Work

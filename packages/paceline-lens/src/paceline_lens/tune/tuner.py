@@ -34,9 +34,9 @@ from paceline.config.sources import HANDED, hand_over
 from paceline.launch.failure_report import problem_of
 from paceline.launch.job import Job, Target
 from paceline.launch.launcher import LAUNCHERS, Outcome
-from paceline.planner.device import Device
 from paceline.planner.estimate import gib
 from paceline_lens.forecast.calibration import Calibration
+from paceline_lens.forecast.device import Device
 from paceline_lens.forecast.rehearsal import ChildError, Rehearsal, SimulatedWorld, in_child, rehearse
 from paceline_lens.tune.forecast import Forecaster
 from paceline_lens.tune.script_config import script_configs

@@ -10,10 +10,10 @@ from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.device import device_of
 from paceline.planner.estimate import Chosen
 from paceline_lens.forecast.allocation_trace import KINDS, Peak
 from paceline_lens.forecast.calibration import Calibration, Link, Lookup, Machine
+from paceline_lens.forecast.device import device_of
 from paceline_lens.forecast.operation_trace import Traffic
 from paceline_lens.forecast.predict import _fastest
 from paceline_lens.forecast.rehearsal import Rehearsal

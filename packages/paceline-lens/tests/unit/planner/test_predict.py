@@ -12,10 +12,10 @@ from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.device import device_of
 from paceline.planner.estimate import shown
 from paceline_lens.forecast import predict as module
 from paceline_lens.forecast.allocation_trace import KINDS, Peak
+from paceline_lens.forecast.device import device_of
 from paceline_lens.forecast.operation_trace import Traffic
 from paceline_lens.forecast.rehearsal import Rehearsal, SimulatedWorld
 

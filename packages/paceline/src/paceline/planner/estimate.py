@@ -19,9 +19,9 @@ from paceline.plan.cost import Bytes
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.device import GIB
 from paceline.world.layout import AXES, given_axes, listed_axes
 
+GIB = 2**30
 _DIVIDED_BY_STAGE = {
     1: "optimizer states",
     2: "gradients and optimizer states",

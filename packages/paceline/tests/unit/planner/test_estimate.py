@@ -3,13 +3,11 @@
 import pytest
 from torch import nn
 
-from paceline import ConfigError
 from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.device import GIB, TABLE, device_of
-from paceline.planner.estimate import Need, candidates, choose, division_of, estimate, shown
+from paceline.planner.estimate import GIB, Need, candidates, choose, division_of, estimate, shown
 
 
 class Block(nn.Module):
@@ -79,17 +77,6 @@ def test_the_order_is_from_cheap_to_dear():
     expected = ["--replicate 16", "--shard 16 --zero 1", "--shard 16 --zero 2", "--replicate 2 --shard 8", "--shard 16"]
     assert order[:5] == expected
     assert order.index("--shard 8 --tp 2") < order.index("--shard 8 --pp 2")
-
-
-def test_devices_by_name_by_beginning_and_by_memory():
-    assert device_of("H200").name == "h200-141GB"
-    assert device_of("a100-24GB").memory == 24 * GIB
-    assert device_of("h100-96GB").half == TABLE["h100-80GB"].half
-    assert device_of("cpu-2GB").usable == int(2 * GIB * 0.95)
-    assert device_of("A100_80GB") is TABLE["a100-80GB"]
-    with pytest.raises(ConfigError) as caught:
-        device_of("h2000")
-    assert caught.value.code == "plan-device"
 
 
 @pytest.mark.needs("large")
