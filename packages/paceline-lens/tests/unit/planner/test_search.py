@@ -56,7 +56,7 @@ def test_a_space_lists_the_simplest_first():
 
 
 def test_a_candidate_in_our_settings():
-    plain = {"recompute": "no", "accumulate": 1}
+    plain = {"recompute": "no", "accumulate": 1, "offload": "no"}
     assert Candidate(0, 8, 1).settings(4) == {"replicate": 4, "shard": 1, "zero": 0, **plain}
     assert Candidate(2, 8, 1).settings(4) == {"replicate": 1, "shard": 4, "zero": 2, **plain}
     assert Candidate(2, 8, 1).settings(1) == {"replicate": 1, "shard": 1, "zero": 0, **plain}
