@@ -328,6 +328,10 @@ class RehearsalRuntime(Runtime):
         """Returns the memory in bytes of the device that the run is planned for."""
         return self._simulated.memory or super().memory(device, local_size)
 
+    def host_memory(self, local_size: int) -> int | None:
+        """Returns None: nobody said how much memory the hosts of that device have."""
+        return None
+
     # -- what happens in the run -----------------------------------------------------------------------------
 
     def begin(self, run: Run) -> None:

@@ -38,7 +38,9 @@ def space_of(
     closed: list[Choice] = []
     given = {choice.field: choice for choice in decisions if choice.source != "default"}
     for decision in rehearsal.plan.decisions:
-        if decision.source not in ("default", "derived"):
+        # What the script's code says is stronger than what the command line does.
+        is_news = decision.source == "code" or decision.field not in given
+        if decision.source not in ("default", "derived") and is_news:
             given[decision.field] = Choice(**vars(decision))
     zero = _stages(rehearsal, config, given, width, closed)
     recompute = _recompute(rehearsal, config, given, closed)

@@ -274,7 +274,8 @@ class Preparation:
         from paceline.planner.fit import fit  # a search, which few plans ask for
 
         # Layouts must agree, so rank 0's memory decides for all.
-        of_rank = [run.runtime.memory(device, run.world.local_size) for device in (run.device, torch.device("cpu"))]
+        local_size = run.world.local_size
+        of_rank = run.runtime.memory(run.device, local_size), run.runtime.host_memory(local_size)
         memory, host = run.collectives.broadcast_object(of_rank)
         plan = fit(
             plan, [model.facts for model in new], not run.runtime.accelerated(run.device), run.world, memory, host
