@@ -48,8 +48,8 @@ def _bytes_an_element(optimizer: Optimizer, group: dict[str, Any], parameter: Te
         stand = nn.Parameter(torch.zeros(1, dtype=parameter.dtype))
         stand.grad = torch.zeros_like(stand)
         trial = copy.copy(optimizer)
-        trial.state = defaultdict(dict)
-        trial.param_groups = [{**group, "params": [stand], "capturable": False}]
+        group_of_one = {**group, "params": [stand], "capturable": False}
+        vars(trial).update(state=defaultdict(dict), param_groups=[group_of_one])
         with torch.no_grad():
             inspect.unwrap(type(optimizer).step)(trial)
         state = trial.state[stand]
@@ -72,12 +72,12 @@ def refuse_small_disk(context: Context, folder: Path, kind: str, num_bytes: int)
     """
     collectives = context.collectives
     collectives.barrier()  # each rank has reserved its parameters, and none tries out the disk
-    free = shutil.disk_usage(folder).free
-    rows: Iterable[tuple[int, int, int]] = collectives.gather_object((collectives.world.node, free, num_bytes))
+    of_rank = collectives.world.node, shutil.disk_usage(folder).free, num_bytes
+    rows: Iterable[tuple[int, int, int]] = collectives.gather_object(of_rank)
     needed: dict[int, int] = defaultdict(int)
     least_free: dict[int, int] = {}
-    for node, free, num_bytes in rows:
-        needed[node] += num_bytes
+    for node, free, num_to_come in rows:
+        needed[node] += num_to_come
         least_free[node] = min(free, least_free.get(node, free))
     for node, count in needed.items():
         if count > least_free[node]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from paceline.base.errors import PlanError
 from paceline.config.given import Choice
 from paceline.config.settings import RunSettings
@@ -90,6 +92,7 @@ def test_nothing_is_proposed_if_nothing_fits_and_no_plan_is_rehearsed_twice(monk
     assert len(texts) == len(set(texts))
 
 
+@pytest.mark.needs("large")
 def test_offload_comes_last_and_its_cost_is_said(monkeypatch):
     """Formulas let more plans through than fit, and those are rehearsed first."""
     opened = ["replicate", "shard", "zero", "recompute", "offload"]
@@ -110,6 +113,7 @@ def test_offload_comes_last_and_its_cost_is_said(monkeypatch):
     assert not nothing.fits and nothing.chosen.settings is None and "nothing that was tried fits" in nothing.text()
 
 
+@pytest.mark.needs("large")
 def test_a_folder_is_named_by_auto(monkeypatch):
     report, seen = predicted(monkeypatch, "a100-4GB", opened=["offload"], offload="auto=disk:/d", shard=8, zero=1)
     assert {said["offload"] for said in seen} == {"no"}
