@@ -59,15 +59,23 @@ def _loop(task: Task, model: nn.Module, optimizer: Any, backward: Callable[[Tens
 # -- Paceline ---------------------------------------------------------------------------------------------------------
 
 
-def paceline(precision: str = "no", options: Mapping[str, Any] | None = None, **plan: Any) -> Way:
-    """What a user of Paceline writes, under any plan."""
+def paceline(
+    precision: str = "no", options: Mapping[str, Any] | None = None, eight_bits: bool = False, **plan: Any
+) -> Way:
+    """What a user of Paceline writes, under any plan; with `eight_bits` for the states of the optimizer."""
 
     def way(task: Task) -> Step:
         from paceline import Accelerator
 
         accelerator = Accelerator(precision, plan=plan, options=options, cpu=task.device == "cpu")
         model = gpt(task.size)
-        model, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        if eight_bits:
+            from paceline.optim import adamw8bit
+
+            given = adamw8bit(model.parameters(), lr=1e-3)
+        else:
+            given = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        model, optimizer = accelerator.prepare(model, given)
         return _loop(task, model, optimizer, accelerator.backward)
 
     return way

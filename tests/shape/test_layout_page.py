@@ -30,5 +30,7 @@ def test_five_files_answer_a_question(root: Path) -> None:
 
 def test_the_files_are_there(root: Path) -> None:
     paths = {path.as_posix() for path in root.glob("packages/*/src/**/*.py")}
-    gone = [file for files in answers(root).values() for file in files if not any(p.endswith(f"/{file}") for p in paths)]
+    gone = [
+        file for files in answers(root).values() for file in files if not any(p.endswith(f"/{file}") for p in paths)
+    ]
     assert gone == []

@@ -4,7 +4,10 @@ loses nothing."""
 from __future__ import annotations
 
 import errno
+import gc
 import os
+import subprocess
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +18,7 @@ from parity_models import GPT, loss_of
 from torch import Tensor, nn
 
 from paceline import Accelerator
-from paceline.base.errors import PacelineError, TrainError
+from paceline.base.errors import PacelineError, PrepareError, TrainError
 from paceline.optim import Lamb, Lion
 from paceline.planner.estimate import Need, estimate
 from paceline.testing import run_ranks
@@ -221,6 +224,73 @@ def test_others_are_refused_before_the_first_step(make, tmp_path) -> None:
     with pytest.raises(PacelineError) as caught:
         Accelerator(cpu=True, plan=on_disk(tmp_path)).prepare(net, make(net.parameters()))
     assert caught.value.code == "offload-elementwise"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 48 MiB, of which 16 are for trying out how fast it is."""
+    if os.geteuid() != 0:
+        pytest.skip("only root can mount a file system")
+    folder = tmp_path / "small"
+    folder.mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=48m", "none", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+# Of 4 Mi elements: 16 MiB of parameters.
+WIDE = 2048
+
+
+def wide(folder: Path, what: str, kind: str, more: dict[str, Any]) -> str:
+    """Returns the code of the error of `prepare`, or "" if a step was taken."""
+    gc.collect()  # files without names end with the tensors of the run before
+    accelerator = Accelerator(cpu=True, plan={"offload": f"{what}=disk:{folder}", **more})
+    net = nn.Linear(WIDE, WIDE, bias=False)
+    try:
+        model, optimizer = accelerator.prepare(net, OPTIMIZERS[kind](net.parameters()))
+        accelerator.backward(model(torch.ones(2, WIDE)).sum())
+        optimizer.step()
+    except PrepareError as error:
+        return error.code
+    finally:
+        accelerator.end_training()
+    return ""
+
+
+def test_the_forecast_is_compared_with_the_free_room_in_prepare(small_disk: Path) -> None:
+    (small_disk / "other").write_bytes(bytes(2**20))
+    # AdamW with amsgrad keeps 48 MiB, which is more than there is; momentum 16 MiB, and plain SGD none.
+    assert wide(small_disk, "optimizer", "AdamW", {}) == "offload-room"
+    assert len(list(small_disk.iterdir())) == 1
+    for kind in ("momentum", "plain", "Adagrad", "Lion"):
+        assert wide(small_disk, "optimizer", kind, {}) == "", kind
+    # 32 MiB of states fit, and beside 16 MiB of parameters they do not.
+    assert wide(small_disk, "optimizer", "fused", {}) == ""
+    assert wide(small_disk, "all", "fused", {"zero": 3}) == "offload-room"
+
+
+def test_the_ranks_of_a_host_share_its_disk(small_disk: Path) -> None:
+    """Each rank's states fit, and those of both do not; divided, they do again."""
+    twice = run_ranks(wide, 2, args=(small_disk, "optimizer", "fused", {"replicate": 2}))
+    assert twice == ["offload-room"] * 2
+    for zero in (1, 3):
+        assert run_ranks(wide, 2, args=(small_disk, "optimizer", "fused", {"shard": 2, "zero": zero})) == [""] * 2
+
+
+def test_states_of_several_optimizers_are_added(small_disk: Path) -> None:
+    accelerator = Accelerator(cpu=True, plan={"offload": f"optimizer=disk:{small_disk}"})
+    nets = [nn.Linear(WIDE, WIDE // 2, bias=False) for _ in range(4)]
+    pairs = [accelerator.prepare(net, OPTIMIZERS["fused"](net.parameters())) for net in nets[:2]]
+    model, optimizer = pairs[0]  # what has a file is not counted twice
+    accelerator.backward(model(torch.ones(2, WIDE)).sum())
+    optimizer.step()
+    assert accelerator.prepare(nets[2], OPTIMIZERS["momentum"](nets[2].parameters()))
+    with pytest.raises(PacelineError) as caught:
+        accelerator.prepare(nets[3], OPTIMIZERS["fused"](nets[3].parameters()))
+    assert caught.value.code == "offload-room"
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_the_first_step(tmp_path) -> None:

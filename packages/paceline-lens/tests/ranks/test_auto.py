@@ -60,6 +60,24 @@ def test_the_cheapest_plan_that_fits_is_chosen_and_explained() -> None:
     assert found["little"] == (2, 3, ())
 
 
+@pytest.mark.needs("large")
+def test_states_go_to_a_disk_where_no_plan_without_that_fits(tmp_path) -> None:
+    ((_, want),) = run_ranks(trained, world=1, args=({}, 1 << 40))
+    bytes_of = 4 * sum(p.numel() for p in GPT().parameters())
+    asked = {"shard": "auto", "offload": f"auto=disk:{tmp_path}"}
+    found = {}
+    for name, factor in {"much": 100, "divided": 3.3, "little": 2.3}.items():
+        plan, losses = run_ranks(trained, world=2, args=(asked, int(factor * bytes_of / 0.7)))[0]
+        assert losses == pytest.approx(want, abs=3e-6)
+        found[name] = plan
+    assert [plan.offload for plan in found.values()] == ["no", "no", f"optimizer=disk:{tmp_path}"]
+    assert "are on disk, and a step reads and writes" in found["little"].explain()
+    assert not found["little"].open
+    # Only the offload is open, and the ranks are as they would be without it.
+    ((plan, losses),) = run_ranks(trained, world=1, args=({"offload": asked["offload"]}, int(2.3 * bytes_of / 0.7)))
+    assert losses == want and plan.offload == f"optimizer=disk:{tmp_path}"
+
+
 def too_little():
     runtime.use(Small(1000))
     accelerator = Accelerator(plan={"shard": "auto"}, cpu=True)

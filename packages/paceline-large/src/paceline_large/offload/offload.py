@@ -23,6 +23,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
+from paceline.planner.estimate import Need, estimate, gib
 
 
 @dataclass(frozen=True)
@@ -46,14 +47,6 @@ def moves_states(plan: Plan) -> bool:
 def parameters_on_disk(plan: Plan) -> bool:
     """Returns whether shards of parameters are on disk."""
     return plan.offloads_parameters and bool(plan.disk_folder)
-
-
-def disk_bytes(plan: Plan, facts: ModelFacts) -> tuple[int, int]:
-    """Returns the bytes of a model on each rank's disk: of Adam's states, two values of float32 for each trained parameter, and
-    of parameters."""
-    num_parts = plan.layout.shard * plan.layout.parameter_parts
-    parameters = facts.parameter_bytes if parameters_on_disk(plan) else 0
-    return 8 * facts.trainable // num_parts, parameters // num_parts
 
 
 class Offload(Strategy):
@@ -93,15 +86,15 @@ class Offload(Strategy):
             reason = "parameters and gradients are whole on the device; only FSDP2 (zero=3) takes them off it"
             decisions.append(Decision("offload.moves", "optimizer states", "derived", reason=reason))
         if plan.disk_folder:
-            states, parameters = disk_bytes(plan, facts)
-            size = f"{(states + parameters) / 2**20:.1f} MiB"
+            on_disk = estimate(plan, Need((facts,))).disk
             reason = f"states of {facts.name} on each rank, with Adam; each step reads and writes them"
-            if parameters:
+            if parameters_on_disk(plan):
+                parameters = estimate(plan, Need((facts,), states=0)).disk
                 reason = (
-                    f"{parameters / 2**20:.1f} MiB of parameters of {facts.name} on each rank, which passes read too, and its "
-                    "states, with Adam; gradients wait in the host's memory"
+                    f"{gib(parameters)} of parameters of {facts.name} on each rank, which passes read too, and its states, "
+                    "with Adam; gradients wait in the host's memory"
                 )
-            decisions.append(Decision("offload.disk", size, "derived", reason=reason))
+            decisions.append(Decision("offload.disk", gib(on_disk), "derived", reason=reason))
         if plan.offloads_activations:
             num_blocks = max(1, len(facts.blocks))
             reason = (
@@ -113,16 +106,33 @@ class Offload(Strategy):
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Counts what stays on the device: no optimizer states, and of activations those of two blocks."""
-        # `shard` counts what FSDP2 keeps on the host.
+        # `shard` counts what FSDP2 keeps on the host, and parameters on disk.
         after = before
         if moves_states(plan):
-            after = replace(after, optimizer=0)
+            # Gradients are copied to the host, and parameters back; but those that FSDP2 keeps there stay.
+            stepped = 0
+            if not plan.offloads_parameters:
+                stepped = facts.trainable_bytes // (plan.layout.shard * plan.layout.parameter_parts)
+            after = replace(
+                after,
+                optimizer=0,
+                host=after.host + 2 * stepped,
+                host_traffic=after.host_traffic + 2 * stepped,
+            )
+            if plan.disk_folder:
+                disk_traffic = after.disk_traffic + 2 * before.optimizer
+                after = replace(after, disk=after.disk + before.optimizer, disk_traffic=disk_traffic)
+            else:
+                after = replace(after, host=after.host + before.optimizer)
         if plan.offloads_activations:
             # `recompute`, which comes before, has counted what is kept and the block that is computed again.
             kept, again = fractions(plan, facts)
             num_blocks = max(1, len(facts.blocks))
             kept_on_device = kept * min(1.0, _BLOCKS_ON_DEVICE / num_blocks)
-            after = replace(after, activations=int(before.activations * (kept_on_device + again) / (kept + again)))
+            activations = int(before.activations * (kept_on_device + again) / (kept + again))
+            moved = before.activations - activations
+            host_traffic = after.host_traffic + 2 * plan.accumulate * moved
+            after = replace(after, activations=activations, host=after.host + moved, host_traffic=host_traffic)
         return after
 
 

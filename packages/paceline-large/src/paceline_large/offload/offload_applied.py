@@ -18,12 +18,14 @@ from paceline.parallel.stand_ins import original, stand_in, stand_ins
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.plan.plan import Decision
 from paceline.plan.rules import origin
+from paceline.planner.estimate import Need, estimate
 from paceline.torch_internals.grad_scaler import check_before_step
 from paceline.world.param_groups import inner_optimizers, is_elementwise
 from paceline.world.sharded import local
 from paceline_large.offload.activation_copies import ActivationCopies
+from paceline_large.offload.disk_room import refuse_small_disk, states_bytes
 from paceline_large.offload.mapped_file import disk_error, written_per_second
-from paceline_large.offload.offload import OffloadOptions, disk_bytes, moves_states, parameters_on_disk
+from paceline_large.offload.offload import OffloadOptions, moves_states, parameters_on_disk
 from paceline_large.offload.parameters_on_disk import ParametersOnDisk
 from paceline_large.offload.states_on_disk import StatesOnDisk
 
@@ -67,6 +69,7 @@ class OffloadedModel(AppliedStrategy):
                 self._written_per_second = written_per_second(self._folder)
             except OSError as error:
                 raise disk_error(str(self._folder), error, f"what {context.facts.name} needs cannot be kept") from None
+        self.states: list[StatesOnDisk] = []  # one for each optimizer
         self._parameters: ParametersOnDisk | None = None
         if parameters_on_disk(context.plan):
             self._parameters = ParametersOnDisk(model, self._folder, context.events.kept_on_host)
@@ -76,7 +79,7 @@ class OffloadedModel(AppliedStrategy):
 
         Raises:
             TrainError: `step-closure`, for LBFGS, which steps with a closure; `offload-disk`.
-            PrepareError: `offload-elementwise`.
+            PrepareError: `offload-elementwise`, `offload-room`.
         """
         if not self._moves_states:
             return []
@@ -109,8 +112,20 @@ class OffloadedModel(AppliedStrategy):
             adapter.after_step(states.refuse_lost_disk)
         if self._parameters is not None:
             states.step_with(self._parameters)
+        self.states.append(states)
+        if self._folder is not None:
+            states.expect(states_bytes(self._context, self.module, optimizer))
+            refuse_small_disk(self._context, self._folder, kind.__name__, self._bytes_to_come())
         field = f"optimizer.{kind.__name__}.on_disk"
         return [Decision(field, "yes", "derived", reason=self._time_on_disk())]
+
+    def _bytes_to_come(self) -> int:
+        """Returns the bytes that optimizers of this run have still to write."""
+        all_states = set(self.states)
+        for applied in self._context.siblings():
+            if isinstance(applied, OffloadedModel):
+                all_states.update(applied.states)
+        return sum(states.num_bytes_to_come for states in all_states)
 
     def _time_on_disk(self) -> str:
         """Says where files are, and how much time reading and writing them takes."""
@@ -119,9 +134,7 @@ class OffloadedModel(AppliedStrategy):
         if self._folder is None:
             return reason
         rate = self._written_per_second
-        states, parameters = disk_bytes(plan, self._context.facts)
-        # A step reads and writes both; the forward pass and the backward pass read parameters.
-        seconds = f"{(2 * states + 4 * parameters) / rate:.2g} s"
+        seconds = f"{estimate(plan, Need((self._context.facts,))).disk_traffic / rate:.2g} s"
         return (
             f"{reason}; {rate / 1e6:.0f} MB/s were written there just now, so with Adam a step takes {seconds} longer"
         )

@@ -55,6 +55,16 @@ class StatesOnDisk:
         self._reads: dict[int, Future[None]] = {}
         self._writes: dict[int, Future[None]] = {}
         self._failure: OSError | None = None
+        self._expected = 0
+
+    def expect(self, num_bytes: int) -> None:
+        """Says how many bytes of states the first step makes for the parameters of one more model."""
+        self._expected += num_bytes
+
+    @property
+    def num_bytes_to_come(self) -> int:
+        """The bytes that are expected and for which no file was made."""
+        return max(0, self._expected - sum(file.num_bytes for file in self._files.values()))
 
     def step_with(self, parameters: ParametersOnDisk) -> None:
         """Lets the parameters of a model be read and written with their states."""

@@ -98,7 +98,7 @@ def test_offload_says_that_nothing_was_moved_on_the_host() -> None:
     )
     (said,) = OFFLOAD.apply(net, context).bind(OptimizerAdapter(optimizer))
     assert said.value == "no" and "nothing was moved" in said.reason
-    assert "step" not in vars(optimizer) and OFFLOAD.cost(case, None, Bytes(optimizer=8)).optimizer == 0
+    assert "step" not in vars(optimizer) and OFFLOAD.cost(case, model_facts(net), Bytes(optimizer=8)).optimizer == 0
 
 
 def test_the_bytes_on_disk_and_those_that_stay() -> None:
@@ -112,16 +112,22 @@ def test_the_bytes_on_disk_and_those_that_stay() -> None:
         ("optimizer", 3, None, 0),  # FSDP2 moves all or nothing
         ("optimizer", 2, None, 2**20),
     ):
-        case = Plan(offload=offload, layout=Layout(shard=2), zero=zero)
+        strategies = ("shard" if zero == 3 else "zero", "offload")
+        case = Plan(offload=offload, layout=Layout(shard=2), zero=zero, strategies=strategies)
         decisions = {decision.field: decision.value for decision in OFFLOAD.decide(case, facts)}
         assert decisions.get("offload.disk") == on_disk
         assert decisions.get("offload.moves") == ("optimizer states" if zero == 2 and "all" in offload else None)
-        case = replace(case, strategies=("shard" if zero == 3 else "zero", "offload"))
         on_device = estimate(case, Need((facts,)))
         # With a few for the bias.
         assert on_device.parameters == pytest.approx(left, rel=0.01), offload
         assert on_device.gradients == pytest.approx(2**19 if left else 0, rel=0.01), offload
         assert on_device.optimizer == 0
+        # Two values of float32 for each of a rank's half of the parameters, and these themselves.
+        assert on_device.disk == pytest.approx(2**20 * (1.5 if on_disk == "1.5 MiB" else bool(on_disk)), rel=0.01)
+        states_in_memory = 0 if on_disk else 2**20
+        assert on_device.host >= states_in_memory and (on_device.host > 0) == (
+            "=" not in offload or left > 0 or zero == 3
+        )
         # The memory of a CPU is the host's: nothing leaves it but to a disk, and gradients do not.
         on_host = estimate(case, Need((facts,), on_host=True))
         in_memory = estimate(replace(case, offload="no", strategies=case.strategies[:1]), Need((facts,)))
@@ -294,7 +300,7 @@ def test_a_part_is_this_ranks_rows_in_place(mesh) -> None:
 def test_the_forecast_of_activations_on_the_host() -> None:
     def activations(offload: str, recompute: str = "no") -> int:
         case = Plan(offload=offload, recompute=recompute)
-        facts = SimpleNamespace(blocks=tuple(str(number) for number in range(8)))
+        facts = SimpleNamespace(blocks=tuple(str(number) for number in range(8)), trainable_bytes=0)
         before = Bytes(activations=34 * 8 * 1000, optimizer=1)
         if recompute != "no":
             before = RECOMPUTE.cost(case, facts, before)

@@ -107,14 +107,16 @@ def _split(given: Sequence[Given]) -> tuple[list[Given], list[str]]:
     """Separates settings that were given as `auto` from the others, because not all of them accept that word.
 
     Returns:
-        The other values, and the names of the settings to choose.
+        The other values, and the names of the settings to choose. `offload` may be both: auto=disk:FOLDER names a folder.
     """
     asked: list[str] = []
     rest: list[Given] = []
     for setting in given:
-        if setting.name in searched_settings() and str(setting.value).lower() == "auto":
+        word, _, more = str(setting.value).partition("=")
+        is_asked = setting.name in searched_settings() and word.lower() == "auto"
+        if is_asked:
             asked.append(setting.name)
-        else:
+        if more or not is_asked:
             rest.append(setting)
     return rest, asked
 
@@ -124,7 +126,7 @@ def _opened(launch: Launch, asked: Sequence[str], everything: bool) -> tuple[str
     chosen = set(asked)
     if everything:
         chosen |= set(searched_settings()) - launch.given.keys()
-    elif chosen:
+    elif chosen - {"offload"}:
         # The default of these settings is auto, and they divide the same ranks as the chosen axes.
         chosen |= {"replicate", "shard", "zero"} - launch.given.keys()
     return tuple(name for name in searched_settings() if name in chosen)

@@ -13,6 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import torch
+
 from paceline.base.errors import PlanError
 from paceline.config.sources import Launch
 from paceline.launch.failure_report import problem_of
@@ -75,7 +77,6 @@ def _look(settings: Launch, env: Mapping[str, str]) -> tuple[Job, Device]:
 
 
 def _torch_release() -> str:
-    import torch
 
     return str(torch.__version__)
 
@@ -109,7 +110,6 @@ def calibrate(this: ThisMachine) -> Calibration:
 
 def _measure(machine: Machine, cpu: bool, rounds: int) -> Calibration:
     """Measures on one rank, together with the others. Ranks: all."""
-    import torch
     import torch.distributed as dist
 
     from paceline.world import rendezvous

@@ -10,7 +10,7 @@ from typing import Any
 from paceline.base.errors import PlanError
 from paceline.config.given import Choice
 from paceline.config.settings import RunSettings, searched_settings
-from paceline.planner.estimate import Chosen, Rejected, choose, estimate, gib, settings_of, shown
+from paceline.planner.estimate import Chosen, Rejected, candidates, choose, estimate, gib, settings_of, shown
 from paceline.world.layout import given_axes
 from paceline_lens.forecast.calibration import Lookup
 from paceline_lens.forecast.device import Device
@@ -47,6 +47,9 @@ def predict(
         PlanError: those of `rehearse`.
     """
     search = _PredictedSearch(work, simulated, decisions, lookup, progress)
+    for decision in decisions:
+        if decision.field == "offload":
+            search.folder = str(decision.value).partition("=disk:")[2]
     if opened and device is not None:
         return search.run(device, opened)
     rehearsal = search.rehearse({}, "the plan")
@@ -58,6 +61,7 @@ def predict(
     free = [name for name in searched_settings() if name not in by_code]
     sizes = {"zero": 0, **settings_of(rehearsal.plan)}
     asked = {name: sizes[name] for name in free}
+    search.folder = search.folder or rehearsal.plan.disk_folder
     reason = f"needs {gib(report.peak)} a rank when rehearsed, {gib(device.usable)} can be used"
     search.fixed = {name: sizes[name] for name in by_code if name in searched_settings()}
     try:
@@ -76,6 +80,7 @@ class _PredictedSearch:
     Attributes:
         work, simulated, decisions, lookup, progress: see `predict`.
         fixed: settings that the script's own code fixes, beside those of `decisions`.
+        folder: where states may be on disk, if `offload` is open; "" for nowhere.
     """
 
     work: Callable[[], object]
@@ -84,6 +89,7 @@ class _PredictedSearch:
     lookup: Lookup | None
     progress: Callable[[str], None]
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    folder: str = ""
 
     def rehearse(self, settings: Mapping[str, Any], name: str) -> Rehearsal:
         """Rehearses the script under settings that take the place of those that were open."""
@@ -116,27 +122,45 @@ class _PredictedSearch:
         skip = [plan.settings for plan in known]
         fitting: list[tuple[Chosen, Rehearsal]] = []
         last = first
-        for _ in range(_TRIES):
-            chosen = choose(need, simulated.world_size, simulated.local_size, device.usable, fixed, opened, skip)
-            rejected += [plan for plan in chosen.rejected if plan not in rejected]
-            if chosen.settings is None:
-                break
-            skip.append(chosen.settings)
-            try:
-                rehearsal = self.rehearse(chosen.settings, shown(chosen.settings))
-            except PlanError as error:
-                rejected.append(Rejected(chosen.settings, error.problems[0].what))
-                continue
-            last = rehearsal
-            if rehearsal.memory is not None and rehearsal.memory.total > device.usable:
-                # The formulas said that it fits, and the rehearsal says that it does not: on to the next one.
-                needed = gib(rehearsal.memory.total)
-                reason = f"needs {needed} a rank when rehearsed, {gib(device.usable)} can be used"
-                rejected.append(Rejected(chosen.settings, reason))
-                continue
-            fitting.append((chosen, rehearsal))
-            if lookup is None or lookup.calibration is None or rehearsal.memory is None:
-                break
+        usable = device.usable
+        beyond: list[int] = []  # what rehearsals saw over what formulas said
+        for may_move in (False, True):
+            if may_move:
+                if fitting or "offload" not in opened:
+                    break
+                # Of the plans without offload, formulas may have let too many through; what they missed is in others, too.
+                closed = {name: value for name, value in fixed.items() if name not in opened}
+                skip += candidates(simulated.world_size, simulated.local_size, closed, opened)
+                usable -= max(0, min(beyond, default=0))
+            for _ in range(_TRIES):
+                chosen = choose(
+                    need, simulated.world_size, simulated.local_size, usable, fixed, opened, skip, self.folder
+                )
+                rejected += [plan for plan in chosen.rejected if plan not in rejected]
+                if chosen.settings is None or chosen.estimate is None:
+                    break
+                offload = chosen.settings.get("offload", "no")
+                if not may_move and offload != "no":
+                    break
+                if fitting and offload != (fitting[0][0].settings or {}).get("offload", "no"):
+                    break  # plans that move more are for where no other fits
+                skip.append(chosen.settings)
+                try:
+                    rehearsal = self.rehearse(chosen.settings, shown(chosen.settings))
+                except PlanError as error:
+                    rejected.append(Rejected(chosen.settings, error.problems[0].what))
+                    continue
+                last = rehearsal
+                if rehearsal.memory is not None and rehearsal.memory.total > device.usable:
+                    # The formulas said that it fits, and the rehearsal says that it does not: on to the next one.
+                    needed = gib(rehearsal.memory.total)
+                    reason = f"needs {needed} a rank when rehearsed, {gib(device.usable)} can be used"
+                    rejected.append(Rejected(chosen.settings, reason))
+                    beyond.append(rehearsal.memory.total - chosen.estimate.held)
+                    continue
+                fitting.append((chosen, rehearsal))
+                if lookup is None or lookup.calibration is None or rehearsal.memory is None:
+                    break
         if not fitting:
             if chosen.settings is None:
                 last = first
@@ -173,7 +197,7 @@ def _undivided(world_size: int, fixed: Mapping[str, Any], opened: Sequence[str])
     width = world_size // prod(int(fixed.get(axis, 1)) for axis in given_axes())
     shard = 1 if "replicate" in opened else width // int(fixed.get("replicate", 1))
     shard = int(fixed.get("shard", shard))
-    settings = {"replicate": width // shard, "shard": shard, "zero": 3, "recompute": "no"}
+    settings = {"replicate": width // shard, "shard": shard, "zero": 3, "recompute": "no", "offload": "no"}
     settings |= dict.fromkeys(given_axes(), 1)
     if shard == 1:
         settings["zero"] = 0

@@ -79,27 +79,38 @@ class Rehearsal:
 
     @property
     def activations(self) -> int:
-        """The largest number of bytes that this rank keeps between forward and backward; 0 if there was no step."""
-        return 0 if self.memory is None else self.memory.largest["activations"]
+        """The bytes that a rank would keep between forward and backward without any strategy; 0 if there was no step.
+
+        What the plan takes off them, for example by recomputation, is added to those that were seen.
+        """
+        if self.memory is None:
+            return 0
+        probe = 10**12
+        kept = estimate(self.plan, Need(self.models, probe, on_host=self.on_host)).activations / probe
+        return int(self.memory.largest["activations"] / kept)
 
     @property
     def local_states(self) -> float:
         """The float32 values of optimizer state that this rank keeps for each trained parameter of the models.
 
-        It is 2, as for Adam, if the script did not reach a step.
+        It is 2, as for Adam, if the script did not reach a step, or if the states are elsewhere.
         """
-        if self.memory is None or not self._trainable:
+        if self.memory is None or not self._trainable or self._states_are_elsewhere:
             return 2.0
         return self.optimizer / (4 * self._trainable)
 
     @property
     def whole_states(self) -> float:
         """The same as `local_states`, with the parts that other ranks hold if the states are sharded."""
-        if self.memory is None or not self._trainable:
+        if self.memory is None or not self._trainable or self._states_are_elsewhere:
             return 2.0
         # What this rank would keep if there were one value for each trained parameter.
         of_one_value = estimate(self.plan, self.need(1.0)).optimizer
         return round(self.optimizer / max(1, of_one_value))
+
+    @property
+    def _states_are_elsewhere(self) -> bool:
+        return self.plan.offloads_states and not estimate(self.plan, self.need(1.0)).optimizer
 
     @property
     def _trainable(self) -> int:
@@ -317,6 +328,10 @@ class RehearsalRuntime(Runtime):
     def memory(self, device: torch.device, local_size: int) -> int:
         """Returns the memory in bytes of the device that the run is planned for."""
         return self._simulated.memory or super().memory(device, local_size)
+
+    def host_memory(self, local_size: int) -> int | None:
+        """Returns None: nobody said how much memory the hosts of that device have."""
+        return None
 
     # -- what happens in the run -----------------------------------------------------------------------------
 

@@ -9,7 +9,7 @@ from typing import Any
 from paceline.parallel.strategy import timetable_of
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Plan
-from paceline.planner.estimate import Chosen, Rejected, gib, shown
+from paceline.planner.estimate import Chosen, Rejected, elsewhere, estimate, gib, shown
 from paceline.world.layout import model_axes
 from paceline_lens.forecast.allocation_trace import KINDS
 from paceline_lens.forecast.calibration import Calibration, Lookup
@@ -88,6 +88,11 @@ class PlanReport:
         return self.estimate.held if self.estimate is not None else 0
 
     @property
+    def needed(self) -> Bytes:
+        """Bytes by arithmetic, of which those that wait elsewhere are in no rehearsal."""
+        return estimate(self.plan, self.rehearsal.need(self.rehearsal.local_states))
+
+    @property
     def fits(self) -> bool:
         """Whether the peak is within what the device has to give."""
         return self.device is None or self.peak <= self.device.usable
@@ -122,12 +127,13 @@ class PlanReport:
         elif self.estimate is not None:
             yield f"  the script could not be rehearsed up to a step: {self.rehearsal.problem}"
             yield "  so its activations are not known"
-            for kind, count in vars(self.estimate).items():
-                if count and kind != "sent":
+            for kind, count in self.estimate.parts.items():
+                if count:
                     yield self._line(kind, count)
         yield f"  {'peak':36}{gib(self.peak):>12}" + self._verdict()
         if memory is not None and self.device is not None:
             yield f"  {'taken by the allocator':36}{gib(memory.reserved):>12}  with the gaps between tensors"
+        yield from (f"  {line}" for line in elsewhere(self.needed))
         if not self.fits and self.instead is not None:
             yield from self._proposal(self.instead)
 
@@ -138,6 +144,7 @@ class PlanReport:
             # A value of a file or a variable would stay, unless a flag says otherwise.
             named = [decision.field for decision in self.plan.decisions if decision.source in ("file", "environment")]
             yield f"  fits instead: {shown(settings, named)}  ({gib(other.peak)}, {how})"
+            yield from (f"    {line}" for line in elsewhere(other.needed))
             return
         yield f"  {_NOTHING}; what was tried last:"
         yield from (f"    {plan}" for plan in other.rejected[-3:])
@@ -214,6 +221,8 @@ class PlanReport:
             content["reserved"] = memory.reserved
         if self.estimate is not None:
             content["estimate"] = vars(self.estimate)
+        needed = self.needed
+        content["elsewhere"] = {"host": needed.host, "disk": needed.disk}
         if self.device is not None:
             content["device"] = asdict(self.device)
             content["seconds_by_datasheet"] = self.range_s()

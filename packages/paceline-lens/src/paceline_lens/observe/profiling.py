@@ -59,8 +59,7 @@ def join(run: Run, states: States, joined: Mapping[str, Any]) -> Profiles | None
     def predicted() -> dict[str, int]:
         if not run.prepared.models:
             return {}
-        bytes_of = vars(estimate(run.plan, Need.of(run.situation())))
-        return {name: count for name, count in bytes_of.items() if name != "sent"}
+        return estimate(run.plan, Need.of(run.situation())).parts
 
     # Logs are appended to, which the URL of a store does not take.
     has_folder = run.project_dir is not None and "://" not in run.project_dir

@@ -248,8 +248,7 @@ def _plan(run: Run) -> PlanMade:
     for decision in plan.decisions:
         origin = f"{decision.source} ({decision.where})" if decision.where else decision.source
         reasons.append([decision.field, str(decision.value), origin, decision.reason])
-    bytes_of = vars(estimate(plan, Need.of(run.situation())))
-    memory = sum(count for name, count in bytes_of.items() if name != "sent")
+    memory = estimate(plan, Need.of(run.situation())).held
     if forecast is None:
         return PlanMade(plan.explain(), reasons, memory_bytes=memory)
     if forecast.peak_bytes:

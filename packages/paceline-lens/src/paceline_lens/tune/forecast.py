@@ -16,7 +16,7 @@ from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.cost import Bytes
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.estimate import Need, estimate, settings_of
+from paceline.planner.estimate import Need, estimate, moving_s, settings_of
 from paceline_lens.forecast.calibration import Calibration
 from paceline_lens.forecast.device import Device
 from paceline_lens.forecast.rehearsal import Rehearsal
@@ -113,7 +113,7 @@ class Forecaster:
         """Returns the seconds of one step that computes `computed` FLOP and needs these bytes."""
         if self.calibration is None or not self.flops:
             compute_s, near_s, _ = self.device.seconds(computed, needed.sent, 0, plan)
-            return compute_s + near_s
+            return compute_s + near_s + moving_s(needed)
         # The times of the rehearsed step are scaled to the candidate.
         rehearsed = step_time(self.work, self.calibration)
         rehearsed_accumulate = max(1, self.plan.accumulate)
@@ -124,14 +124,15 @@ class Forecaster:
         optimizer_s = rehearsed.optimizer_s
         rehearsed_states = estimate(self.plan, self.need).optimizer
         if rehearsed_states:
-            optimizer_s *= needed.optimizer / rehearsed_states
+            # States that are elsewhere are stepped, too.
+            optimizer_s *= estimate(replace(plan, offload="no"), self.need).optimizer / rehearsed_states
         link = self.calibration.links.get("send" if plan.zero >= 2 else "allreduce")
         sending_s = 0.0
         if link is not None:
             sending_s = link.seconds(needed.sent)
         if beside_computing(plan, self.calibration) is not None:
             sending_s -= self.calibration.overlap * min(sending_s, computing_s)
-        return computing_s + optimizer_s + sending_s
+        return computing_s + optimizer_s + sending_s + moving_s(needed)
 
     def _plan(self, settings: Mapping[str, Any]) -> Plan:
         """Returns the plan that was rehearsed, with other settings."""

@@ -102,6 +102,7 @@ class Candidate:
         accumulate: micro-batches in one optimizer step.
         recompute: the value of the setting `recompute`.
         options: options of strategies, by "strategy.option".
+        offload: the value of the setting `offload`.
     """
 
     zero: int
@@ -109,6 +110,7 @@ class Candidate:
     accumulate: int
     recompute: str = "no"
     options: tuple[tuple[str, Any], ...] = ()
+    offload: str = "no"
 
     @property
     def name(self) -> str:
@@ -118,18 +120,22 @@ class Candidate:
             words.append(f"tmbspg{self.micro}")
         if self.recompute != "no":
             words.append(f"recompute-{self.recompute}")
+        if self.offload != "no":
+            moved, _, on_disk = self.offload.partition("=")
+            words.append(f"offload-{moved}" + ("-disk" if on_disk else ""))
         words += [f"{name.rpartition('.')[2]}-{value}" for name, value in self.options]
         return "_".join(words)
 
     @property
-    def plan(self) -> tuple[str, int, tuple[tuple[str, Any], ...]]:
+    def plan(self) -> tuple[str, str, int, tuple[tuple[str, Any], ...]]:
         """What it has in common with candidates of other micro-batches."""
-        return self.recompute, self.zero, self.options
+        return self.offload, self.recompute, self.zero, self.options
 
     @property
-    def simplicity(self) -> tuple[int, bool, int, int, int]:
+    def simplicity(self) -> tuple[bool, int, bool, int, int, int]:
         """A sort key, in which a smaller value is simpler; it decides between plans that are equally fast."""
-        return (self.zero, self.recompute != "no", len(self.options), self.accumulate, -(self.micro or 0))
+        moves = self.offload != "no"
+        return (moves, self.zero, self.recompute != "no", len(self.options), self.accumulate, -(self.micro or 0))
 
     def batch(self, width: int) -> int | None:
         """Returns the samples of one optimizer step over all ranks; None if only the script knows them."""
@@ -141,7 +147,7 @@ class Candidate:
         Args:
             divided: whether the candidate says how the model is divided; otherwise that stays as it is.
         """
-        settings: dict[str, Any] = {"recompute": self.recompute, "accumulate": self.accumulate}
+        settings: dict[str, Any] = {"recompute": self.recompute, "accumulate": self.accumulate, "offload": self.offload}
         if not divided:
             return settings
         # With one rank there is nothing to divide, whatever the ZeRO stage.
@@ -159,6 +165,7 @@ class Space:
         micro: (micro-batch, accumulation) pairs to try.
         options: sets of options to try for each ZeRO stage, in addition to no options at all.
         closed: the settings that may not be varied, each with the reason.
+        offload: values to try, in this order: a later one only where no plan with an earlier one fits.
     """
 
     zero: tuple[int, ...]
@@ -166,15 +173,18 @@ class Space:
     micro: tuple[tuple[int | None, int], ...]
     options: Mapping[int, tuple[tuple[tuple[str, Any], ...], ...]] = field(default_factory=dict)
     closed: tuple[Choice, ...] = ()
+    offload: tuple[str, ...] = ("no",)
 
     def candidates(self) -> list[Candidate]:
         """Returns all candidates; simpler plans come first, and within a plan larger micro-batches."""
         micro_batches = sorted(self.micro, key=lambda pair: -(pair[0] or 0))
         candidates: list[Candidate] = []
-        for recompute, zero in product(self.recompute, self.zero):
+        for offload, recompute, zero in product(self.offload, self.recompute, self.zero):
+            if len(self.offload) > 1 and "all" in offload.partition("=")[0] and zero < 3:
+                continue  # only stage 3 takes parameters off the device
             for options in ((), *self.options.get(zero, ())):
                 for micro, accumulate in micro_batches:
-                    candidates.append(Candidate(zero, micro, accumulate, recompute, options))
+                    candidates.append(Candidate(zero, micro, accumulate, recompute, options, offload))
         return candidates
 
 
@@ -263,6 +273,8 @@ def sort_out(
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Chooses the candidates to launch: the largest micro-batches of each plan that fit.
 
+    Plans that move memory elsewhere are looked at only where none fits that moves less.
+
     Returns:
         The candidates to launch, in their order; and those that do not fit. Of the latter, each plan lists only its smallest
         micro-batch, since anything larger does not fit either.
@@ -270,7 +282,13 @@ def sort_out(
     queue: list[Candidate] = []
     left: list[Candidate] = []
     by_plan: dict[object, list[Candidate]] = {}
+    offload_that_fits = ""
     for candidate in candidates:
+        if offload_that_fits and candidate.offload != offload_that_fits:
+            break
+        forecast = forecasts[candidate]
+        if not forecast.problem and forecast.bytes <= usable:
+            offload_that_fits = candidate.offload
         by_plan.setdefault(candidate.plan, []).append(candidate)
     for group in by_plan.values():
         fitting: list[Candidate] = []

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from paceline.config.given import Choice
+from paceline.planner.estimate import offloads
 from paceline_lens.forecast.rehearsal import Rehearsal
 from paceline_lens.tune.script_config import ScriptConfig, script_configs
 from paceline_lens.tune.search import Candidate, Space, Tuning, batches
@@ -37,15 +38,18 @@ def space_of(
     closed: list[Choice] = []
     given = {choice.field: choice for choice in decisions if choice.source != "default"}
     for decision in rehearsal.plan.decisions:
-        if decision.source not in ("default", "derived"):
+        # What the script's code says is stronger than what the command line does.
+        is_news = decision.source == "code" or decision.field not in given
+        if decision.source not in ("default", "derived") and is_news:
             given[decision.field] = Choice(**vars(decision))
     zero = _stages(rehearsal, config, given, width, closed)
     recompute = _recompute(rehearsal, config, given, closed)
+    offload = _offload(rehearsal, config, given, closed)
     micro = _micro(rehearsal, notes, config, tuning, given, width, closed)
     options: dict[int, OptionSets] = {}
     if not tuning.fast:
         options = {stage: _options(stage, config) for stage in zero}
-    return Space(zero, recompute, micro, options, tuple(closed))
+    return Space(zero, recompute, micro, options, tuple(closed), offload)
 
 
 def rows_of(notes: Mapping[str, Any]) -> int | None:
@@ -58,8 +62,9 @@ def settings_of(candidate: Candidate, space: Space, width: int) -> dict[str, Any
     """Returns a candidate as settings of Paceline, without those that the script or the command line decides."""
     closed = {choice.field for choice in space.closed}
     settings = candidate.settings(width, divided="zero" not in closed)
-    if "recompute" in closed:
-        del settings["recompute"]
+    for name in ("recompute", "offload"):
+        if name in closed:
+            del settings[name]
     if candidate.micro is None:
         del settings["accumulate"]
     return settings
@@ -97,6 +102,24 @@ def _recompute(
         reason = f"no key of {script_configs().called} turns it on"
     closed.append(Choice("recompute", "no", reason=reason))
     return ("no",)
+
+
+def _offload(
+    rehearsal: Rehearsal, config: ScriptConfig | None, given: Mapping[str, Choice], closed: list[Choice]
+) -> tuple[str, ...]:
+    """Returns the values of `offload` to try; adds the reason to `closed` if there is no choice."""
+    choice = given.get("offload")
+    word, _, folder = str(choice.value if choice is not None else "auto").partition("=disk:")
+    if config is None and word == "auto":
+        # Stage 3 takes parameters off the device with the states, whatever is said of these.
+        values = offloads(rehearsal.need(rehearsal.whole_states), folder)
+        return tuple(value for value in values if value not in ("all", "all+activations"))
+    reason = "the script's config says it"
+    if config is None and choice is not None:
+        closed.append(Choice("offload", choice.value, choice.source, choice.where, "it was given"))
+    else:
+        closed.append(Choice("offload", rehearsal.plan.offload, reason=reason))
+    return (rehearsal.plan.offload,)
 
 
 def _micro(

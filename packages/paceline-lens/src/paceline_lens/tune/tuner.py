@@ -48,6 +48,7 @@ from paceline_lens.tune.trial import ScriptNotes, Trial
 _NOT_OF_TRIALS = ("resume", "profile")
 # So many equal failures in a row, before any trial was measured, show that the script fails and not the candidates.
 _SAME_FAILURES = 3
+_UNMOVED = {"offload": "no"}
 
 
 @dataclass(frozen=True)
@@ -210,7 +211,7 @@ class Tuner:
         simulated = SimulatedWorld(
             world_size=job.procs,
             local_size=job.procs,
-            settings=_of_trial(self.task.decisions, {}),
+            settings=_of_trial(self.task.decisions, _UNMOVED if _is_open(self.task.decisions) else {}),
             accelerated=not self.task.device.name.startswith("cpu"),
             compat=job.compat,
             memory=self.task.device.usable,
@@ -402,6 +403,11 @@ def _changed(
     if candidate is not None:
         content = script_configs().with_candidate(content, candidate, arguments)
     return script_configs().plain(content)
+
+
+def _is_open(decisions: Sequence[Choice]) -> bool:
+    """Returns whether the search chooses `offload`, so that a rehearsal must show what is needed without it."""
+    return any(choice.field == "offload" and str(choice.value).partition("=")[0] == "auto" for choice in decisions)
 
 
 def _of_trial(decisions: tuple[Choice, ...], settings: Mapping[str, Any]) -> dict[str, str]:

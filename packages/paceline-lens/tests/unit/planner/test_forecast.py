@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
+from paceline.config.given import Choice
 from paceline.config.settings import RunSettings
 from paceline.parallel.strategy import STRATEGIES
-from paceline.plan.facts import model_facts
+from paceline.plan.facts import ModelFacts, model_facts
+from paceline.plan.plan import Decision
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.estimate import Chosen
+from paceline.planner.estimate import Chosen, Need, estimate
 from paceline_lens.forecast.allocation_trace import KINDS, Peak
 from paceline_lens.forecast.calibration import Calibration, Link, Lookup, Machine
 from paceline_lens.forecast.device import device_of
@@ -19,7 +21,8 @@ from paceline_lens.forecast.rehearsal import Rehearsal
 from paceline_lens.forecast.report import PlanReport
 from paceline_lens.forecast.work import Computation, Work
 from paceline_lens.tune.forecast import Forecaster
-from paceline_lens.tune.search import Candidate
+from paceline_lens.tune.search import Candidate, Tuning
+from paceline_lens.tune.space import settings_of, space_of
 
 CALIBRATION = Calibration(
     Machine("host1", "cpu", "2.13.0", 2, 1),
@@ -109,3 +112,32 @@ def test_candidates_of_a_tuning_scale_what_was_rehearsed():
     assert one.seconds == pytest.approx(10 + 2.5 + 1.5 * whole / 1000)
     by_datasheet = Forecaster.of(seen, 2, device, 2).forecast(Candidate(0, 4, 2), settings)
     assert by_datasheet.seconds == pytest.approx(4000 / device.single + whole / device.link)
+
+
+def test_what_a_tuning_may_do_with_offload():
+    """A rehearsal is told "no" by the tuning itself, which closes nothing; what the code says does."""
+    auto = Choice("offload", "auto=disk:/d", "command line", "--offload")
+    notes = {"rows": None, "windows": False}
+    for source, expected in {
+        "command line": ("no", "optimizer", "optimizer=disk:/d", "all=disk:/d"),
+        "code": ("no",),
+    }.items():
+        decisions = [Decision("offload", "no", source, "a candidate of the tuning")]
+        plan = draft(RunSettings.of({"replicate": 2}), decisions, 2)
+        seen = replace(rehearsal(1000, replicate=2), plan=plan)
+        space = space_of(seen, notes, None, Tuning(), [auto], 2)
+        assert space.offload == expected, source
+        settings = settings_of(space.candidates()[-1], space, 2)
+        assert settings.get("offload") == (expected[-1] if source != "code" else None)
+
+
+def test_activations_that_a_plan_takes_away_are_not_taken_away_twice():
+    blocks = tuple(f"blocks.{number}" for number in range(12))
+    facts = ModelFacts("Model", 100, 100, 400, 400, blocks=blocks)
+    plan = resolve(draft(RunSettings.of({"recompute": "blocks"}), [], 1), (facts,), STRATEGIES)
+    needed = estimate(plan, Need((facts,), activations=10**9)).activations
+    seen = replace(
+        rehearsal(1000), plan=plan, models=(facts,), memory=Peak(0, NOTHING, {**NOTHING, "activations": needed})
+    )
+    assert seen.activations == pytest.approx(10**9, rel=1e-6)
+    assert estimate(plan, seen.need(2.0)).activations == pytest.approx(needed, rel=1e-6)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from paceline.base.errors import PlanError
 from paceline.config.given import Choice
 from paceline.config.settings import RunSettings
@@ -30,7 +32,11 @@ ACTIVATIONS = 20 * GIB
 def peak_of(plan) -> int:
     """Bytes that a rehearsal sees: temporaries of the loss, which no formula knows, are 6 GiB under every plan."""
     activations = 3 * GIB if plan.recompute == "blocks" else ACTIVATIONS
+    if plan.offloads_activations:
+        activations //= 6
     states = {0: 16, 1: 16 * 0.3, 2: 16 * 0.2, 3: 16 / 8}[plan.zero or 0] * 1e9
+    if plan.offloads_states:
+        states = 0 if plan.zero == 3 else states / 2
     return int(activations + states + 6 * GIB)
 
 
@@ -80,10 +86,40 @@ def test_what_the_code_says_is_not_proposed_anew(monkeypatch):
 
 
 def test_nothing_is_proposed_if_nothing_fits_and_no_plan_is_rehearsed_twice(monkeypatch):
-    asked, seen = predicted(monkeypatch, "a100-9GB", shard=8, recompute="blocks")
+    asked, seen = predicted(monkeypatch, "a100-6GB", shard=8, recompute="blocks")
     assert not asked.fits and asked.instead.chosen.settings is None and "fits instead" not in asked.text()
     texts = [json.dumps(said, sort_keys=True, default=str) for said in seen]
     assert len(texts) == len(set(texts))
+
+
+@pytest.mark.needs("large")
+def test_offload_comes_last_and_its_cost_is_said(monkeypatch):
+    """Formulas let more plans through than fit, and those are rehearsed first."""
+    opened = ["replicate", "shard", "zero", "recompute", "offload"]
+    roomy, _ = predicted(monkeypatch, "a100-14GB", opened=opened)
+    assert roomy.fits and roomy.chosen.settings["offload"] == "no" and "wait in the host's memory" not in roomy.text()
+    tight, seen = predicted(monkeypatch, "a100-9GB", opened=opened)
+    assert tight.fits and tight.chosen.settings["offload"] not in ("no", "auto")
+    assert "--offload " in tight.text() and "wait in the host's memory, and a step copies" in tight.text()
+    assert tight.json()["elsewhere"]["host"] > 0
+    values = [said["offload"] for said in seen]
+    assert "no" in values and values == sorted(values, key=lambda value: value != "no")
+    # Also where the plan that was asked for does not fit; and what the code says of offload stays.
+    asked, _ = predicted(monkeypatch, "a100-9GB", code={"tp": 1, "pp": 1}, shard=8)
+    assert asked.instead.fits and "--offload " in asked.text().partition("fits instead")[2]
+    fixed, _ = predicted(monkeypatch, "a100-9GB", code={"offload": "no"})
+    assert not fixed.instead.fits
+    nothing, _ = predicted(monkeypatch, "a100-6GB", opened=opened)
+    assert not nothing.fits and nothing.chosen.settings is None and "nothing that was tried fits" in nothing.text()
+
+
+@pytest.mark.needs("large")
+def test_a_folder_is_named_by_auto(monkeypatch):
+    report, seen = predicted(monkeypatch, "a100-4GB", opened=["offload"], offload="auto=disk:/d", shard=8, zero=1)
+    assert {said["offload"] for said in seen} == {"no"}
+    assert {"optimizer=disk:/d", "activations+optimizer=disk:/d"} <= {
+        plan.settings["offload"] for plan in report.rejected
+    }
 
 
 def test_an_error_of_the_search_does_not_hide_the_plan_that_was_asked_for(monkeypatch):

@@ -56,7 +56,7 @@ def test_a_space_lists_the_simplest_first():
 
 
 def test_a_candidate_in_our_settings():
-    plain = {"recompute": "no", "accumulate": 1}
+    plain = {"recompute": "no", "accumulate": 1, "offload": "no"}
     assert Candidate(0, 8, 1).settings(4) == {"replicate": 4, "shard": 1, "zero": 0, **plain}
     assert Candidate(2, 8, 1).settings(4) == {"replicate": 1, "shard": 4, "zero": 2, **plain}
     assert Candidate(2, 8, 1).settings(1) == {"replicate": 1, "shard": 1, "zero": 0, **plain}
@@ -210,3 +210,17 @@ def test_a_candidate_in_a_config():
     found = script_configs().with_candidate(auto, Candidate(0, 4, 2), {"micro": "--per_device_train_batch_size"})
     assert found["train_micro_batch_size_per_gpu"] == "auto"  # the argument says it
     assert found["gradient_accumulation_steps"] == 2
+
+
+def test_offload_is_tried_where_nothing_fits_that_moves_less():
+    space = Space((0, 3), ("no",), ((8, 1),), offload=("no", "optimizer", "all=disk:/d"))
+    candidates = space.candidates()
+    ends = ("", "_offload-optimizer", "_offload-all-disk")
+    whole, divided = ([f"z{zero}_gas1_tmbspg8{end}" for end in ends] for zero in (0, 3))
+    assert [candidate.name for candidate in candidates] == [whole[0], divided[0], whole[1], divided[1], divided[2]]
+    bytes_of = {"no": 10, "optimizer": 6, "all=disk:/d": 2}
+    forecasts = {candidate: Forecast(bytes_of[candidate.offload]) for candidate in candidates}
+    for usable, offload, num_left in ((10, "no", 0), (9, "optimizer", 2), (5, "all=disk:/d", 4)):
+        queue, left = sort_out(candidates, forecasts, usable, Tuning())
+        assert {candidate.offload for candidate in queue} == {offload} and len(left) == num_left
+    assert sort_out(candidates, forecasts, 1, Tuning()) == ([], candidates)

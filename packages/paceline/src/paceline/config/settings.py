@@ -36,7 +36,8 @@ from paceline.world.layout import AXES, DATA_AXES, Axis, given_axes, listed_axes
 PRECISIONS = Registry("paceline.precisions", "precision")
 
 _OFFLOAD = (
-    r"no|optimizer|all|activations|optimizer\+activations|all\+activations|(activations\+)?(optimizer|all)=disk:.+"
+    r"no|auto(=disk:.+)?|optimizer|all|activations|optimizer\+activations|all\+activations"
+    r"|(activations\+)?(optimizer|all)=disk:.+"
 )
 OnHang = Literal["report", "restart", "leave"]
 
@@ -147,7 +148,7 @@ def searched_settings() -> list[str]:
     """Returns the settings whose values a search for a plan may choose."""
     following = [name for name in DATA_AXES if AXES[name].default == "auto"]
     searched = [name for name in given_axes() if AXES[name].searched]
-    return [*following, "zero", *searched, "recompute"]
+    return [*following, "zero", *searched, "recompute", "offload"]
 
 
 _PROCESSES, _NODES, _SUPERVISION, _LAUNCH = "processes", "several nodes", "logs and restarts", "what to launch"
@@ -201,12 +202,13 @@ class RunSettings:
         "no",
         matching(
             _OFFLOAD,
-            "no, optimizer, all, activations, optimizer+activations, all+activations, optimizer=disk:FOLDER, "
-            "all=disk:FOLDER, or one of the last two behind activations+",
-            "no|optimizer|all|activations|optimizer=disk:FOLDER|all=disk:FOLDER",
+            "no, auto, optimizer, all, activations, optimizer+activations, all+activations, optimizer=disk:FOLDER, "
+            "all=disk:FOLDER, one of the last two behind activations+, or auto=disk:FOLDER",
+            "no|auto|optimizer|all|activations|optimizer=disk:FOLDER|all=disk:FOLDER",
         ),
         "Keeps in the host's memory what is not needed at the moment: optimizer states, or also parameters and gradients "
-        "(all); activations, alone or with these. Or keeps optimizer states, or also parameters, in files.",
+        "(all); activations, alone or with these. Or keeps optimizer states, or also parameters, in files. auto: no, unless no "
+        "plan without it fits.",
         _MEMORY,
     )  # fmt: skip
     compile: bool = setting(False, YES_NO, "Compiles the repeated blocks, one by one.", _MEMORY)

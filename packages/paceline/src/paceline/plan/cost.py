@@ -18,6 +18,10 @@ class Bytes:
         activations: the tensors that are kept between forward and backward.
         buffers: the buffers for communication, at the peak.
         sent: the bytes that the rank sends in one optimizer step.
+        host: the bytes that wait in the host's memory, which is another than the device's.
+        host_traffic: the bytes that are copied between both in one optimizer step.
+        disk: the bytes in the rank's files.
+        disk_traffic: the bytes that are read from them and written to them in one optimizer step.
     """
 
     parameters: int = 0
@@ -26,6 +30,10 @@ class Bytes:
     activations: int = 0
     buffers: int = 0
     sent: int = 0
+    host: int = 0
+    host_traffic: int = 0
+    disk: int = 0
+    disk_traffic: int = 0
 
     @classmethod
     def alone(cls, facts: ModelFacts, states: float = 2.0, activations: int = 0) -> Bytes:
@@ -56,6 +64,12 @@ class Bytes:
         )
 
     @property
+    def parts(self) -> dict[str, int]:
+        """What is in the device's memory, by kind."""
+        kinds = ("parameters", "gradients", "optimizer", "activations", "buffers")
+        return {kind: getattr(self, kind) for kind in kinds}
+
+    @property
     def held(self) -> int:
         """The peak of memory, if all of these exist at the same time."""
-        return self.parameters + self.gradients + self.optimizer + self.activations + self.buffers
+        return sum(self.parts.values())

@@ -153,18 +153,19 @@ def _sizes(settings: RunSettings, world_size: int) -> tuple[dict[str, int], dict
 
 def _open(settings: RunSettings, decisions: Iterable[Decision]) -> tuple[str, ...]:
     """Returns the settings that the planner may choose: those that were set to "auto", and those that follow from them."""
-    may_be_open = {"shard", "zero"}
+    may_be_open = {"shard", "zero", "offload"}
     may_be_open.update(axis.name for axis in AXES.values() if axis.searched)
     # "auto" by default means that nobody asked for a search: then the plan is the simplest one.
     left_open = set()
     for decision in decisions:
-        if decision.field in may_be_open and decision.value == "auto" and decision.source != "default":
+        is_auto = str(decision.value).partition("=")[0] == "auto"
+        if decision.field in may_be_open and is_auto and decision.source != "default":
             left_open.add(decision.field)
     # The number of ranks that shard the model and the ZeRO stage are chosen together; the other ranks replicate.
     follows = []
     if left_open & {"shard", "zero"}:
         follows += ["shard", "zero"]
-    if left_open:
+    if left_open - {"offload"}:
         follows.append("replicate")
     for name in follows:
         value = settings.zero if name == "zero" else settings.axes.get(name, "auto")
@@ -223,6 +224,7 @@ def resolve(
         raise PlanError.of(problems)
 
     names = tuple(strategy.name for strategy in chosen)
+    plan = replace(plan, strategies=names)
     # A dict serves as an ordered set here: a decision that is the same for several models appears once.
     decisions: dict[Decision, None] = {}
     for strategy in chosen:
@@ -236,7 +238,7 @@ def resolve(
     served = [f"{strategy.name} serves {'/'.join(strategy.axes)}" for strategy in chosen]
     reason = ", ".join(served) or "one process needs none"
     chain = Decision("strategies", names, "derived", reason=reason)
-    return replace(plan, strategies=names, decisions=(*_with_idle_options(plan, names), *decisions, chain))
+    return replace(plan, decisions=(*_with_idle_options(plan, names), *decisions, chain))
 
 
 def _unserved_axes(

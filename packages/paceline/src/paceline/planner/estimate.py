@@ -22,6 +22,10 @@ from paceline.plan.resolve import draft, resolve
 from paceline.world.layout import AXES, given_axes, listed_axes
 
 GIB = 2**30
+# Bytes a second, at best, for what is said of a plan before it runs: PCIe 4.0 with 16 lanes in one direction, and a good
+# NVMe drive.
+HOST_RATE = 32e9
+DISK_RATE = 3e9
 _DIVIDED_BY_STAGE = {
     1: "optimizer states",
     2: "gradients and optimizer states",
@@ -103,7 +107,7 @@ def _estimate_on_host(plan: Plan, need: Need) -> Bytes:
     if plan.offloads_parameters and plan.disk_folder:
         states_alone = replace(plan, offload=f"optimizer=disk:{plan.disk_folder}")
         left = replace(left, gradients=estimate(states_alone, need).gradients)
-    return left
+    return replace(left, host=0, host_traffic=0)
 
 
 def choose(
@@ -114,6 +118,8 @@ def choose(
     fixed: Mapping[str, Any] | None = None,
     opened: Sequence[str] | None = None,
     skip: Sequence[Mapping[str, Any]] = (),
+    folder: str = "",
+    host: int | None = None,
 ) -> Chosen:
     """Finds the cheapest plan that fits.
 
@@ -124,6 +130,8 @@ def choose(
         fixed: settings that stay as they are.
         opened: the names of settings that may be chosen; None means all that a search can vary.
         skip: settings that are known not to fit, for example from a rehearsal.
+        folder: where `offload` may keep files, if it is open; "" for nowhere.
+        host: the bytes of the host's memory that each rank can use besides; None where that is not known.
     """
     if opened is None:
         opened = searched_settings()
@@ -131,7 +139,7 @@ def choose(
     closed = {name: value for name, value in (fixed or {}).items() if name not in opened}
     rejected: list[Rejected] = []
     # The cheapest candidates come first, so that the first one that fits is the answer.
-    for settings in candidates(world_size, local_size, closed, opened):
+    for settings in candidates(world_size, local_size, closed, opened, offloads(need, folder)):
         if settings in skip:
             continue
         decisions = [Decision(name, value, "derived", "planner") for name, value in settings.items()]
@@ -142,25 +150,70 @@ def choose(
             rejected.append(Rejected(settings, error.problems[0].what))
             continue
         needed = estimate(plan, need)
-        if needed.held <= usable:
+        if needed.held > usable:
+            rejected.append(Rejected(settings, f"needs {gib(needed.held)} a rank, {gib(usable)} can be used"))
+        elif host is not None and needed.host > host:
+            reason = f"needs {gib(needed.host)} of the host's memory a rank, {gib(host)} can be used"
+            rejected.append(Rejected(settings, reason))
+        else:
             return Chosen(settings, needed, tuple(rejected))
-        rejected.append(Rejected(settings, f"needs {gib(needed.held)} a rank, {gib(usable)} can be used"))
     return Chosen(None, None, tuple(rejected))
 
 
+def offloads(need: Need, folder: str = "") -> list[str]:
+    """Returns the values of `offload` that a search tries, in the order of what they cost.
+
+    What waits in the host's memory leaves the device only if that is another memory, and activations count only if they were
+    measured.
+    """
+    values = [] if need.on_host else ["optimizer", "all"]
+    if folder:
+        values += [f"optimizer=disk:{folder}", f"all=disk:{folder}"]
+    if need.on_host or not need.activations:
+        return ["no", *values]
+    both = [f"activations+{value}" if "=" in value else f"{value}+activations" for value in values]
+    return ["no", "activations", *(value for pair in zip(values, both, strict=True) for value in pair)]
+
+
 def candidates(
-    world_size: int, local_size: int, fixed: Mapping[str, Any], opened: Sequence[str]
+    world_size: int,
+    local_size: int,
+    fixed: Mapping[str, Any],
+    opened: Sequence[str],
+    offloads: Sequence[str] = ("no",),
 ) -> Iterator[dict[str, Any]]:
-    """Yields values of the open settings; those that need the least communication and recomputation come first."""
+    """Yields values of the open settings; those that need the least communication and recomputation come first.
+
+    All that need no offload come before those that do, and `offloads` has the values of it in their order.
+    """
     # Several full sets of settings may differ only in settings that are not open, and are then one candidate.
     seen: list[dict[str, Any]] = []
-    for full in _full_settings(world_size, local_size, fixed, opened):
-        if any(str(fixed.get(name, "auto")) not in ("auto", str(full[name])) for name in full):
-            continue
-        settings = {name: value for name, value in full.items() if name in opened}
-        if settings not in seen:
-            seen.append(settings)
-            yield settings
+    for offload in offloads if "offload" in opened else (str(fixed.get("offload", "no")),):
+        for full in _full_settings(world_size, local_size, fixed, opened):
+            if any(str(fixed.get(name, "auto")) not in ("auto", str(full[name])) for name in full):
+                continue
+            if not _go_together(full, offload, world_size, "offload" in opened):
+                continue
+            settings = {name: value for name, value in {**full, "offload": offload}.items() if name in opened}
+            if settings not in seen:
+                seen.append(settings)
+                yield settings
+
+
+def _go_together(settings: Mapping[str, Any], offload: str, world_size: int, is_open: bool) -> bool:
+    """Returns whether a ZeRO stage and a value of `offload` are tried together.
+
+    One process has stage 3 only in order to move parameters. Where both are open, only that stage moves "all", and it moves
+    all to memory or nothing.
+    """
+    moved, _, on_disk = offload.partition("=")
+    if settings["zero"] == 3 and settings["shard"] == 1:
+        return "all" in moved and world_size == 1
+    if not is_open:
+        return True
+    if settings["zero"] == 3:
+        return "optimizer" not in moved or bool(on_disk)
+    return "all" not in moved
 
 
 def _full_settings(
@@ -204,6 +257,8 @@ def _data(width: int, near: int, shard: int | str) -> Iterator[dict[str, Any]]:
     # In the order of communication. Stages 1 and 2 send as much as data parallelism, stage 3 half as much again; but less of
     # it crosses nodes if each node has a copy of the model.
     yield {"replicate": width, "shard": 1, "zero": 0}
+    if width == 1:
+        yield {"replicate": 1, "shard": 1, "zero": 3}  # see `_go_together`
     if width > 1:
         yield {"replicate": 1, "shard": width, "zero": 1}
         yield {"replicate": 1, "shard": width, "zero": 2}
@@ -265,12 +320,37 @@ def _count(number: int) -> str:
 
 def shown(settings: Mapping[str, Any], named: Sequence[str] = ()) -> str:
     """Returns settings as command-line flags, without those that have their usual value and are not among `named`."""
-    plain = {"zero": (0, 3), "recompute": ("no",)}
+    is_whole = settings.get("shard") == 1
+    plain = {"zero": (0,) if is_whole else (0, 3), "recompute": ("no",), "offload": ("no",)}
     flags = []
     for name, value in settings.items():
         if name in named or value not in plain.get(name, (1,)):
             flags.append(f"--{name} {value}")
     return " ".join(flags) or "one process, as it is"
+
+
+def moving_s(needed: Bytes) -> float:
+    """Returns how many seconds a step moves what waits outside of the device's memory, at least."""
+    return needed.host_traffic / HOST_RATE + needed.disk_traffic / DISK_RATE
+
+
+def elsewhere(needed: Bytes) -> list[str]:
+    """Says what a plan keeps outside of the device's memory, and how long it takes at least to move it: a line for the host's
+    memory, and one for files."""
+    lines: list[str] = []
+    if needed.host:
+        seconds = needed.host_traffic / HOST_RATE
+        lines.append(
+            f"{gib(needed.host)} of each rank wait in the host's memory, and a step copies {gib(needed.host_traffic)} from "
+            f"and to it, which takes {seconds:.2g} s at {HOST_RATE / 1e9:.0f} GB/s"
+        )
+    if needed.disk:
+        seconds = needed.disk_traffic / DISK_RATE
+        lines.append(
+            f"{gib(needed.disk)} of each rank are on disk, and a step reads and writes {gib(needed.disk_traffic)}, which "
+            f"takes {seconds:.2g} s at {DISK_RATE / 1e9:.0f} GB/s"
+        )
+    return lines
 
 
 def gib(count: float) -> str:

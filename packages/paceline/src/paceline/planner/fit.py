@@ -12,13 +12,15 @@ from paceline.config.settings import RunSettings
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.resolve import draft
-from paceline.planner.estimate import Need, choose, gib, settings_of
+from paceline.planner.estimate import Need, choose, elsewhere, gib, settings_of
 from paceline.world.world import World
 
 KEPT_FREE = 0.3  # of the memory: activations are not known before a batch has been seen
 
 
-def fit(plan: Plan, models: Iterable[ModelFacts], on_host: bool, world: World, memory: int) -> Plan:
+def fit(
+    plan: Plan, models: Iterable[ModelFacts], on_host: bool, world: World, memory: int, host: int | None = None
+) -> Plan:
     """Returns the draft with values for its open settings: the cheapest ones whose bytes fit.
 
     Args:
@@ -27,23 +29,31 @@ def fit(plan: Plan, models: Iterable[ModelFacts], on_host: bool, world: World, m
         on_host: as in `Need`.
         world: the processes.
         memory: bytes of each rank; the same on all ranks.
+        host: bytes of the host's memory for each rank, if the device has another; None where it is not known.
 
     Raises:
         PlanError: `plan-none-fits`, with what each would need.
     """
     usable = int(memory * (1 - KEPT_FREE))
+    host = None if host is None else int(host * (1 - KEPT_FREE))
     fixed = {name: value for name, value in settings_of(plan).items() if name not in plan.open}
-    chosen = choose(Need(tuple(models), on_host=on_host), world.size, world.local_size, usable, fixed, plan.open)
+    need = Need(tuple(models), on_host=on_host)
+    folder = plan.disk_folder
+    chosen = choose(need, world.size, world.local_size, usable, fixed, plan.open, folder=folder, host=host)
     if chosen.settings is None or chosen.estimate is None:
         # The last plans that were tried divide the model most.
         rejected = [str(plan) for plan in chosen.rejected[-3:]]
+        fix = "use more processes"
+        if "offload" not in plan.open or (on_host and not folder):
+            fix += f", or let states wait elsewhere: `--offload {'auto=disk:FOLDER' if on_host else 'auto'}`"
         raise PlanError(
             "plan-none-fits",
             "no plan fits into the memory that there is.",
             why=[f"{gib(memory)} a rank, of which {KEPT_FREE:.0%} are kept for activations", *rejected],
-            fix=f"use more processes, or use `--zero 3 --offload {'all=disk:FOLDER' if on_host else 'all'}`",
+            fix=fix,
         )
     reason = f"fits: {gib(chosen.estimate.held)} of {gib(usable)} a rank, activations not counted"
+    reason += "".join(f"; {line}" for line in elsewhere(chosen.estimate))
     if chosen.rejected:
         reason += f"; not {chosen.rejected[-1]}"
     # Where the user wrote "auto" stays visible, with the value that was chosen for it.

@@ -51,7 +51,7 @@ def explain(
     """
     need = Need(models, on_host=on_host)
     needed = estimate(plan, need)
-    rows = ", ".join(f"{name} {gib(count)}" for name, count in vars(needed).items() if count and name != "sent")
+    rows = ", ".join(f"{name} {gib(count)}" for name, count in needed.parts.items() if count)
     message = str(error).strip().splitlines() or [type(error).__name__]
     problem = Problem(
         "out-of-memory",

@@ -274,8 +274,12 @@ class Preparation:
         from paceline.planner.fit import fit  # a search, which few plans ask for
 
         # Layouts must agree, so rank 0's memory decides for all.
-        memory = run.collectives.broadcast_object(run.runtime.memory(run.device, run.world.local_size))
-        plan = fit(plan, [model.facts for model in new], not run.runtime.accelerated(run.device), run.world, memory)
+        local_size = run.world.local_size
+        of_rank = run.runtime.memory(run.device, local_size), run.runtime.host_memory(local_size)
+        memory, host = run.collectives.broadcast_object(of_rank)
+        plan = fit(
+            plan, [model.facts for model in new], not run.runtime.accelerated(run.device), run.world, memory, host
+        )
         if other is None:
             run.lay_out(plan)
         return plan

@@ -68,7 +68,7 @@ def backward_pass() -> int:
 
 
 def accumulates(leaf: Tensor) -> bool:
-    """Whether the backward pass that runs adds to a leaf's `.grad`. `torch.autograd.grad` calls its hooks, too, and does not."""
+    """Whether the backward pass that runs adds to a leaf's `.grad`; `torch.autograd.grad` calls its hooks, and does not."""
     if not leaf.requires_grad:
         return True  # frozen meanwhile, which `torch.autograd.grad` refuses
     try:

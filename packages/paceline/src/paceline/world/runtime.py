@@ -66,6 +66,10 @@ class Runtime:
             return int(torch.accelerator.get_memory_info(device)[1])
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // local_size
 
+    def host_memory(self, local_size: int) -> int | None:
+        """Returns the bytes of the host's memory for each of its ranks; None if the run is planned for another host."""
+        return Runtime.memory(self, torch.device("cpu"), local_size)
+
     def settings(self, settings: RunSettings) -> RunSettings:
         """Returns the settings that the run uses, given the merged ones; called before anything is built from them."""
         return settings

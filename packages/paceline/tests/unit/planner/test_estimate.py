@@ -1,13 +1,15 @@
 """Bytes by arithmetic, the order in which plans are tried, and why they are rejected."""
 
+from dataclasses import replace
+
 import pytest
 from torch import nn
 
-from paceline.config.settings import RunSettings
+from paceline.config.settings import RunSettings, searched_settings
 from paceline.parallel.strategy import STRATEGIES
 from paceline.plan.facts import model_facts
 from paceline.plan.resolve import draft, resolve
-from paceline.planner.estimate import GIB, Need, candidates, choose, division_of, estimate, shown
+from paceline.planner.estimate import GIB, Need, candidates, choose, division_of, elsewhere, estimate, offloads, shown
 
 
 class Block(nn.Module):
@@ -53,9 +55,7 @@ def test_the_cheapest_plan_that_fits_is_chosen_and_the_others_have_reasons(need)
 def test_nothing_fits_in_nothing(need):
     found = choose(need, 4, 4, 1000)
     assert found.settings is None and found.estimate is None
-    assert len(found.rejected) == len(
-        list(candidates(4, 4, {}, ("replicate", "shard", "zero", "recompute", "tp", "pp")))
-    )
+    assert len(found.rejected) == len(list(candidates(4, 4, {}, searched_settings(), offloads(need))))
 
 
 def test_a_plan_that_cannot_work_is_rejected_in_its_own_words(need):
@@ -77,6 +77,57 @@ def test_the_order_is_from_cheap_to_dear():
     expected = ["--replicate 16", "--shard 16 --zero 1", "--shard 16 --zero 2", "--replicate 2 --shard 8", "--shard 16"]
     assert order[:5] == expected
     assert order.index("--shard 8 --tp 2") < order.index("--shard 8 --pp 2")
+
+
+@pytest.mark.needs("large")
+def test_offload_is_chosen_only_where_no_plan_without_it_fits(need):
+    need = replace(need, activations=0)
+    a = need.models[0].parameters
+    assert choose(need, 1, 1, 16 * a).settings["offload"] == "no"
+    states = choose(need, 1, 1, 16 * a - 1)
+    assert (states.settings["offload"], states.settings["zero"]) == ("optimizer", 0)
+    assert {rejected.settings["offload"] for rejected in states.rejected} == {"no"}
+    # A copy of the parameters, of their gradients and two states wait on the host, of which the first two are copied.
+    assert (states.estimate.host, states.estimate.host_traffic) == (16 * a, 8 * a)
+    (line,) = elsewhere(states.estimate)
+    assert "wait in the host's memory" in line and " s at 32 GB/s" in line
+    everything = choose(need, 1, 1, 8 * a - 1)
+    assert shown(everything.settings) == "--zero 3 --offload all"
+    # Stage 3 on four ranks leaves 4a and what it gathers; all of that goes before offload is tried.
+    assert choose(need, 4, 4, 8 * a).settings["offload"] == "no"
+    fixed = {"shard": 4, "zero": 2}
+    held = estimate(planned(need, 4, **fixed), need).held
+    two = choose(need, 4, 4, held - 1, fixed, ["offload"])
+    assert two.settings == {"offload": "optimizer"}
+    assert choose(need, 4, 4, two.estimate.held - 1, fixed, ["offload"]).settings is None
+
+
+@pytest.mark.needs("large")
+def test_files_are_tried_where_a_folder_was_named_and_the_host_has_no_other_memory(need):
+    a = need.models[0].parameters
+    on_host = replace(need, activations=0, on_host=True)
+    assert choose(on_host, 1, 1, 10 * a).settings is None
+    states = choose(on_host, 1, 1, 10 * a, folder="/d")
+    assert states.settings["offload"] == "optimizer=disk:/d" and states.estimate.host == 0
+    assert (states.estimate.disk, states.estimate.disk_traffic) == (8 * a, 16 * a)
+    (line,) = elsewhere(states.estimate)
+    assert "are on disk" in line and " s at 3 GB/s" in line
+    assert choose(on_host, 1, 1, 7 * a, folder="/d").settings["offload"] == "all=disk:/d"
+    # Where the host's memory is known, it counts, too.
+    beside = replace(need, activations=0)
+    little = choose(beside, 1, 1, 10 * a, folder="/d", host=15 * a)
+    assert little.settings["offload"] == "optimizer=disk:/d"
+    assert any("of the host's memory a rank" in rejected.reason for rejected in little.rejected)
+
+
+@pytest.mark.needs("large")
+def test_activations_wait_on_the_host_before_states_do(need):
+    a = need.models[0].parameters
+    many = replace(need, activations=100 * a)
+    chosen = choose(many, 1, 1, 50 * a, fixed={"recompute": "no"}, opened=["offload"])
+    assert chosen.settings == {"offload": "activations"} and chosen.estimate.host_traffic == 2 * chosen.estimate.host
+    both = choose(many, 1, 1, 34 * a, fixed={"recompute": "no"}, opened=["offload"])
+    assert both.settings == {"offload": "optimizer+activations"}
 
 
 @pytest.mark.needs("large")

@@ -67,7 +67,7 @@ class Rows(ReductionForm):
         parameter = slot.parameter
 
         def before(_: Tensor) -> None:
-            if parameter.grad is None and parameter not in self.earlier or not accumulates(parameter):
+            if (parameter.grad is None and parameter not in self.earlier) or not accumulates(parameter):
                 return
             # A script that has cleared the gradient by itself has cleared what was set aside, too.
             if parameter.grad is None and not (slot.bucket is not None and slot.bucket.launched):

@@ -182,15 +182,20 @@ class Shard(Strategy):
         once = divided_bytes * gathered // own
         sent = (n - 1) * (passes * once + before.gradients) // n
         after = replace(before, buffers=before.buffers + buffers, sent=before.sent + sent)
-        if plan.offloads_parameters:
-            # All that is divided waits in the host's memory, or on its disk.
-            return replace(after, parameters=whole_bytes, gradients=0, optimizer=0)
-        return replace(
-            after,
-            parameters=whole_bytes + divided(divided_bytes),
-            gradients=divided(before.gradients),
-            optimizer=divided(before.optimizer),
-        )
+        parameters = divided(divided_bytes)
+        gradients = divided(before.gradients)
+        optimizer = divided(before.optimizer)
+        if not plan.offloads_parameters:
+            return replace(after, parameters=whole_bytes + parameters, gradients=gradients, optimizer=optimizer)
+        # All that is divided waits in the host's memory, or on its disk: there `offload` counts the states.
+        read = passes * plan.accumulate * parameters
+        after = replace(after, parameters=whole_bytes, gradients=0, host_traffic=read + gradients)
+        if plan.disk_folder:
+            # A step reads the parameters and writes them, too.
+            return replace(
+                after, optimizer=optimizer, host=gradients, disk=parameters, disk_traffic=read + 2 * parameters
+            )
+        return replace(after, optimizer=0, host=parameters + gradients + optimizer)
 
 
 # -- what the options mean -----------------------------------------------------------------------------------------------
