@@ -21,7 +21,6 @@ from paceline.checkpoint.files import load_object, save_object, writing
 from paceline.checkpoint.format.checkpoint_format import recover_one
 from paceline.checkpoint.keep import Keep
 from paceline.checkpoint.store import Store, store_for
-from paceline_accelerate.checkpoint_format import STREAMS_OF_RANK_0
 from paceline_accelerate.checkpoint_functions import file_name
 from paceline_accelerate.checkpoint_reader import read_folder
 from paceline_accelerate.checkpoint_writer import LOADERS, streams_of, tag, weights_after_hooks, write_folder
@@ -31,6 +30,7 @@ from paceline_accelerate.errors import (
     CompatValueError,
     MissingCheckpoint,
 )
+from paceline_accelerate.folder_names import STREAMS_OF_RANK_0
 from paceline_accelerate.rank_logger import get_logger
 from paceline_accelerate.surroundings import writes_files
 

@@ -21,15 +21,13 @@ from typing import TYPE_CHECKING
 from paceline.base.errors import CheckpointError
 from paceline.checkpoint.format.checkpoint_format import CheckpointFormat, RunNames, Summary
 from paceline.checkpoint.store import Store
+from paceline_accelerate.folder_names import RECORD, STREAMS_OF_RANK_0
 
 if TYPE_CHECKING:
     from paceline.checkpoint.format.manifest import Manifest
     from paceline.checkpoint.format.open_checkpoint import OpenCheckpoint
     from paceline.checkpoint.state.train_state import TrainState
     from paceline.checkpoint.weights.sources import Weights
-
-RECORD = "paceline_author"  # our own key in the files of random streams; accelerate ignores it
-STREAMS_OF_RANK_0 = "random_states_0.pkl"
 
 
 class AccelerateFormat(CheckpointFormat):

@@ -29,8 +29,8 @@ from paceline.checkpoint.store import Store
 from paceline.checkpoint.weights.model import without_wrappers
 from paceline.checkpoint.weights.opening import open_weights
 from paceline.checkpoint.weights.sources import DividedWeights, Weights, load_mapped, read_whole
-from paceline_accelerate.checkpoint_format import RECORD, STREAMS_OF_RANK_0
 from paceline_accelerate.checkpoint_functions import file_name
+from paceline_accelerate.folder_names import RECORD, STREAMS_OF_RANK_0
 from paceline_doors.state_translation import StateTranslation
 
 # Names of files and folders; a group is the number of the model, the optimizer and so on.

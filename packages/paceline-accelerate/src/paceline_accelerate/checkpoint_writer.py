@@ -18,8 +18,8 @@ from paceline.checkpoint.files import save_object, writing
 from paceline.checkpoint.format.checkpoint_format import Claimed, files_of
 from paceline.checkpoint.store import discard
 from paceline.checkpoint.store.local import STORE
-from paceline_accelerate.checkpoint_format import RECORD
 from paceline_accelerate.checkpoint_functions import agreed_by_writers, file_name, random_streams, write_states
+from paceline_accelerate.folder_names import RECORD
 from paceline_accelerate.rank_logger import get_logger
 from paceline_accelerate.surroundings import writes_files
 from paceline_accelerate.wrapping import without_repeated
