@@ -225,7 +225,8 @@ def _dispatched(program: Program, rng: random.Random) -> Program | None:
     models = list(program.models)
     loaders = list(program.loaders)
     own = [n for n, model in enumerate(models) if model.body_of is None and model.body != "Blocks"]
-    if own and program.precision == "no" and rng.random() < 0.5:
+    # Two accelerators do not know of each other where the loops over their loaders end.
+    if own and not program.apart and program.precision == "no" and rng.random() < 0.5:
         number = rng.choice(own)
         models[number] = replace(models[number], body=rng.choice(["StackedMixture", "ListedMixture"]), tied=False)
         first = loaders[0]

@@ -207,6 +207,14 @@ STEPPED_BY_A_HOOK = Program(
     save_at=1,
 )
 
+# A layer of another stage: its stand-in got the values, and had no parameters for them.
+LOADED_INTO_A_STAGE = replace(
+    STEPPED_BY_A_HOOK,
+    body=(ForwardBackward(0, 0), Step(0), Zero("optimizer", 0), Write("load", 0, "head")),
+    hooks=(),
+    save_at=None,
+)
+
 # Under ZeRO 1 the matrices that two prepared models share were divided twice, in two ways.
 SHARED_UNDER_MUON = Program(
     seed=2026113228,
@@ -317,6 +325,32 @@ ASSIGNED_TO_A_NORM = replace(
         Step(0),
         Zero("optimizer", 0),
     ),
+)
+
+# The last pass of the first model reduces the second one's gradients, so that a rank has some of experts that only others used.
+EXPERTS_OF_OTHER_RANKS = Program(
+    seed=801736,
+    models=(Model("Mlp"), Model("ListedMixture")),
+    optimizers=(Optimizer("SGD", (Slice(0),)), Optimizer("SGD", (Slice(1),))),
+    loaders=(Loader(rows=24, batch=12),),
+    body=(
+        Accumulate(
+            (0, 1),
+            (
+                Forward(0, 0, 0),
+                Zero("optimizer", 0),
+                Zero("optimizer", 1),
+                Backward((0,), "int"),
+                Step(0),
+                Forward(1, 1, 0),
+                Backward((1,), "int"),
+                Clip("model", 1, 100.0),
+                Step(1),
+            ),
+        ),
+    ),
+    loop=Loop("for", (0,), epochs=2),
+    window=3,
 )
 
 # A gradient penalty: gradients of gradients travel to the experts, too.
@@ -443,7 +477,7 @@ def test_programs_that_were_wrong_once() -> None:
         THROUGH_DETACHED,
     ):
         cases += [Case(program, 2, plan) for plan in ("replicate", "zero2", "shard")]
-    cases.append(Case(STEPPED_BY_A_HOOK, 2, "pp", (1, "one")))
+    cases += [Case(STEPPED_BY_A_HOOK, 2, "pp", (1, "one")), Case(LOADED_INTO_A_STAGE, 2, "pp")]
     cases += [Case(A_WINDOW_ENDS_IN_ANOTHER, 2, plan) for plan in ("replicate", "zero2", "shard")]
     for program in (
         ONE_OF_TWO_CLIPPED,
@@ -459,6 +493,9 @@ def test_programs_that_were_wrong_once() -> None:
     cases.append(Case(PENALTY_OF_EXPERTS, 2, "ep"))
     cases.append(Case(replace(PENALTY_OF_EXPERTS, models=(Model("ListedMixture"),)), 2, "ep"))
     cases.append(Case(EXPERTS_IN_MID_RUN, 2, "ep"))
+    cases += [
+        Case(EXPERTS_OF_OTHER_RANKS, world, plan) for world, plan in ((2, "shard"), (4, "replicate"), (4, "zero2"))
+    ]
     cases.append(Case(EXPERTS_OF_TWO_MODELS, 4, "ep-replicate"))
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(STARTED_WITH_TWO_MODELS, 2, "shard"))

@@ -15,7 +15,7 @@ import torch
 
 from paceline.checkpoint.agree import WriterPeers
 from paceline.checkpoint.files import load_object, save_object
-from paceline_accelerate.host import own_device
+from paceline_accelerate.own_device import own_device
 from paceline_accelerate.surroundings import load, writes_files
 from paceline_accelerate.wrapping import clean_state_dict_for_safetensors
 

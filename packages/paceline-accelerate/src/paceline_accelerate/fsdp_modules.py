@@ -228,7 +228,7 @@ def fsdp2_prepare_auto_wrap_policy(
     # The policy is one of torch's functions, or accelerate's word for it.
     policy = getattr(fsdp2_plugin.auto_wrap_policy, "__name__", str(fsdp2_plugin.auto_wrap_policy)).lower()
     if "transformer" in policy:
-        unit_classes = classes_of_units(fsdp2_plugin, model)
+        unit_classes = classes_of_units(fsdp2_plugin.transformer_cls_names_to_wrap, model)
         return lambda module: isinstance(module, unit_classes)
     if "size" in policy:
         min_num_params = int(fsdp2_plugin.min_num_params or 0)

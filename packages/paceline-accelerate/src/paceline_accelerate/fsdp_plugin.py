@@ -198,7 +198,7 @@ class FullyShardedDataParallelPlugin(SaidFields):
         from paceline_accelerate.module_classes import classes_of_units
 
         if self.auto_wrap_policy is wrap.transformer_auto_wrap_policy:
-            classes = set(classes_of_units(self, model))
+            classes = set(classes_of_units(self.transformer_cls_names_to_wrap, model))
             self.auto_wrap_policy = functools.partial(self.auto_wrap_policy, transformer_layer_cls=classes)
         elif self.auto_wrap_policy is wrap.size_based_auto_wrap_policy:
             if self.min_num_params:

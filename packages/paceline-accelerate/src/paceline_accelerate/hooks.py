@@ -24,7 +24,6 @@ from torch.fx import GraphModule
 
 from paceline.torch_internals.modules import parameter_table
 from paceline.world.tree import all_on
-from paceline_accelerate.host import own_device
 from paceline_accelerate.module_tensors import (
     Device,
     TiedParamsMap,
@@ -33,6 +32,7 @@ from paceline_accelerate.module_tensors import (
     table_with,
 )
 from paceline_accelerate.nested import find_device, send_to_device
+from paceline_accelerate.own_device import own_device
 
 SkipKeys = str | list[str] | None
 # Methods that `dispatch_model` replaces by ones that warn; libraries import this list by accelerate's name.

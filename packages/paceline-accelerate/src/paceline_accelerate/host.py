@@ -28,11 +28,6 @@ USE_TORCH_XLA = False
 # -- devices -------------------------------------------------------------------------------------------------
 
 
-def own_device() -> torch.device:
-    """Returns the kind of accelerator of this host; the CPU if there is none."""
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-
-
 def get_gpu_info() -> tuple[list[str], int]:
     """Returns the names and the number of the CUDA devices."""
     count = torch.cuda.device_count()

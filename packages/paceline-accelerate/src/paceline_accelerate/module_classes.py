@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import nn
 
 from paceline_accelerate.errors import CompatValueError
-
-if TYPE_CHECKING:
-    from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
 
 
 def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] | None:
@@ -21,13 +18,13 @@ def get_module_class_from_name(module: nn.Module, name: str) -> type[nn.Module] 
     return None
 
 
-def classes_of_units(fsdp_plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> tuple[type[nn.Module], ...]:
-    """Returns the classes that a plugin names, else those that a model of transformers lists as its blocks.
+def classes_of_units(names: str | Sequence[str] | None, model: nn.Module) -> tuple[type[nn.Module], ...]:
+    """Returns the classes of these names (of a plugin), else those that a model of transformers lists as its blocks.
 
     Raises:
         CompatValueError: `compat-argument`, if the model has no module of one of them.
     """
-    names = fsdp_plugin.transformer_cls_names_to_wrap or getattr(model, "_no_split_modules", None) or []
+    names = names or getattr(model, "_no_split_modules", None) or []
     if isinstance(names, str):
         names = names.split(",")
     classes = {name: get_module_class_from_name(model, name) for name in names}

@@ -15,9 +15,9 @@ from torch import nn
 
 from paceline_accelerate.available import is_bnb_available
 from paceline_accelerate.errors import CompatImportError, CompatValueError
-from paceline_accelerate.host import own_device
 from paceline_accelerate.kinds import CustomDtype
 from paceline_accelerate.loading import load_checkpoint_in_model
+from paceline_accelerate.own_device import own_device
 
 _DTYPES = {
     "fp32": torch.float32,

@@ -27,9 +27,9 @@ from paceline.world.world import World
 from paceline_accelerate.deepspeed_plugin import DeepSpeedPlugin
 from paceline_accelerate.errors import CompatValueError
 from paceline_accelerate.fsdp_plugin import FullyShardedDataParallelPlugin
-from paceline_accelerate.host import own_device
 from paceline_accelerate.kinds import DistributedType, text_of, type_of_processes
 from paceline_accelerate.launcher_variables import deepspeed_is_asked
+from paceline_accelerate.own_device import own_device
 from paceline_accelerate.split import split_part
 
 if TYPE_CHECKING:

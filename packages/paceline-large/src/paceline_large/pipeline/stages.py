@@ -123,6 +123,12 @@ class Stub(nn.Module):
                 f"options={{'pipeline': {{'keep': ['{site}']}}}}"
             ) from error
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *_: object) -> None:
+        """Leaves values to the stage that holds the module: a script loads them on all ranks."""
+        if "held" in self._modules:
+            own = [key for key in state_dict if key.startswith(prefix)]
+            state_dict.update({f"{prefix}held.{key.removeprefix(prefix)}": state_dict[key] for key in own})
+
     def extra_repr(self) -> str:
         return "in another stage"
 

@@ -155,6 +155,7 @@ class Accumulation:
         held: returns the parameters, of all models or of those with these numbers, with each of their gradients: the one in
             `.grad`, and those that strategies hold.
         took_part: of the parameters whose gradients have changed, returns those that took part in the last backward pass.
+        beside: returns the parameters of all models that have some of these.
         finish_reduction: reduces gradients that were held back, but not of models with these numbers. Ranks: all.
         semantics: says which weight a loss has, and whether the end of an epoch ends a window.
 
@@ -182,6 +183,7 @@ class Accumulation:
         collectives: Collectives,
         held: _Held = _nothing_held,
         took_part: Callable[[set[Tensor]], set[Tensor]] = lambda changed: changed,
+        beside: Callable[[set[Tensor]], set[Tensor]] = set,
         finish_reduction: Callable[[Collection[int]], None] = lambda waiting: None,
         semantics: Semantics = NATIVE,
     ) -> None:
@@ -201,6 +203,7 @@ class Accumulation:
         self._collectives = collectives
         self._held = held
         self._took_part = took_part
+        self._beside = beside
         self._finish_reduction = finish_reduction
         self._items_divisor: float | None = None  # the estimate for the next window whose losses are sums over items
         self.reset()
@@ -525,8 +528,14 @@ class Accumulation:
         for other in window.means:
             if other is not mean and not other.parameters.isdisjoint(mean.parameters):
                 raise mixed(mean, other)
+        # A backward pass of other models may have reduced these gradients: then this rank has some of parameters, as of an
+        # expert, that only other ranks have used.
+        apart: set[Tensor] = set()
+        for others in (*window.means, *(each for each in self._windows.all if each is not window)):
+            apart |= others.parameters if isinstance(others, Mean) else others.members
+        chosen = self._beside(mean.parameters) - (apart - mean.parameters)
         # Gradients may share memory, as views of one buffer do not, but as one tensor in two places does.
-        held = [(parameter, gradient) for parameter, gradient in self._held() if parameter in mean.parameters]
+        held = [(parameter, gradient) for parameter, gradient in self._held() if parameter in chosen]
         gradients = {id(gradient): gradient for _, gradient in held}
         if gradients:
             multiply_in_place(list(map(local, gradients.values())), factor)

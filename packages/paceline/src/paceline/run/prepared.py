@@ -215,6 +215,15 @@ class Prepared:
             changed = applied.took_part(changed)
         return changed
 
+    def beside(self, parameters: set[Tensor]) -> set[Tensor]:
+        """Returns these parameters, and all others of the models that have some of them."""
+        found = set(parameters)
+        for entry in self.models:
+            own = set(entry.chain.shards_of(entry.module.parameters()))
+            if not own.isdisjoint(parameters):
+                found |= own
+        return found
+
     def numbers_of(self, models: Sequence[nn.Module]) -> frozenset[int] | None:
         """Returns the numbers of these models; None for none and for all models.
 

@@ -22,7 +22,7 @@ class Slot:
         bucket: the bucket of its gradient; None if it is reduced by itself at the end.
         is_sparse: whether its gradient is a list of rows.
         fresh: whether a gradient of this rank was computed since the last reduction.
-        waits: whether any rank may have computed one. Of a parameter that is frozen meanwhile, too: the same on all ranks.
+        waits: whether any rank may have computed one, see `may_wait`.
         taken: whether this rank had a gradient when the bucket was sent.
         result: the mean, once the reduction has ended.
         later: the user's hooks on the accumulated gradient, which are called with the mean.
@@ -55,6 +55,15 @@ class Slot:
 
         self.later, self._give_back = take_over_hooks(parameter, hook)
         self.hooks: GradientHooks | None = None
+
+    def may_wait(self) -> bool:
+        """Whether any rank may have a gradient to reduce: the same on all ranks, also of a parameter that is frozen by now."""
+        self.waits |= self.parameter.requires_grad
+        return self.waits
+
+    def begin_reduction(self) -> None:
+        """Notes that nothing waits afterwards, but for gradients that are still to come."""
+        self.waits = self.parameter.requires_grad
 
     @property
     def has_hooks(self) -> bool:

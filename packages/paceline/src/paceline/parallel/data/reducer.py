@@ -210,8 +210,7 @@ class Reducer(AppliedStrategy):
         order: list[Slot] = []
         for slot in reversed(self._slots.values()):
             slot.bucket = None
-            slot.waits |= slot.parameter.requires_grad
-            if slot.waits:
+            if slot.may_wait():
                 order.append(slot)
         self._singles = [slot for slot in order if self.form.is_single(slot)]
         self._buckets = self._buckets_of([slot for slot in order if not self.form.is_single(slot)])
@@ -454,7 +453,7 @@ class Reducer(AppliedStrategy):
             self._send_buffers()
             return
         for slot in self._planned:
-            slot.waits = slot.parameter.requires_grad
+            slot.begin_reduction()
         used = self._send_small() if self._is_small else self._send_all()
         if used is None:
             return
