@@ -530,9 +530,10 @@ class Accumulation:
                 raise mixed(mean, other)
         # A backward pass of other models may have reduced these gradients: then this rank has some of parameters, as of an
         # expert, that only other ranks have used.
-        apart: set[Tensor] = set()
-        for others in (*window.means, *(each for each in self._windows.all if each is not window)):
-            apart |= others.parameters if isinstance(others, Mean) else others.members
+        apart = {parameter for other in window.means if other is not mean for parameter in other.parameters}
+        for other_window in self._windows.all:
+            if other_window is not window:
+                apart |= other_window.members
         chosen = self._beside(mean.parameters) - (apart - mean.parameters)
         # Gradients may share memory, as views of one buffer do not, but as one tensor in two places does.
         held = [(parameter, gradient) for parameter, gradient in self._held() if parameter in chosen]
