@@ -15,6 +15,7 @@ from paceline.base.errors import CheckpointError, CompatError
 from paceline.testing import run_ranks
 from paceline_accelerate.accelerator import Accelerator
 from paceline_accelerate.arguments import ProjectConfiguration
+from paceline_accelerate.module_classes import get_module_class_from_name
 from paceline_accelerate.sharded import (
     load_fsdp_model,
     load_fsdp_optimizer,
@@ -251,8 +252,8 @@ def test_functions_about_modules(tmp_path: Path) -> None:
             self.head.weight = self.embed.weight
 
     model = Tied()
-    assert fsdp_modules.get_module_class_from_name(model, "Linear") is nn.Linear
-    assert fsdp_modules.get_module_class_from_name(model, "Conv2d") is None
+    assert get_module_class_from_name(model, "Linear") is nn.Linear
+    assert get_module_class_from_name(model, "Conv2d") is None
     assert len(fsdp_modules.get_parameters_from_modules("block|emb.*", model, "cpu")) == 3
     assert fsdp_modules.get_parameters_from_modules(None, model, "cpu") == set()
     assert len(fsdp_modules.get_parameters_from_modules([model.head], model, "cpu")) == 1

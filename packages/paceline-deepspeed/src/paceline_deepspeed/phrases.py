@@ -17,6 +17,11 @@ PHRASES: Phrases = (
         r"prepare the copy too: `model, average, optimizer = accelerator\.prepare\([^`]*\)`",
         "give the copy an engine of its own: `copied, *_ = deepspeed.initialize(model=copy, config=config)`",
     ),
+    (
+        r"save `accelerator\.get_state_dict\(model\)`; or copy",
+        "write it with `engine.save_checkpoint(folder)`; or copy",
+    ),
+    (r"and prepare the copy on all processes", "and give the copy to it on all processes"),
     (r"prepare the copy too", "give the copy an engine of its own"),
     (
         r"let all ranks call `accelerator\.get_state_dict\(model\)`",

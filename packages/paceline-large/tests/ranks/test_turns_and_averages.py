@@ -82,7 +82,10 @@ def test_local_sgd_leaves_the_ranks_alike():
             return [leaf / 2 for leaf in flat]
 
         acc = SimpleNamespace(
-            num_processes=2, sync_gradients=True, no_sync=lambda model: nullcontext(),
+            num_processes=2, sync_gradients=True, run=SimpleNamespace(
+                note=lambda decision: None, events=SimpleNamespace(saved=SimpleNamespace(subscribe=lambda tell: None)),
+                prepared=SimpleNamespace(hold_gradients=lambda models, alone: nullcontext()),
+            ),
             gradients=SimpleNamespace(mark_replicas=lambda equal: None),
             reduce=reduce,
         )  # fmt: skip

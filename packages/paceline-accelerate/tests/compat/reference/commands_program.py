@@ -128,7 +128,8 @@ def answer(function, *args, env=None, **kwargs):
     try:
         return plain(function(*args, **kwargs))
     except Exception as error:
-        return f"error: {type(error).__name__}"
+        kind = ValueError if isinstance(error, ValueError) else type(error)  # a class of ours is the library's, too
+        return f"error: {kind.__name__}"
     finally:
         os.environ.clear()
         os.environ.update(before)

@@ -41,7 +41,7 @@ class Message:
         ranks: of its group.
         across: whether the group spans several nodes.
         bytes: that this rank sends.
-        torch_name: torch's own name of the call, such as "reduce_scatter_base".
+        torch_name: torch's own name of the call, such as "reduce_scatter_base"; the time does not depend on it.
     """
 
     phase: str
@@ -49,7 +49,7 @@ class Message:
     ranks: int
     across: bool
     bytes: int
-    torch_name: str
+    torch_name: str = ""
 
 
 @dataclass

@@ -200,10 +200,10 @@ class Replicas:
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
         """Notes gradients that are whole before a step of which each rank takes a part: ranks must have the same."""
-        is_told_next = is_compared(self._passes) or is_compared(self._passes + 1)
+        if self._run.plan.layout.shard == 1 or not (is_compared(self._passes) or is_compared(self._passes + 1)):
+            return
         # Optimizers of other runs, too, are about to step.
-        is_own = any(optimizer in (entry.optimizer, *entry.stepped_through) for entry in self._run.prepared.optimizers)
-        if is_own and is_told_next and self._run.plan.layout.shard > 1:
+        if any(optimizer in (entry.optimizer, *entry.stepped_through) for entry in self._run.prepared.optimizers):
             for parameter in parameters_of(optimizer):
                 if parameter.grad is not None and not is_sharded(parameter):
                     note_written(parameter.grad)
@@ -248,8 +248,11 @@ def _norm(model: torch.nn.Module) -> float:
     parameters = list(model.parameters())
     for parameter in parameters if any(parameter.requires_grad for parameter in parameters) else ():
         part = local(parameter)
-        has_norm = part.is_floating_point() or part.is_complex()
-        if part.numel() and has_norm and not part.is_meta:
+        # Frozen ones may have no norm: those in float8, and tensors of a library's own class, such as quantised ones.
+        is_plain = type(part) in (torch.Tensor, torch.nn.Parameter) and part.element_size() > 1
+        is_plain |= parameter.requires_grad
+        has_norm = is_plain and (part.is_floating_point() or part.is_complex())
+        if has_norm and part.numel() and not part.is_meta:
             norms.append(torch.linalg.vector_norm(part).double())
     if not norms:
         return 0.0

@@ -22,7 +22,6 @@ class Slot:
         bucket: the bucket of its gradient; None if it is reduced by itself at the end.
         is_sparse: whether its gradient is a list of rows.
         fresh: whether a gradient of this rank was computed since the last reduction.
-        waits: whether any rank may have computed one, see `may_wait`.
         taken: whether this rank had a gradient when the bucket was sent.
         result: the mean, once the reduction has ended.
         later: the user's hooks on the accumulated gradient, which are called with the mean.
@@ -31,8 +30,7 @@ class Slot:
     """
 
     __slots__ = (
-        "__weakref__", "_give_back", "bucket", "fresh", "hooks", "is_sparse", "later", "parameter", "result", "taken", "waits",
-        "watch",
+        "__weakref__", "_give_back", "bucket", "fresh", "hooks", "is_sparse", "later", "parameter", "result", "taken", "watch",
     )  # fmt: skip
 
     def __init__(self, parameter: nn.Parameter, is_sparse: bool, came: Callable[[Slot], None]) -> None:
@@ -40,7 +38,6 @@ class Slot:
         self.is_sparse = is_sparse
         self.bucket: Bucket | None = None
         self.fresh = False
-        self.waits = False
         self.taken = False
         self.result: Tensor | None = None
         self.watch: RemovableHandle | None = None
@@ -55,15 +52,6 @@ class Slot:
 
         self.later, self._give_back = take_over_hooks(parameter, hook)
         self.hooks: GradientHooks | None = None
-
-    def may_wait(self) -> bool:
-        """Whether any rank may have a gradient to reduce: the same on all ranks, also of a parameter that is frozen by now."""
-        self.waits |= self.parameter.requires_grad
-        return self.waits
-
-    def begin_reduction(self) -> None:
-        """Notes that nothing waits afterwards, but for gradients that are still to come."""
-        self.waits = self.parameter.requires_grad
 
     @property
     def has_hooks(self) -> bool:

@@ -99,6 +99,8 @@ class Reducer(AppliedStrategy):
         self._next_bucket = 0  # the first bucket that was not launched
         self._under_way: deque[Bucket] = deque()
         self._slots: dict[int, Slot] = {}  # of all parameters, by id
+        # Those of which any rank may have a gradient to reduce, also if they are frozen by now: the same on all ranks.
+        self._waiting: set[Slot] = set()
         self._planned: list[Slot] = []  # those that are reduced, in the order of their buckets
         self._buckets: list[Bucket] = []
         self._singles: list[Slot] = []
@@ -168,7 +170,10 @@ class Reducer(AppliedStrategy):
 
     def _kinds_of_now(self) -> list[tuple[bool, torch.dtype]]:
         """Returns what decides in which bucket each parameter is: whether it is reduced, and its dtype."""
-        return [(slot.parameter.requires_grad or slot.waits, slot.parameter.dtype) for slot in self._slots.values()]
+        return [
+            (slot.parameter.requires_grad or slot in self._waiting, slot.parameter.dtype)
+            for slot in self._slots.values()
+        ]
 
     def _search(self, broadcasts: bool) -> None:
         """Finds the parameters of the model. New ones get rank 0's values, if `broadcasts`."""
@@ -210,7 +215,9 @@ class Reducer(AppliedStrategy):
         order: list[Slot] = []
         for slot in reversed(self._slots.values()):
             slot.bucket = None
-            if slot.may_wait():
+            if slot.parameter.requires_grad:
+                self._waiting.add(slot)
+            if slot in self._waiting:
                 order.append(slot)
         self._singles = [slot for slot in order if self.form.is_single(slot)]
         self._buckets = self._buckets_of([slot for slot in order if not self.form.is_single(slot)])
@@ -452,8 +459,7 @@ class Reducer(AppliedStrategy):
         if not self._planned:
             self._send_buffers()
             return
-        for slot in self._planned:
-            slot.begin_reduction()
+        self._waiting = {slot for slot in self._planned if slot.parameter.requires_grad}
         used = self._send_small() if self._is_small else self._send_all()
         if used is None:
             return
