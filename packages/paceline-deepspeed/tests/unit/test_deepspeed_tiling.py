@@ -27,10 +27,10 @@ def test_an_mlp_in_parts_of_a_sequence(shape: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_a_loss_in_parts_of_a_sequence(reduction: str) -> None:
-    head = nn.Linear(4, 7)
-    x = torch.randn(2, 12, 4, requires_grad=True)
+    head = nn.Linear(4, 7).double()
+    x = torch.randn(2, 12, 4, dtype=torch.float64, requires_grad=True)
     y = torch.randint(0, 7, (2, 12))
-    mask = torch.ones(2, 12)
+    mask = torch.ones(2, 12, dtype=torch.float64)
 
     def of_rows(module: nn.Module, rows: Tensor, labels: Tensor, mask: Tensor | None = None) -> Tensor:
         loss = cross_entropy(module(rows), labels, reduction=reduction)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import pytest
 import torch
@@ -187,6 +188,27 @@ def words_of_the_error() -> list[str]:
         train(accelerator, "own rate", "")
     why = caught.value.problems[0].why
     return [why] if isinstance(why, str) else list(why)
+
+
+class OfAnotherClass(torch.optim.AdamW):
+    """Its step begins twice for torch: for its own method, and for that of its base, which steps this rank's rows."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("plan", [{"shard": 2, "zero": 1}, {"shard": 2, "zero": 2}, {"shard": 2}])
+def test_a_step_that_calls_that_of_its_base_is_no_difference(plan: dict[str, int]) -> None:
+    def train() -> None:
+        accelerator = Accelerator(cpu=True, plan=plan)
+        model = nn.Sequential(nn.Linear(5, 3), nn.Linear(3, 1))
+        model, optimizer = accelerator.prepare(model, OfAnotherClass(model.parameters(), lr=0.1))
+        for x in torch.randn(4, 2, 5, generator=torch.Generator().manual_seed(0)):
+            accelerator.backward(model(x).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+
+    run_ranks(train, 2)
 
 
 def test_the_error_says_what_differs_and_since_when() -> None:

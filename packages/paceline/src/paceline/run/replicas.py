@@ -100,6 +100,8 @@ class Replicas:
         run.events.loop_over.subscribe(lambda loader, finished: self._look() if finished else None)
         run.events.gathered.subscribe(lambda *_: self._look())
         self._histories: weakref.WeakKeyDictionary[PreparedOptimizer, int] = weakref.WeakKeyDictionary()
+        # After which pass the gradients of an optimizer were noted.
+        self._noted: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
 
     @contextmanager
     def uneven(self) -> Iterator[None]:
@@ -202,6 +204,10 @@ class Replicas:
         """Notes gradients that are whole before a step of which each rank takes a part: ranks must have the same."""
         if self._run.plan.layout.shard == 1 or not (is_compared(self._passes) or is_compared(self._passes + 1)):
             return
+        # A `step` that calls another class's begins twice; then the optimizer holds this rank's rows.
+        if self._noted.get(optimizer) == self._passes:
+            return
+        self._noted[optimizer] = self._passes
         # Optimizers of other runs, too, are about to step.
         if any(optimizer in (entry.optimizer, *entry.stepped_through) for entry in self._run.prepared.optimizers):
             for parameter in parameters_of(optimizer):
