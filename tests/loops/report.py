@@ -22,6 +22,8 @@ JUDGEMENTS = {
     "pipeline-blocks": "no: there are more stages than blocks",
     "local-sgd-plan": "no: no rank has a whole model, or whole states, that it could step alone",
     "offload-elementwise": "no: Muon needs whole matrices, and a part of a step would be another step",
+    "fp8-layers": "no: no layer has sizes that float8 products allow",
+    "recompute-blocks": "no: one of the models has no blocks that could be computed again",
     "tensor-nothing": "no: nobody but the user knows how these layers could be divided",
 }
 
