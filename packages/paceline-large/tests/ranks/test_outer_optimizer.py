@@ -196,11 +196,18 @@ def register(model, kind):
     for parameter in model.parameters():
         if kind == "register_hook":
             parameter.register_hook(lambda gradient: gradient.clamp(-0.05, 0.05))
+        elif kind == "a step in the hook":
+            parameter.register_post_accumulate_grad_hook(step_at_once)
         else:
             parameter.register_post_accumulate_grad_hook(clamp)
 
 
-@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def step_at_once(parameter):
+    with torch.no_grad():
+        parameter.add_(parameter.grad, alpha=-0.1)
+
+
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook", "a step in the hook"])
 @pytest.mark.parametrize("inside", [False, True], ids=["before the block", "inside of it"])
 def test_hooks_on_parameters_get_the_gradients_of_the_rank(kind, inside):
     def train():

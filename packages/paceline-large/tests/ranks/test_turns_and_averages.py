@@ -83,7 +83,9 @@ def test_local_sgd_leaves_the_ranks_alike():
 
         acc = SimpleNamespace(
             num_processes=2, sync_gradients=True, run=SimpleNamespace(
-                note=lambda decision: None, events=SimpleNamespace(saved=SimpleNamespace(subscribe=lambda tell: None)),
+                note=lambda decision: None, events=SimpleNamespace(
+                    saved=SimpleNamespace(subscribe=lambda tell: None), backward=SimpleNamespace(subscribe=lambda note: None),
+                ),
                 prepared=SimpleNamespace(hold_gradients=lambda models, alone: nullcontext()),
             ),
             gradients=SimpleNamespace(mark_replicas=lambda equal: None),

@@ -114,12 +114,14 @@ class LocalSGD:
         self.enabled = enabled and (accelerator.num_processes > 1 or outer is not None)
         self.steps = 0
         self._unsynchronised = ExitStack()
+        self._is_open = False
         self._outer: OuterStep | None = None
         run = accelerator.run
         if self.enabled:
             reason = (
                 "each process takes steps on its own samples, so that the weights depend on the number of processes"
             )
+            run.events.backward.subscribe(self._note_pass)
             run.note(Decision("local_sgd", f"an average every {local_sgd_steps} steps", "code", reason=reason))
             if outer is None:
                 run.events.saved.subscribe(self._tell_of_save)
@@ -144,7 +146,13 @@ class LocalSGD:
             # Not `no_sync`, in which hooks get the mean gradients of all ranks.
             held = self.accelerator.run.prepared.hold_gradients([self.model], alone=True)
             self._unsynchronised.enter_context(held)
+            self._is_open = True
         return self
+
+    def _note_pass(self, *_: object) -> None:
+        """Notes that ranks differ from here on: a hook may take a step of this rank within the backward pass."""
+        if self._is_open:
+            self.accelerator.gradients.mark_replicas(equal=False)
 
     def step(self) -> None:
         """Counts an optimizer step; call it after `optimizer.step()`. Calls within an accumulation window do not count."""
@@ -163,8 +171,10 @@ class LocalSGD:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._unsynchronised.close()
+        self._is_open = False
         # After an error the other ranks may never arrive, and nobody needs the average.
-        if self.enabled and kind is None and self.steps % self.local_sgd_steps:
+        are_apart = self.steps % self.local_sgd_steps or not self.accelerator.gradients.replicas_equal
+        if self.enabled and kind is None and are_apart:
             self._average()
 
     @torch.no_grad()

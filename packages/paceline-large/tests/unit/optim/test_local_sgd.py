@@ -20,10 +20,14 @@ class Two:
 
     def __init__(self):
         self.said = []
-        self.gradients = SimpleNamespace(mark_replicas=lambda *, equal: None)
-        events = SimpleNamespace(saved=SimpleNamespace(subscribe=lambda tell: None))
+        self.gradients = SimpleNamespace(mark_replicas=self.mark_replicas, replicas_equal=True)
+        nothing = SimpleNamespace(subscribe=lambda callback: None)
+        events = SimpleNamespace(saved=nothing, backward=nothing)
         prepared = SimpleNamespace(hold_gradients=self.hold_gradients)
         self.run = SimpleNamespace(note=lambda decision: None, events=events, prepared=prepared)
+
+    def mark_replicas(self, *, equal):
+        self.gradients.replicas_equal = equal
 
     @contextmanager
     def hold_gradients(self, models, alone):
