@@ -353,6 +353,21 @@ EXPERTS_OF_OTHER_RANKS = Program(
     window=3,
 )
 
+# A resumed run did not know yet that losses come from the loader whose end ends the last window.
+RESUMED_BEFORE_A_SHORT_WINDOW = Program(
+    seed=810461,
+    models=(Model("Mlp"), Model("Mlp")),
+    optimizers=(Optimizer("SGD", (Slice(0),)), Optimizer("SGD", (Slice(1),))),
+    loaders=(Loader(rows=24, batch=12, kind="iterable"), Loader(rows=75, batch=24)),
+    body=(
+        Accumulate((0,), (Forward(0, 0, 1), Backward((0,), "int"), Step(0), Zero("optimizer", 0))),
+        Accumulate((1,), (Forward(1, 1, 0), Backward((1,), "int"), Step(1), Zero("optimizer", 1))),
+    ),
+    loop=Loop("zip", (0, 1), epochs=1),
+    window=4,
+    save_at=0,
+)
+
 # A gradient penalty: gradients of gradients travel to the experts, too.
 PENALTY_OF_EXPERTS = Program(
     seed=13,
@@ -499,6 +514,7 @@ def test_programs_that_were_wrong_once() -> None:
     cases.append(Case(EXPERTS_OF_TWO_MODELS, 4, "ep-replicate"))
     cases.append(Case(SHARED_UNDER_MUON, 2, "zero1"))
     cases.append(Case(STARTED_WITH_TWO_MODELS, 2, "shard"))
+    cases.append(Case(RESUMED_BEFORE_A_SHORT_WINDOW, 1, "one", (2, "replicate")))
     cases.append(Case(PACKED_WINDOW_RESUMED, 1, "one", (2, "shard")))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
     outcomes = check(cases)

@@ -350,11 +350,16 @@ class ActiveLoaders:
         for loader in self._stack:
             loader.train()
 
-    def loaded(self, loader: PreparedLoader, takes_ahead: bool) -> None:
+    def is_source_of_several(self, loader: PreparedLoader) -> bool:
+        """Whether losses were computed from a loader, where several loops run: a resumed run must know whose end counts."""
+        return len(self._stack) > 1 and loader in self._sources
+
+    def loaded(self, loader: PreparedLoader, takes_ahead: bool, is_source: bool) -> None:
         """Called when a loader has loaded a state: it may have trained in the run that saved, which may have taken ahead."""
         self.trained |= loader.trains
-        if takes_ahead:
+        if takes_ahead or is_source:
             self._sources.add(loader)
+        if takes_ahead:
             self._follow(BatchesInUse.AHEAD)
 
     def give(self, given: GivenBatch, batch: object) -> None:

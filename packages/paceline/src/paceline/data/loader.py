@@ -35,7 +35,9 @@ class LoopObserver(Protocol):
     @property
     def takes_ahead(self) -> bool: ...
 
-    def loaded(self, loader: PreparedLoader, takes_ahead: bool) -> None: ...
+    def loaded(self, loader: PreparedLoader, takes_ahead: bool, is_source: bool) -> None: ...
+
+    def is_source_of_several(self, loader: PreparedLoader) -> bool: ...
 
     def created(self) -> CreatedIterator: ...
 
@@ -310,6 +312,8 @@ class PreparedLoader:
                 note = NOTHING
         if self._active.takes_ahead:
             note = {**note, "takes_ahead": True}
+        if self._active.is_source_of_several(self):
+            note = {**note, "is_source": True}
         return {
             **note,
             **position.state_dict(),
@@ -343,7 +347,7 @@ class PreparedLoader:
         # What remains in `note` after this is for the feed.
         length = note.pop("length", None)
         self.trains = note.pop("trains", False)
-        self._active.loaded(self, note.pop("takes_ahead", False))
+        self._active.loaded(self, note.pop("takes_ahead", False), note.pop("is_source", False))
         self._resize({name: note.pop(name, None) for name in (*self.asked, "global_batch", "group")})
         # A checkpoint of an older version, or of a run with a `data_seed`, goes on in the order of that seed.
         self._feed.reseed(seed, drawn=bool(note.pop("drawn", 0)))
