@@ -24,6 +24,7 @@ JUDGEMENTS = {
     "offload-elementwise": "no: Muon needs whole matrices, and a part of a step would be another step",
     "fp8-layers": "no: no layer has sizes that float8 products allow",
     "recompute-blocks": "no: one of the models has no blocks that could be computed again",
+    "recompute-twice": "partly: a gradient penalty where blocks keep some results; the error names a way that works",
     "tensor-nothing": "no: nobody but the user knows how these layers could be divided",
 }
 

@@ -8,7 +8,7 @@ from parity_models import GPT, loss_of
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from paceline import Accelerator
+from paceline import Accelerator, TrainError
 from paceline.testing import run_ranks
 
 
@@ -158,3 +158,40 @@ def test_compiled_blocks_give_the_same_numbers_and_drop_the_same() -> None:
         for got, want in zip(other, found[0], strict=True):
             torch.testing.assert_close(got, want)
     assert run_ranks(called, world=1, args=({"compile": True},), timeout_s=100)[0][0] == 4
+
+
+class Counted(Small):
+    """A block with a buffer that its passes change and read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("passes", torch.zeros(1))
+
+    def forward(self, x):
+        self.passes += 1
+        return super().forward(x) * self.passes
+
+
+def passed_twice(recompute: str) -> tuple[list[Any], str]:
+    torch.manual_seed(1)
+    model = nn.Sequential(Counted(), Counted())
+    model = Accelerator(plan={"recompute": recompute}, cpu=True).prepare(model)
+    try:
+        for number in range(2):
+            x = (torch.arange(32.0).view(4, 8) / 32 + number).requires_grad_()
+            loss = model(x).square().mean()
+            (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+            (loss + slope.square().sum()).backward()
+    except TrainError as error:
+        return [], error.code
+    return [[p.grad for p in model.parameters()], list(model.buffers())], ""
+
+
+def all_passed_twice() -> list[Any]:
+    return [passed_twice(recompute) for recompute in ("no", "blocks", "selective")]
+
+
+def test_two_backward_passes_through_a_block() -> None:
+    (((plain, _), (again, _), (_, code)),) = run_ranks(all_passed_twice, world=1)
+    torch.testing.assert_close(again, plain)
+    assert code == "recompute-twice"

@@ -319,14 +319,15 @@ class Accumulation:
         """Returns those of the parameters whose gradients wait for no further micro-batch."""
         return [parameter for parameter in parameters if self.ends([parameter])]
 
-    def keeps(self, parameters: Iterable[Tensor]) -> bool:
-        """Returns whether `zero_grad` must leave the gradients of these parameters, which are parts of an open window."""
+    def kept(self, parameters: Iterable[Tensor]) -> set[Tensor]:
+        """Returns those of the parameters whose gradients `zero_grad` must leave: they are parts of an open window."""
         # Of a script that calls `loss.backward()` itself, passes are not known.
         if not (self.weighs_by_samples and self.began):
-            return not self.sync
-        kept = False
+            return set() if self.sync else set(parameters)
+        kept: set[Tensor] = set()
         for window in self._windows.of(parameters):
-            kept |= window.keeps(parameters)
+            if window.keeps(parameters):
+                kept |= window.members
         return kept
 
     def forget(self, parameters: Iterable[Tensor]) -> None:

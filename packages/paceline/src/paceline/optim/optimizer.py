@@ -206,16 +206,26 @@ class PreparedOptimizer(Optimizer):
     def zero_grad(self, set_to_none: bool | None = None) -> None:
         """Clears gradients, but not those that wait for the rest of their window. Gradients become None by default."""
         parameters = parameters_of(self.optimizer)
-        if self._accumulation.keeps(parameters):
-            return
-        if set_to_none is None and not self._takes_set_to_none:
-            self.optimizer.zero_grad()
+        kept = self._accumulation.kept(parameters)
+        if not kept:
+            if set_to_none is None and not self._takes_set_to_none:
+                self.optimizer.zero_grad()
+            else:
+                self.optimizer.zero_grad(set_to_none is not False)
+            self._passes_done = self._accumulation.passes
         else:
-            self.optimizer.zero_grad(set_to_none is not False)
+            others = []
+            for parameter in parameters:
+                if parameter not in kept and parameter.grad is not None:
+                    others.append(parameter)
+            if not others:
+                return
+            # They have joined in the middle of the window, with gradients from before it.
+            torch.optim.SGD(others).zero_grad(set_to_none is not False)
+            parameters = others
         self._accumulation.forget(parameters)
         if self._scaler is not None:
             self._scaler.forget(parameters)
-        self._passes_done = self._accumulation.passes
 
     def leave_out(self) -> None:
         """Ends the window without a step: its gradients are never stepped, and do not change the loss scale."""

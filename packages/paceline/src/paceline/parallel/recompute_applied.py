@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from paceline.base.errors import TrainError
 from paceline.parallel.key_value_caches import CACHES
 from paceline.parallel.recompute import PRODUCTS, chosen, overloads
 from paceline.parallel.strategy import AppliedStrategy, Context
@@ -83,7 +84,7 @@ def _override(block: nn.Module, how: dict[str, Any]) -> None:
             keywords["use_reentrant"] = False
         vars(block)[_RAN_BEFORE] = True
         # A compiled block changes its buffers once in any case.
-        if not torch.compiler.is_compiling() and next(block.buffers(), None) is not None:
+        if not torch.compiler.is_compiling() and ("context_fn" in keywords or next(block.buffers(), None) is not None):
             keywords["context_fn"] = partial(_contexts, block, keywords.get("context_fn"))
         return checkpoint(original, *args, **keywords)
 
@@ -101,7 +102,25 @@ def _contexts(
         # Masks and tables of positions are large, and do not change.
         if not is_lazy(buffer) and buffer.numel() <= _LARGEST_THAT_CHANGES:
             before[id(buffer)] = (buffer, buffer.clone())
-    return first, _second_pass(block, before, second)
+    return first, _Again(partial(_second_pass, block, before, second))
+
+
+class _Again(AbstractContextManager[None]):
+    """Contexts of the passes that compute a block again: each backward pass through it has one.
+
+    Args:
+        new: makes the context of a pass.
+    """
+
+    def __init__(self, new: Callable[[], AbstractContextManager[None]]) -> None:
+        self._new = new
+
+    def __enter__(self) -> None:
+        self._context = self._new()
+        self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
 
 
 @contextmanager
@@ -114,19 +133,33 @@ def _second_pass(
         block: what is computed again.
         before: the buffers that the first pass has found, by their `id`, each with a copy of its values.
         inside: a context of the second pass.
+
+    Raises:
+        TrainError: `recompute-twice`.
     """
     own: list[tuple[nn.Module, str, Tensor]] = []
     for module in block.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 own.append((module, name, buffer))
+    others: dict[int, Tensor] = {}  # buffers that are shared by modules stay so
     for module, name, buffer in own:
-        # One that was not copied before, and buffers that are shared by modules stay so.
-        _, values = before.get(id(buffer)) or before.setdefault(id(buffer), (buffer, buffer.clone()))
-        module._buffers[name] = values
+        if id(buffer) not in others:
+            _, values = before.get(id(buffer), (buffer, buffer))
+            others[id(buffer)] = values.clone()
+        module._buffers[name] = others[id(buffer)]
     try:
         with inside:
             yield
+    except RuntimeError as error:
+        if "backward an extra time" not in str(error):
+            raise
+        raise TrainError(
+            "recompute-twice",
+            "two backward passes go through a block that keeps some of its results (recompute=selective).",
+            why="torch keeps them for one pass; create_graph=True (a gradient penalty) and retain_graph=True need them twice",
+            fix="use recompute=blocks (`--recompute blocks`): then a block computes everything again for each pass",
+        ) from error
     finally:
         for module, name, buffer in own:
             module._buffers[name] = buffer

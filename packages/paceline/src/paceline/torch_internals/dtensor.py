@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 
 _process = os.getpid()  # whose meshes results may hold
-_kept_meshes: list[DeviceMesh] = []  # of the process from which this one was forked
+_kept: list[Any] = []  # objects of the process from which this one was forked
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
@@ -49,18 +49,18 @@ def forget_results() -> None:
         # The last reference to a group may be in a result. A forked process has none of the threads of its parent's groups,
         # and would wait for them for ever as it destroys one.
         _process = os.getpid()
-        _kept_meshes.extend(_all_meshes())
+        _kept.extend(_meshes_and_frozen())
     _clear_sharding_prop_cache()
 
 
-def _all_meshes() -> list[DeviceMesh]:
-    """Returns all meshes of this process, also those that `gc.freeze` has hidden before a fork."""
-    is_frozen = gc.get_freeze_count() > 0
+def _meshes_and_frozen() -> list[Any]:
+    """Returns all meshes of this process, and all that `gc.freeze` has hidden before a fork; nothing is frozen afterwards.
+
+    To freeze once more would hide what belongs to the runs of this process, which would never be freed.
+    """
+    seen = {id(each) for each in gc.get_objects()}
     gc.unfreeze()
-    meshes = [each for each in gc.get_objects() if type(each) is DeviceMesh]
-    if is_frozen:
-        gc.freeze()
-    return meshes
+    return [each for each in gc.get_objects() if type(each) is DeviceMesh or id(each) not in seen]
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

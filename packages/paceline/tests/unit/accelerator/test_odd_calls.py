@@ -217,3 +217,26 @@ def test_a_loop_over_the_loader_of_another_accelerator(caplog):
         record.getMessage() for record in caplog.records if "another Accelerator has prepared" in record.getMessage()
     ]
     assert len(told) == 1
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad_in_a_window_clears_the_older_gradient_of_a_parameter_that_has_joined(set_to_none):
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    body, head = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+    body, head, optimizer = accelerator.prepare(body, head, optimizer)
+    before = head.weight.clone()
+    accelerator.gradient_accumulation_steps = 1
+    accelerator.backward(head(body(torch.ones(1, 1))).sum())
+    optimizer.step()
+    accelerator.gradient_accumulation_steps = 2
+    head.requires_grad_(False)
+    for number in range(2):
+        with accelerator.accumulate(body, head):
+            if number:
+                optimizer.add_param_group({"params": head.parameters()})
+            optimizer.zero_grad(set_to_none=set_to_none)
+            accelerator.backward(body(torch.ones(1, 1)).sum())
+            optimizer.step()
+    assert torch.equal(head.weight, before)
+    assert body.weight.grad.item() == pytest.approx(1.0)

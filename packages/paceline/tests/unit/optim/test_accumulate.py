@@ -260,9 +260,9 @@ def test_a_gradient_that_was_used_is_cleared_though_the_last_micro_batch_has_not
         with owner.window(nullcontext):
             owner.scale(reached * 1.0).backward()
             owner.passed()
-            assert owner.keeps([first])
+            assert owner.kept([first])
     owner.settle([first])
-    assert not owner.keeps([first])
+    assert not owner.kept([first])
 
 
 def test_a_gradient_that_is_being_reduced_takes_part():
@@ -273,8 +273,8 @@ def test_a_gradient_that_is_being_reduced_takes_part():
     with owner.window(nullcontext):
         owner.scale(parameter * 1.0)
         owner.passed()
-    assert owner.keeps([parameter])
-    assert not owner.keeps([nn.Parameter(torch.zeros(()))])
+    assert owner.kept([parameter])
+    assert not owner.kept([nn.Parameter(torch.zeros(()))])
 
 
 def test_a_gradient_that_was_only_reduced_does_not_take_part():
@@ -288,8 +288,8 @@ def test_a_gradient_that_was_only_reduced_does_not_take_part():
         for gradient in held.values():
             gradient.add_(1.0)
         owner.passed()
-    assert owner.keeps([reached])
-    assert not owner.keeps([other])
+    assert owner.kept([reached])
+    assert not owner.kept([other])
 
 
 def test_what_is_written_into_the_local_part_of_a_gradient_is_seen():
@@ -328,7 +328,7 @@ def test_a_gradient_of_a_checkpoint_that_is_older_than_the_window_is_cleared_at_
     owner.load_window(ranks.owners[0].window_state())
     with owner.window(nullcontext):
         assert not owner.sync
-        assert not owner.keeps(resumed.parameters)
+        assert not owner.kept(resumed.parameters)
 
 
 def test_a_window_of_a_checkpoint_keeps_its_gradients_at_the_head_of_the_loop():
@@ -340,7 +340,7 @@ def test_a_window_of_a_checkpoint_keeps_its_gradients_at_the_head_of_the_loop():
     (owner,) = resumed.owners
     owner.load_window(state)
     with owner.window(nullcontext):
-        assert owner.keeps(resumed.parameters)
+        assert owner.kept(resumed.parameters)
     for at in (1, 2):
         resumed.micro_batch(at)
     assert resumed.gradient() == pytest.approx(1.0)

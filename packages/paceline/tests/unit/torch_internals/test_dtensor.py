@@ -167,8 +167,13 @@ def test_results_are_on_the_mesh_of_their_arguments_also_in_a_forked_process(fro
         gc.freeze()
     child = os.fork()
     if child == 0:
+        model = torch.nn.Linear(1, 1)
+        model.__dict__["itself"] = model
+        own = weakref.ref(model)
         dtensor.forget_results()
-        os._exit(0 if meshes[1]() is not None else 1)
+        del model
+        gc.collect()
+        os._exit(0 if meshes[1]() is not None and own() is None else 1)
     if frozen:
         gc.unfreeze()
     assert _ends_within(60, child)
