@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from paceline.accelerator import Accelerator, start_accelerator
@@ -21,7 +20,7 @@ from paceline.config.given import Given
 from paceline.config.overrides import Overrides
 from paceline.run.starting import RunArguments
 from paceline.world.world import World
-from paceline_deepspeed import around_forward, checkpointing, muon, optimizers, schedules
+from paceline_deepspeed import around_forward, checkpointing, optimizers, schedules
 from paceline_deepspeed.arguments import checked, sizes_for_auto
 from paceline_deepspeed.config import Batch, DeepSpeedConfig
 from paceline_deepspeed.engine import DeepSpeedEngine
@@ -105,13 +104,11 @@ def build(
     init_distributed(dist_init_required=dist_init_required)
 
     settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
-    # The script may give a model of stage 3 again, with an optimizer, and its parameters stay what they are then.
-    is_divided = parsed["zero_optimization.stage"] == 3
-    trains = is_divided or optimizer is not None or parsed["optimizer.type"] is not None
+    trains = engine_class.trains(parsed, optimizer)
     accelerator = _accelerator(model, parsed, batch, settings, trains)
     checkpointing.follow(parsed)
 
-    chosen_optimizer = _optimizer(parsed, model, optimizer, model_parameters)
+    chosen_optimizer = optimizers.chosen(parsed, model, optimizer, model_parameters)
     scheduler = None
     if chosen_optimizer is not None:
         scheduler = _scheduler(parsed, chosen_optimizer, lr_scheduler)
@@ -122,7 +119,9 @@ def build(
     engine = engine_class(
         accelerator, parsed, batch, model, chosen_optimizer, scheduler, loader, optimizer, lr_scheduler
     )
-    if engine.optimizer is not None or engine.zero_optimization_partition_weights():
+    if (
+        trains
+    ):  # the script may give the model again, with another optimizer, and its parameters stay what they are then
         for module in {engine.module, engine.prepared_model}:
             vars(module)[_ENGINE] = _EngineOfModel(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -285,37 +284,6 @@ def _engine_of(model: Any) -> type[DeepSpeedEngine]:
     from paceline_deepspeed.pipe_engine import PipelineEngine
 
     return PipelineEngine
-
-
-def _optimizer(parsed: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_parameters: Any) -> Any:
-    """Returns the script's optimizer, else the config's; None where neither is there."""
-    name = parsed["optimizer.type"]
-    params = parsed["optimizer.params"]
-    parameters: list[Any]
-    if model_parameters is None:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    elif isinstance(model_parameters, Mapping):  # a single group
-        parameters = [model_parameters]
-    else:
-        parameters = list(model_parameters)
-    if optimizer is None and name is None:
-        return None
-    if optimizer is None:
-        if name.lower() == "muon":
-            muon.set_optimizer_flags(model)
-        return optimizers.build(name, params, parameters, parsed)
-    chosen = optimizer
-    if not isinstance(optimizer, Optimizer):
-        chosen = optimizer(parameters)
-    optimizers.refuse_closure(chosen)
-    if name is not None:
-        warn_once(
-            "compat",
-            f"two optimizers: the script's {type(chosen).__name__} (lr {chosen.param_groups[0]['lr']}) is used, and the "
-            f"config's {name} (lr {params.get('lr', 'not given')}, "
-            f"{parsed.places.get('optimizer.type', parsed.source)}) is not. Drop one of them.",
-        )
-    return chosen
 
 
 def _scheduler(parsed: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> Any:

@@ -21,6 +21,7 @@ from paceline.testing import RankFailed, run_ranks
 from paceline_deepspeed.arguments import checked
 from paceline_deepspeed.initialize import initialize
 from paceline_deepspeed.processes import init_distributed
+from paceline_deepspeed.schedules import WarmupLR
 from paceline_deepspeed.tensor_parallel import tp_model_init
 
 ROWS = 12
@@ -253,6 +254,36 @@ def test_a_scheduler_without_its_metric_and_an_optimizer_without_its_closure() -
         del keys["optimizer"]
         with pytest.raises(ConfigError, match="deepspeed-optimizer"):
             start(keys, optimizer=torch.optim.LBFGS(net.parameters()), net=net)
+
+    run_ranks(work, 1)
+
+
+def test_the_scheduler_of_an_engine_is_what_it_says_and_may_become_another(tmp_path) -> None:
+    def work() -> None:
+        keys = config(optimizer={"type": "SGD", "params": {"lr": 0.4}})
+        engine = start({**keys, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}})
+        assert isinstance(engine.lr_scheduler, WarmupLR)
+        engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.5)
+        assert isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+        rate = engine.get_lr()[0]
+
+        def step() -> None:
+            for number in range(engine.gradient_accumulation_steps()):
+                engine.backward(micro(engine, *batches(1)[0], number))
+                engine.step()
+
+        step()
+        assert engine.get_lr() == [rate / 2]
+        engine.save_checkpoint(tmp_path)
+        step()
+        engine.load_checkpoint(tmp_path)
+        assert engine.lr_scheduler.last_epoch == 1 and engine.get_lr() == [rate / 2]
+        engine.lr_scheduler = None
+        step()
+        assert engine.get_lr() == [rate / 2]
+        del keys["optimizer"]
+        with pytest.raises(ConfigError, match="evaluated alone"):
+            start(keys)._configure_optimizer(torch.optim.SGD, None)
 
     run_ranks(work, 1)
 
