@@ -631,6 +631,8 @@ class DeepSpeedEngine(nn.Module):
         """Returns the whole state of the model; transformers and accelerate call this name at stage 3. Ranks: all."""
         return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
 
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # what OpenRLHF calls
+
     # -- what only a pipeline has ----------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Any = None) -> Any:

@@ -138,6 +138,18 @@ class PipelineEngine(DeepSpeedEngine):
     def stage_id(self) -> int:
         return self.grid.stage_id
 
+    @property
+    def is_pipe_parallel(self) -> bool:
+        return self.num_stages > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        return self.grid.data_parallel_size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        return self.grid.model_parallel_size > 1
+
     def is_first_stage(self) -> bool:
         return self.grid.is_first_stage()
 

@@ -763,6 +763,7 @@ def test_what_libraries_look_up_in_an_engine() -> None:
         assert type(engine.basic_optimizer) is torch.optim.SGD and engine.client_optimizer is optimizer
         assert engine.client_lr_scheduler is None
         assert engine.param_names[engine.module[0].weight] == "0.weight"
+        assert apart(engine._consolidated_16bit_state_dict(), engine.module_state_dict()) == 0.0
         settings = engine._config
         assert (settings.train_micro_batch_size_per_gpu, settings.world_size) == (ROWS // 2, 2)
         assert settings.zero_config.stage == 1 and settings.zero_enabled

@@ -460,6 +460,7 @@ def test_an_optimizer_and_a_scheduler_that_come_after_the_engine(zero: int) -> N
         del settings["optimizer"]
         engine = initialize(model=model, config=settings)[0]
         assert engine.optimizer is None and engine.lr_scheduler is None
+        assert engine.is_pipe_parallel and engine.is_data_parallel and not engine.is_model_parallel
         engine._configure_optimizer(lambda given: torch.optim.AdamW(given, lr=0.01, weight_decay=0.0), parameters)
         with pytest.raises(ConfigError, match="has one already, AdamW"):
             engine._configure_optimizer(None, parameters)
