@@ -106,6 +106,13 @@ _OPENRLHF = (
     "--train.batch_size 8 --train.seed 1 --train.max_epochs 2 --adam.lr 1e-3 --adam.weight_decay 0.1 --ckpt.output_dir out "
     "--ckpt.path out/checkpoints --ckpt.save_steps 3 --data.max_len 32 --data.max_samples 16 --ds.zero_stage {} "
 )
+_KOHYA = (
+    "--pretrained_model_name_or_path sd15 --tokenizer_cache_dir cached --train_data_dir pictures --caption_extension .txt "
+    "--resolution 64,64 --output_dir out --output_name one --max_train_steps 4 --train_batch_size 2 --seed 1 "
+    "--gradient_accumulation_steps 2 --learning_rate 1e-3 --mixed_precision no --save_every_n_steps 2 "
+    "--max_data_loader_n_workers 0 --save_model_as safetensors"
+)
+_KOHYA_LORA = "--network_module networks.lora --network_dim 2 --network_alpha 1"
 _ANSWERS = "--data.dataset data/train.json --data.prompt_key prompt"
 _INSTRUCTIONS = "--data.dataset instructions.json --data.input_key instruction --data.output_key output"
 _NO_KERNELS = "flash_attn,flash_attn.bert_padding,flash_attn.utils,flash_attn.utils.distributed,pylatexenc"
@@ -684,10 +691,11 @@ PROGRAMS = (
             "--gradient_accumulation_steps 2 --num_mini_batches 2 --response_length 6 --local_rollout_forward_batch_size 2 "
             "--learning_rate 1e-3 --missing_eos_penalty 1.0 --stop_token eos --num_sample_generations 0 --save_strategy no "
             "--report_to none --use_cpu --bf16 False --seed 1", "language_model", "openings", procs=(2,),
-            env={"PROGRAMS_BACKWARD": "1"}),
+            env={"PROGRAMS_BACKWARD": "1"}, expected="own fault"),  # transformers 5.24 reads an attribute that it has not set
     *(
         hugging(f"accelerate pippy {name}", "huggingface/accelerate/examples/inference/pippy", f"{name}.py",
-                "pipelined", procs=(2,), weights=False, env={"PROGRAMS_STACK": "1"})
+                "pipelined", procs=(2,), weights=False, env={"PROGRAMS_STACK": "1"}, expected="own fault")
+        # torch sends a tensor that gloo does not take, and cannot trace GPT-2 of transformers 5.
         for name in ("bert", "gpt2")
     ),
     *(
@@ -706,13 +714,20 @@ PROGRAMS = (
           "--gather-with-grad --local-loss --grad-clip-norm 1.0 --logs out --name one", inputs=("clip",),
           env={"PROGRAMS_BACKWARD": "1"}),
     # Its U-Net has the sizes of Stable Diffusion, which the shim makes small. It needs transformers 4.
-    hugging("sd-scripts lora", "kohya-ss/sd-scripts/.",
-            "train_network.py --pretrained_model_name_or_path sd15 --tokenizer_cache_dir cached --network_module networks.lora "
-            "--network_dim 2 --network_alpha 1 --train_data_dir pictures --caption_extension .txt --resolution 64,64 "
-            "--output_dir out --output_name one --max_train_steps 4 --train_batch_size 2 --gradient_accumulation_steps 2 "
-            "--learning_rate 1e-2 --seed 1 --mixed_precision no --save_every_n_steps 2 --save_state "
-            "--max_data_loader_n_workers 0 --save_model_as safetensors", "diffusion", "kohya",
-            procs=(2,), env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}),
+    *(
+        hugging(f"sd-scripts {name}", "kohya-ss/sd-scripts/.", f"{script}.py {_KOHYA} {more}", "diffusion", "kohya", procs=(2,),
+                env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}, expected=expected)
+        for name, script, more, expected in (
+            ("lora", "train_network", f"{_KOHYA_LORA} --save_state", "equal"),
+            # In windows each library rounds in another order, of which Adam makes whole steps where a gradient is 0.
+            ("lora zero 2", "train_network", f"{_KOHYA_LORA} --deepspeed --zero_stage 2 --gradient_accumulation_steps 1",
+             "equal"),
+            ("dreambooth", "train_db", "--learning_rate_te 1e-3 --save_state", "equal"),
+            # DDP refuses parameters that the loss does not use.
+            ("textual inversion", "train_textual_inversion", "--token_string ~~ --init_word w --num_vectors_per_token 2",
+             "own fault"),
+        )
+    ),
     *(
         hugging(f"peft {kind} dreambooth", f"huggingface/peft/examples/{kind}_dreambooth",
                 f"train_dreambooth.py {_SD} --instance_data_dir things --instance_prompt w1 --resolution 64 --use_{kind} "
@@ -724,4 +739,15 @@ PROGRAMS = (
     hugging("trl distillation", "huggingface/trl/examples/scripts",
             f"distillation.py {_TRL}questions --seed 1 --teacher_model_name_or_path model --max_completion_length 6",
             "language_model", "questions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
+    *(
+        hugging(f"open-instruct sft zero {stage}", "allenai/open-instruct/.",
+                "open_instruct/finetune.py --model_name_or_path model --dataset_mixer_list chats 1.0 --max_seq_length 32 "
+                "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 1e-3 --num_train_epochs 2 "
+                "--output_dir out --do_not_randomize_output_dir --seed 1 --push_to_hub False --checkpointing_steps 3 "
+                "--try_launch_beaker_eval_jobs False --try_auto_save_to_beaker False --logging_steps 1 --fused_optimizer False",
+                "language_model", "chats", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "PROGRAMS_IDLE": "ray,ray.util,beaker,"
+                "wandb,olmo_core,olmo_core.nn,olmo_core.nn.attention,langdetect,immutabledict,nltk", **_zero(stage)},
+                tolerance=2e-2)
+        for stage in (2, 3)
+    ),
 )  # fmt: skip

@@ -180,7 +180,13 @@ def shim_torch(torch: Any) -> None:
         "reset_max_memory_allocated",
     ):
         setattr(torch.cuda, name, lambda *_, **__: None)
-    for name in ("current_device", "memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "current_device",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         setattr(torch.cuda, name, lambda *_, **__: 0)
 
 
@@ -386,7 +392,7 @@ def shim_memory(memory: Any) -> None:
 
 
 def shim_hub(hub: Any) -> None:
-    """Takes a file of a data set from the folder of its name."""
+    """Takes a file of a data set, and a whole model, from the folder of its name."""
     plain = hub.hf_hub_download
 
     @wraps(plain)
@@ -395,6 +401,13 @@ def shim_hub(hub: Any) -> None:
         return str(path) if path.is_file() else plain(repo_id, filename, *args, **kwargs)
 
     hub.hf_hub_download = hf_hub_download
+    whole = hub.snapshot_download
+
+    @wraps(whole)
+    def snapshot_download(repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        return repo_id if Path(repo_id).is_dir() else whole(repo_id, *args, **kwargs)
+
+    hub.snapshot_download = snapshot_download
 
 
 def shim_generation(generation: Any) -> None:

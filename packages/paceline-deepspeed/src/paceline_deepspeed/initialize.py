@@ -103,9 +103,12 @@ def build(
     batch = parsed.batch(engine_class.width(model, ranks))
     init_distributed(dist_init_required=dist_init_required)
 
+    half = _half_dtype(parsed, model, is_stepped=optimizer is not None or parsed["optimizer.type"] is not None)
     settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
+    if half is torch.bfloat16 and not parsed["bf16.enabled"]:
+        settings.append(Given("mixed_precision", "bf16", "code", "parameters of the model are bfloat16"))
     trains = engine_class.trains(parsed, optimizer)
-    accelerator = _accelerator(model, parsed, batch, settings, trains)
+    accelerator = _accelerator(model, parsed, batch, settings, trains, half)
     checkpointing.follow(parsed)
 
     chosen_optimizer = optimizers.chosen(parsed, model, optimizer, model_parameters)
@@ -157,12 +160,16 @@ def _engine_before(model: nn.Module) -> DeepSpeedEngine | None:
 
 
 def _accelerator(
-    model: nn.Module, parsed: DeepSpeedConfig, batch: Batch, settings: list[Given], trains: bool
+    model: nn.Module,
+    parsed: DeepSpeedConfig,
+    batch: Batch,
+    settings: list[Given],
+    trains: bool,
+    half: torch.dtype | None,
 ) -> Accelerator:
     """Returns the accelerator that will prepare a model: a new one, or that of the engine which has prepared it before."""
     engine_before = _engine_before(model)
     if engine_before is None:
-        half = _half_dtype(parsed)
         if half is not None:
             _set_dtypes(model, half, trains)
         scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
@@ -236,11 +243,26 @@ def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _half_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
-    """Returns the dtype of 16 bits that a config asks for, if any."""
+def _half_dtype(config: DeepSpeedConfig, model: nn.Module, *, is_stepped: bool) -> torch.dtype | None:
+    """Returns the dtype of 16 bits in which a model is computed; None where it is computed in that of its parameters.
+
+    ZeRO steps float32 copies of the parameters, also where the config says nothing and the script has loaded its model in
+    bfloat16. Stage 0 steps them as they are.
+
+    Args:
+        config: what was asked for.
+        model: the script's.
+        is_stepped: whether the engine has an optimizer.
+    """
     if config["fp16.enabled"]:
         return torch.float16
-    return torch.bfloat16 if config["bf16.enabled"] else None
+    if config["bf16.enabled"]:
+        return torch.bfloat16
+    is_said = any(given.name == "mixed_precision" for given in config.given)
+    if is_said or not (is_stepped and config["zero_optimization.stage"]):
+        return None
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    return torch.bfloat16 if dtypes == {torch.bfloat16} else None
 
 
 def _set_dtypes(model: nn.Module, half: torch.dtype, trains: bool) -> None:
