@@ -661,16 +661,19 @@ PROGRAMS = (
     *(
         other(f"openrlhf {name} zero {stage}", "OpenRLHF/OpenRLHF/.",
               f"{_OPENRLHF.format(f'train_{kind}', stage)} {data} {more}", inputs=("language_model", "instructions", "answers"),
-              tolerance=2e-2, weights=True, env={"PROGRAMS_BACKWARD": "1", "PROGRAMS_IDLE": _NO_KERNELS})
+              procs=procs, tolerance=2e-2, weights=True, env={"PROGRAMS_BACKWARD": "1", "PROGRAMS_IDLE": _NO_KERNELS})
         # With LoRA at stage 3 its rank 0 saves alone what all ranks divide: DeepSpeed writes empty tensors, and Paceline waits
         # for the others until its time is over.
-        for name, kind, stage, data, more in (
-            ("sft", "sft", 2, _INSTRUCTIONS, ""),
-            ("sft", "sft", 3, _INSTRUCTIONS, "--eval.dataset instructions.json --eval.steps 2"),
-            ("sft lora", "sft", 2, _INSTRUCTIONS, "--ds.lora.rank 2"),
-            ("dpo", "dpo", 3, _ANSWERS, "--ref.model_name_or_path model"),
-            ("rm muon", "rm", 2, _ANSWERS, "--optim muon --model.gradient_checkpointing_enable --eval.dataset data/eval.json "
-             "--eval.split train"),
+        for name, kind, stage, procs, data, more in (
+            ("sft", "sft", 2, (1, 2), _INSTRUCTIONS, ""),
+            ("sft", "sft", 3, (1, 2), _INSTRUCTIONS, "--eval.dataset instructions.json --eval.steps 2"),
+            ("sft lora", "sft", 2, (1, 2), _INSTRUCTIONS, "--ds.lora.rank 2"),
+            ("sft tp", "sft", 2, (2,), _INSTRUCTIONS, "--ds.tensor_parallel_size 2"),
+            ("sft offload", "sft", 2, (2,), _INSTRUCTIONS, "--ds.adam_offload"),
+            ("sft fp16", "sft", 3, (2,), _INSTRUCTIONS, "--ds.param_dtype fp16"),
+            ("dpo", "dpo", 3, (1, 2), _ANSWERS, "--ref.model_name_or_path model"),
+            ("rm muon", "rm", 2, (1, 2), _ANSWERS, "--optim muon --model.gradient_checkpointing_enable "
+             "--eval.dataset data/eval.json --eval.split train"),
         )
     ),
     # It asserts that there is a GPU.
