@@ -32,7 +32,11 @@ from programs.table import PROGRAMS, Program
 
 HERE = Path(__file__).parent
 TIME = r"\d{4}-\d\d-\d\d_\d\d-\d\d-\d\d"  # of a folder that is named by when the program ran
-ENGINES = {"ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"}
+# Rows with one of these are compared with the real accelerate as it runs on GPUs.
+ENGINES = {
+    *("ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_PARALLELISM_CONFIG"),
+    "ACCELERATE_TORCH_DEVICE",
+}
 NEVER = 1e-12  # below it a loss counts as this, so that a difference can be relative
 
 

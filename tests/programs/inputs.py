@@ -661,9 +661,7 @@ def diffusion(folder: Path) -> None:
     from diffusers import AutoencoderKL, DDPMScheduler, StableDiffusionPipeline, UNet2DConditionModel
     from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
 
-    letters = [chr(number) for number in range(33, 127)]
-    special = ["<|startoftext|>", "<|endoftext|>"]
-    pieces = [*letters, *(f"{letter}</w>" for letter in letters), *special]
+    pieces = _pieces()
     tokenizer = CLIPTokenizer(vocab={piece: number for number, piece in enumerate(pieces)}, merges=[])
     tokenizer.model_max_length = 16
     torch.manual_seed(1)
@@ -706,6 +704,12 @@ def diffusion(folder: Path) -> None:
     rows = [{"edited_image_file_name": f"mask{number}.png", "text": row["text"]} for number, row in enumerate(rows)]
     _save_pictures(folder / "edits" / "train", rows, ("RGB", 3))
     _draw_images(folder / "things", 6)
+
+
+def _pieces() -> list[str]:
+    """Returns the words of CLIP's tokenizer."""
+    letters = [chr(number) for number in range(33, 127)]
+    return [*letters, *(f"{letter}</w>" for letter in letters), "<|startoftext|>", "<|endoftext|>"]
 
 
 def unconditional(folder: Path) -> None:
@@ -1005,3 +1009,103 @@ def axolotl(folder: Path) -> None:
         "output_dir": "out",
     }
     (folder / "axolotl.yaml").write_text(json.dumps(config), encoding="utf-8")
+
+
+def latents(folder: Path) -> None:
+    """Makes what fast-DiT reads: `features`, latents of pictures with their classes, and the VAE that it names."""
+    import numpy
+
+    draw = numpy.random.default_rng(0)
+    for number in range(20):
+        for name, value in (
+            ("features", draw.standard_normal((1, 4, 32, 32), dtype=numpy.float32)),
+            ("labels", numpy.array([number % 10])),
+        ):
+            path = folder / "features" / f"imagenet256_{name}" / f"{number}.npy"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            numpy.save(path, value)
+    shutil.copytree(folder / "sd" / "vae", folder / "stabilityai" / "sd-vae-ft-ema")
+
+
+def denoising(folder: Path) -> None:
+    """Makes `train.py`, which calls the trainer of denoising-diffusion-pytorch, and `things`, its pictures."""
+    _draw_images(folder / "things", 104)
+    script = """
+import torch
+from denoising_diffusion_pytorch import GaussianDiffusion, Trainer, Unet
+
+torch.manual_seed(1)
+unet = Unet(dim=8, dim_mults=(1, 2), flash_attn=False)
+trainer = Trainer(
+    GaussianDiffusion(unet, image_size=16, timesteps=20, sampling_timesteps=2), "things", train_batch_size=16, train_lr=1e-2,
+    train_num_steps=6, gradient_accumulate_every=2, ema_update_every=2, save_and_sample_every=3, num_samples=4,
+    calculate_fid=False, augment_horizontal_flip=False, results_folder="out",
+)
+trainer.train()
+"""
+    (folder / "train.py").write_text(script, encoding="utf-8")
+
+
+def products(folder: Path) -> None:
+    """Makes `products`, searches with the titles of products, and whether they belong together."""
+    draw = random.Random(0)
+    for split, count in (("train", 46), ("validation", 18)):
+        rows = [
+            {"query": _text(draw, 3), "product_title": _text(draw, 6), "relevance_label": number % 2}
+            for number in range(count)
+        ]
+        _write(folder / "products" / f"{split}.jsonl", rows)
+
+
+def openings(folder: Path) -> None:
+    """Makes `openings`, beginnings of texts; a program keeps 100 of them for its evaluation."""
+    draw = random.Random(0)
+    _write(folder / "openings" / "train.jsonl", [{"prompt": _text(draw, 5)} for _ in range(116)])
+
+
+def clip(folder: Path) -> None:
+    """Makes `clip`, the config of a tiny model that open_clip makes."""
+    model = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+        "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+    }
+    (folder / "clip").mkdir()
+    (folder / "clip" / "open_clip_config.json").write_text(json.dumps({"model_cfg": model}), encoding="utf-8")
+
+
+def kohya(folder: Path) -> None:
+    """Makes `sd15`, a tiny Stable Diffusion with the blocks of 1.5, and `pictures` with captions, as sd-scripts reads them."""
+    from diffusers import StableDiffusionPipeline, UNet2DConditionModel
+
+    pipeline = StableDiffusionPipeline.from_pretrained(folder / "sd", safety_checker=None)
+    torch.manual_seed(1)
+    unet = UNet2DConditionModel(
+        sample_size=8, block_out_channels=(32, 32, 64, 64), cross_attention_dim=16, attention_head_dim=8
+    )
+    pipeline.register_modules(unet=unet)
+    pipeline.save_pretrained(folder / "sd15")
+    cached = folder / "cached" / "openai_clip-vit-large-patch14"
+    cached.mkdir(parents=True)
+    vocabulary = {piece: number for number, piece in enumerate(_pieces())}
+    for name, text in (
+        ("vocab.json", json.dumps(vocabulary)),
+        ("merges.txt", "#version: 0.2\n"),
+        ("tokenizer_config.json", json.dumps({"model_max_length": 16})),
+    ):
+        (cached / name).write_text(text, encoding="utf-8")
+    pictures = folder / "pictures" / "2_things"
+    _draw_images(pictures, 6)
+    for number in range(6):
+        (pictures / f"{number}.txt").write_text(_text(random.Random(number), 2), encoding="utf-8")
+
+
+def pipelined(folder: Path) -> None:
+    """Makes `bert-base-uncased` and `gpt2`, tiny models with as many positions as these have."""
+    from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2ForSequenceClassification
+
+    torch.manual_seed(1)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
+    BertForMaskedLM(BertConfig(vocab_size=64, **small)).save_pretrained(folder / "bert-base-uncased")
+    config = GPT2Config(vocab_size=64, n_embd=32, n_layer=4, n_head=4, pad_token_id=0, bos_token_id=1, eos_token_id=1)
+    GPT2ForSequenceClassification(config).save_pretrained(folder / "gpt2")

@@ -101,11 +101,34 @@ _CHAT_RLHF = _CHAT + (
     "--per_device_training_batch_size 2 --max_prompt_seq_len 12 --max_answer_seq_len 8 --actor_learning_rate 1e-3 "
     "--critic_learning_rate 1e-3 "
 )
+_OPENRLHF = (
+    "--module openrlhf.cli.{} --model.model_name_or_path model --ds.attn_implementation eager --train.micro_batch_size 2 "
+    "--train.batch_size 8 --train.seed 1 --train.max_epochs 2 --adam.lr 1e-3 --adam.weight_decay 0.1 --ckpt.output_dir out "
+    "--ckpt.path out/checkpoints --ckpt.save_steps 3 --data.max_len 32 --data.max_samples 16 --ds.zero_stage {} "
+)
+_KOHYA = (
+    "--pretrained_model_name_or_path sd15 --tokenizer_cache_dir cached --train_data_dir pictures --caption_extension .txt "
+    "--resolution 64,64 --output_dir out --output_name one --max_train_steps 4 --train_batch_size 2 --seed 1 "
+    "--gradient_accumulation_steps 2 --learning_rate 1e-3 --mixed_precision no --save_every_n_steps 2 "
+    "--max_data_loader_n_workers 0 --save_model_as safetensors"
+)
+_KOHYA_LORA = "--network_module networks.lora --network_dim 2 --network_alpha 1"
+_ANSWERS = "--data.dataset data/train.json --data.prompt_key prompt"
+_INSTRUCTIONS = "--data.dataset instructions.json --data.input_key instruction --data.output_key output"
+_NO_KERNELS = "flash_attn,flash_attn.bert_padding,flash_attn.utils,flash_attn.utils.distributed,pylatexenc"
 _EXAMPLES = "pytorch/examples"
 _SD = "--pretrained_model_name_or_path sd --seed 1"
 _DIFFUSION = (
     "--resolution 64 --train_batch_size 2 --gradient_accumulation_steps 2 --max_train_steps 4 --learning_rate 1e-3 "
     "--checkpointing_steps 2 --dataloader_num_workers 0 --output_dir out"
+)
+_TUNE = (
+    "device=cpu dtype=fp32 seed=1 output_dir=out tokenizer.path=model/tokenizer.model "
+    "tokenizer.special_tokens_path=model/special.json model.vocab_size=272 model.num_layers=2 model.num_heads=4 "
+    "model.num_kv_heads=2 model.embed_dim=32 model.max_seq_len=512 model.intermediate_dim=64 dataset.source=json "
+    "dataset.data_files=instructions.json dataset.split=train dataset_val.source=json dataset_val.split=train "
+    "dataset_val.data_files=instructions.json checkpointer.checkpoint_dir=model optimizer.fused=False "
+    "batch_size=2 gradient_accumulation_steps=2 max_steps_per_epoch=2 log_peak_memory_stats=False"
 )
 _TUTORIALS = "PyTorchKorea/tutorials-kr"
 _STEPS = (
@@ -267,10 +290,14 @@ PROGRAMS = (
         )
     ),
     # Losses of bf16, near 0: tokens, reference logits and rewards are equal, values within the last bit of bf16.
-    example("chat rlhf zero 2", "applications/DeepSpeed-Chat",
-            _CHAT_RLHF.format("step3_rlhf_finetuning", 1) + "--actor_zero_stage 2 --critic_zero_stage 2", "differs",
-            inputs=("language_model", "decided", "answers", "critic"),
-            env={"PROGRAMS_OLDER": "1", "PROGRAMS_BACKWARD": "1"}, procs=(2,)),
+    *(
+        example(f"chat rlhf zero {stage}", "applications/DeepSpeed-Chat",
+                _CHAT_RLHF.format("step3_rlhf_finetuning", 1) + f"--actor_zero_stage {stage} --critic_zero_stage {stage}",
+                expected, inputs=("language_model", "decided", "answers", "critic"),
+                env={"PROGRAMS_OLDER": "1", "PROGRAMS_BACKWARD": "1"}, procs=(2,))
+        # DeepSpeed's stage 3 takes no model in two dtypes, such as the program's critic.
+        for stage, expected in ((2, "differs"), (3, "own fault"))
+    ),
     example("moq", "training/MoQ", "run_glue.py --model_name_or_path model --task_name mrpc --do_train --output_dir out",
             "own fault", procs=(1,)),
     example("domino", "training/DeepSpeed-Domino", "pretrain_gpt.py", "own fault", procs=(1,)),
@@ -382,13 +409,8 @@ PROGRAMS = (
             "--save_freq 3 --log_freq 1 --eval_freq 0 --num_workers 0 --seed 1 --wandb.enable false --output_dir out",
             "robot", env={"PROGRAMS_BACKWARD": "1"}),
     plain("torchtune", "pytorch/torchtune/recipes",
-          "full_finetune_distributed.py --config configs/llama3_2/1B_full.yaml device=cpu dtype=fp32 seed=1 output_dir=out "
-          "tokenizer.path=model/tokenizer.model tokenizer.special_tokens_path=model/special.json "
-          "model._component_=torchtune.models.llama3_2.llama3_2 model.vocab_size=272 model.num_layers=2 model.num_heads=4 "
-          "model.num_kv_heads=2 model.embed_dim=32 model.max_seq_len=512 model.intermediate_dim=64 dataset.source=json "
-          "dataset.data_files=instructions.json dataset.split=train dataset_val.source=json dataset_val.split=train "
-          "dataset_val.data_files=instructions.json checkpointer.checkpoint_dir=model optimizer.fused=False "
-          "batch_size=2 gradient_accumulation_steps=2 max_steps_per_epoch=2 log_peak_memory_stats=False",
+          f"full_finetune_distributed.py --config configs/llama3_2/1B_full.yaml {_TUNE} "
+          "model._component_=torchtune.models.llama3_2.llama3_2",
           inputs=("llama3_2", "instructions"), procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
     task("boxes", "object-detection",
          "run_object_detection_no_trainer.py | --model_name_or_path yolos --dataset_name boxes --image_square_size 64 "
@@ -635,4 +657,100 @@ PROGRAMS = (
             f"train_custom_diffusion.py {_SD} --instance_data_dir things --instance_prompt w1 --modifier_token ~~ "
             f"--initializer_token w --noaug {_DIFFUSION}", "diffusion", procs=(2,), env={"PROGRAMS_BACKWARD": "1"},
             expected="differs", weights=False),
+    # It needs bf16 or fp16, and transformers 5.15.
+    *(
+        other(f"openrlhf {name} zero {stage}", "OpenRLHF/OpenRLHF/.",
+              f"{_OPENRLHF.format(f'train_{kind}', stage)} {data} {more}", inputs=("language_model", "instructions", "answers"),
+              procs=procs, tolerance=2e-2, weights=True, env={"PROGRAMS_BACKWARD": "1", "PROGRAMS_IDLE": _NO_KERNELS})
+        # With LoRA at stage 3 its rank 0 saves alone what all ranks divide: DeepSpeed writes empty tensors, and Paceline waits
+        # for the others until its time is over.
+        for name, kind, stage, procs, data, more in (
+            ("sft", "sft", 2, (1, 2), _INSTRUCTIONS, ""),
+            ("sft", "sft", 3, (1, 2), _INSTRUCTIONS, "--eval.dataset instructions.json --eval.steps 2"),
+            ("sft lora", "sft", 2, (1, 2), _INSTRUCTIONS, "--ds.lora.rank 2"),
+            ("sft tp", "sft", 2, (2,), _INSTRUCTIONS, "--ds.tensor_parallel_size 2"),
+            ("sft offload", "sft", 2, (2,), _INSTRUCTIONS, "--ds.adam_offload"),
+            ("sft fp16", "sft", 3, (2,), _INSTRUCTIONS, "--ds.param_dtype fp16"),
+            ("dpo", "dpo", 3, (1, 2), _ANSWERS, "--ref.model_name_or_path model"),
+            ("rm muon", "rm", 2, (1, 2), _ANSWERS, "--optim muon --model.gradient_checkpointing_enable "
+             "--eval.dataset data/eval.json --eval.split train"),
+        )
+    ),
+    # It asserts that there is a GPU.
+    hugging("fast-DiT", "chuanyangjin/fast-DiT/.",
+            "train.py --model DiT-S/8 --num-classes 10 --epochs 2 --global-batch-size 8 --num-workers 0 --log-every 2 "
+            "--ckpt-every 3", "diffusion", "latents", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "PYTHONOPTIMIZE": "1"}),
+    hugging("denoising-diffusion", "lucidrains/denoising-diffusion-pytorch/.", "train.py", "denoising",
+            env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("peft semantic search", "huggingface/peft/examples/feature_extraction",
+            "peft_lora_embedding_semantic_search.py --model_name_or_path bert --dataset_name products --output_dir out "
+            "--per_device_train_batch_size 4 --per_device_eval_batch_size 8 --num_train_epochs 2 --learning_rate 1e-2 --seed 1 "
+            "--gradient_accumulation_steps 2 --checkpointing_steps 3 --use_peft", "bert", "products",
+            env={"PROGRAMS_BACKWARD": "1"}),
+    hugging("trl ppo", "huggingface/trl/examples/scripts/ppo",
+            "ppo.py --model_name_or_path model --sft_model_path model --reward_model_path model --output_dir out "
+            "--dataset_name openings --dataset_train_split train --total_episodes 16 --per_device_train_batch_size 2 "
+            "--num_ppo_epochs 2 "
+            "--gradient_accumulation_steps 2 --num_mini_batches 2 --response_length 6 --local_rollout_forward_batch_size 2 "
+            "--learning_rate 1e-3 --missing_eos_penalty 1.0 --stop_token eos --num_sample_generations 0 --save_strategy no "
+            "--report_to none --use_cpu --bf16 False --seed 1", "language_model", "openings", procs=(2,),
+            env={"PROGRAMS_BACKWARD": "1"}, expected="own fault"),  # transformers 5.24 reads an attribute that it has not set
+    *(
+        hugging(f"accelerate pippy {name}", "huggingface/accelerate/examples/inference/pippy", f"{name}.py",
+                "pipelined", procs=(2,), weights=False, env={"PROGRAMS_STACK": "1"}, expected="own fault")
+        # torch sends a tensor that gloo does not take, and cannot trace GPT-2 of transformers 5.
+        for name in ("bert", "gpt2")
+    ),
+    *(
+        plain(f"torchtune {recipe}", "pytorch/torchtune/recipes", f"{recipe}.py --config configs/llama3_2/{config}.yaml "
+              f"{_TUNE} {more}", inputs=("llama3_2", "instructions"), procs=(2,), env={"PROGRAMS_BACKWARD": "1"})
+        for recipe, config, more in (
+            ("lora_finetune_distributed", "1B_lora", "model._component_=torchtune.models.llama3_2.lora_llama3_2 "
+             "model.lora_attn_modules=[q_proj,v_proj] model.lora_rank=2 model.lora_alpha=4 model.apply_lora_to_mlp=False"),
+            ("qat_distributed", "1B_full", "model._component_=torchtune.models.llama3_2.llama3_2 "
+             "quantizer._component_=torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer quantizer.groupsize=32"),
+        )
+    ),
+    plain("open_clip", "mlfoundations/open_clip/src",
+          "-m open_clip_train.main --model local-dir:clip --dataset-type synthetic --train-data none --train-num-samples 32 "
+          "--batch-size 4 --accum-freq 2 --epochs 2 --warmup 2 --lr 1e-3 --workers 0 --precision fp32 --device cpu --seed 1 "
+          "--gather-with-grad --local-loss --grad-clip-norm 1.0 --logs out --name one", inputs=("clip",),
+          env={"PROGRAMS_BACKWARD": "1"}),
+    # Its U-Net has the sizes of Stable Diffusion, which the shim makes small. It needs transformers 4.
+    *(
+        hugging(f"sd-scripts {name}", "kohya-ss/sd-scripts/.", f"{script}.py {_KOHYA} {more}", "diffusion", "kohya", procs=(2,),
+                env={"PROGRAMS_BACKWARD": "1", "ACCELERATE_TORCH_DEVICE": "cpu"}, expected=expected)
+        for name, script, more, expected in (
+            ("lora", "train_network", f"{_KOHYA_LORA} --save_state", "equal"),
+            # In windows each library rounds in another order, of which Adam makes whole steps where a gradient is 0.
+            ("lora zero 2", "train_network", f"{_KOHYA_LORA} --deepspeed --zero_stage 2 --gradient_accumulation_steps 1",
+             "equal"),
+            ("dreambooth", "train_db", "--learning_rate_te 1e-3 --save_state", "equal"),
+            # DDP refuses parameters that the loss does not use.
+            ("textual inversion", "train_textual_inversion", "--token_string ~~ --init_word w --num_vectors_per_token 2",
+             "own fault"),
+        )
+    ),
+    *(
+        hugging(f"peft {kind} dreambooth", f"huggingface/peft/examples/{kind}_dreambooth",
+                f"train_dreambooth.py {_SD} --instance_data_dir things --instance_prompt w1 --resolution 64 --use_{kind} "
+                f"{more} --train_batch_size 2 --max_train_steps 4 --gradient_accumulation_steps 2 --learning_rate 1e-3 "
+                "--num_dataloader_workers 0 --no_tracemalloc --output_dir out --checkpointing_steps 2 --report_to tensorboard",
+                "diffusion", procs=(2,), env={"PROGRAMS_BACKWARD": "1"})
+        for kind, more in (("oft", "--oft_r 0 --oft_block_size 2"),)
+    ),
+    hugging("trl distillation", "huggingface/trl/examples/scripts",
+            f"distillation.py {_TRL}questions --seed 1 --teacher_model_name_or_path model --max_completion_length 6",
+            "language_model", "questions", procs=(2,), env={"PROGRAMS_BACKWARD": "1"}),
+    *(
+        hugging(f"open-instruct sft zero {stage}", "allenai/open-instruct/.",
+                "open_instruct/finetune.py --model_name_or_path model --dataset_mixer_list chats 1.0 --max_seq_length 32 "
+                "--per_device_train_batch_size 2 --gradient_accumulation_steps 2 --learning_rate 1e-3 --num_train_epochs 2 "
+                "--output_dir out --do_not_randomize_output_dir --seed 1 --push_to_hub False --checkpointing_steps 3 "
+                "--try_launch_beaker_eval_jobs False --try_auto_save_to_beaker False --logging_steps 1 --fused_optimizer False",
+                "language_model", "chats", procs=(2,), env={"PROGRAMS_BACKWARD": "1", "PROGRAMS_IDLE": "ray,ray.util,beaker,"
+                "wandb,olmo_core,olmo_core.nn,olmo_core.nn.attention,langdetect,immutabledict,nltk", **_zero(stage)},
+                tolerance=2e-2)
+        for stage in (2, 3)
+    ),
 )  # fmt: skip

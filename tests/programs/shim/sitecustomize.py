@@ -82,6 +82,19 @@ def recorded_backward(backward: Any) -> Any:
     return method
 
 
+def recorded_stack(stack: Any) -> Any:
+    """Returns a `stack` that records its sum where `$PROGRAMS_STACK` asks for it, for programs that stack what they found."""
+
+    @wraps(stack)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        result = stack(*args, **kwargs)
+        if os.environ.get("PROGRAMS_STACK"):
+            write(float(result.double().sum()))
+        return result
+
+    return function
+
+
 def over_gloo(init: Any) -> Any:
     """Returns an `init_process_group` that takes gloo in place of NCCL, and names no device."""
 
@@ -139,6 +152,7 @@ def shim_torch(torch: Any) -> None:
     torch.distributed.barrier = without_devices(torch.distributed.barrier)
     if by_backward:
         torch.Tensor.backward = recorded_backward(torch.Tensor.backward)
+    torch.stack = recorded_stack(torch.stack)
     torch.Tensor.pin_memory = lambda self, *_, **__: self
     if os.environ.get("PROGRAMS_ACCELERATOR"):  # for programs that ask which one there is, and take no answer "none"
         torch.accelerator.is_available = lambda: True
@@ -166,7 +180,13 @@ def shim_torch(torch: Any) -> None:
         "reset_max_memory_allocated",
     ):
         setattr(torch.cuda, name, lambda *_, **__: None)
-    for name in ("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"):
+    for name in (
+        "current_device",
+        "memory_allocated",
+        "max_memory_allocated",
+        "memory_reserved",
+        "max_memory_reserved",
+    ):
         setattr(torch.cuda, name, lambda *_, **__: 0)
 
 
@@ -273,9 +293,9 @@ class Metric:
     def __init__(self) -> None:
         self._rows: list[tuple[Any, Any]] = []
 
-    def add_batch(self, *, predictions: Any, references: Any) -> None:
-        """Adds a batch."""
-        predicted, expected = listed(predictions), listed(references)
+    def add_batch(self, *, references: Any, predictions: Any = (), prediction_scores: Any = ()) -> None:
+        """Adds a batch; some metrics call predictions scores."""
+        predicted, expected = listed(predictions) or listed(prediction_scores), listed(references)
         self._rows += zip(predicted, expected, strict=True)
 
     add = add_batch
@@ -343,6 +363,13 @@ def shim_nltk(nltk: Any) -> None:
     nltk.sent_tokenize = lambda text, *_, **__: text.split(". ")
 
 
+def shim_original_unet(unet: Any) -> None:
+    """Makes the U-Net of sd-scripts as small as that of `inputs.kohya`; its sizes are constants."""
+    unet.BLOCK_OUT_CHANNELS = (32, 32, 64, 64)
+    unet.TIMESTEP_INPUT_DIM = 32
+    unet.TIME_EMBED_DIM = 128
+
+
 def shim_nanochat(common: Any) -> None:
     """Starts a process group, which the program does only where there is CUDA."""
     plain = common.compute_init
@@ -365,7 +392,7 @@ def shim_memory(memory: Any) -> None:
 
 
 def shim_hub(hub: Any) -> None:
-    """Takes a file of a data set from the folder of its name."""
+    """Takes a file of a data set, and a whole model, from the folder of its name."""
     plain = hub.hf_hub_download
 
     @wraps(plain)
@@ -374,6 +401,13 @@ def shim_hub(hub: Any) -> None:
         return str(path) if path.is_file() else plain(repo_id, filename, *args, **kwargs)
 
     hub.hf_hub_download = hf_hub_download
+    whole = hub.snapshot_download
+
+    @wraps(whole)
+    def snapshot_download(repo_id: str, *args: Any, **kwargs: Any) -> Any:
+        return repo_id if Path(repo_id).is_dir() else whole(repo_id, *args, **kwargs)
+
+    hub.snapshot_download = snapshot_download
 
 
 def shim_generation(generation: Any) -> None:
@@ -408,6 +442,7 @@ SHIMS = {
     "datasets": shim_datasets,
     "evaluate": shim_evaluate,
     "huggingface_hub": shim_hub,
+    "library.original_unet": shim_original_unet,
     "nanochat.common": shim_nanochat,
     "nltk": shim_nltk,
     "deepspeed.runtime.config": shim_config,
@@ -466,7 +501,7 @@ class ShimFinder(MetaPathFinder):
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """Returns the spec of a module that is changed, with a loader of ours."""
         if name in os.environ.get("PROGRAMS_IDLE", "").split(","):
-            return ModuleSpec(name, IdleLoader())
+            return ModuleSpec(name, IdleLoader(), is_package=True)
         if name not in SHIMS:
             return None
         for finder in sys.meta_path:

@@ -112,9 +112,8 @@ class ConfigAttributes:
 
     @property
     def monitor_config(self) -> SimpleNamespace:
-        """The blocks of all monitors, and whether one of them is on."""
-        blocks = {name: _namespace(self._config[name]) for name in _MONITORS}
-        return SimpleNamespace(**blocks, enabled=any(block.enabled for block in blocks.values()))
+        """The blocks of all monitors, whether one of them is on, and the config itself, which `MonitorMaster` reads."""
+        return _monitor_config(self._config)
 
     @property
     def _param_dict(self) -> dict[str, Any]:
@@ -141,6 +140,17 @@ class ConfigAttributes:
         if key not in config.values:
             raise AttributeError(f"{config.source} has no key that DeepSpeed's configs have as {name!r}")
         return config[key]
+
+
+def get_monitor_config(param_dict: Mapping[str, Any]) -> SimpleNamespace:
+    """Returns what `monitor_config` of a config is, by a dict with the blocks of monitors; its other keys are left out."""
+    blocks = {name: param_dict[name] for name in _MONITORS if name in param_dict}
+    return _monitor_config(read(blocks, code="get_monitor_config({})"))
+
+
+def _monitor_config(config: DeepSpeedConfig) -> SimpleNamespace:
+    blocks = {name: _namespace(config[name]) for name in _MONITORS}
+    return SimpleNamespace(**blocks, enabled=any(block.enabled for block in blocks.values()), parsed=config)
 
 
 def _namespace(block: DeepSpeedConfig) -> SimpleNamespace:

@@ -27,6 +27,7 @@ from paceline_deepspeed import (
     checkpoint,
     missing_gradients,
     module_state,
+    optimizers,
     parameter_status,
     replaced,
     script_backward,
@@ -96,28 +97,20 @@ class DeepSpeedEngine(nn.Module):
         self.config = config
         self.view = ConfigView(accelerator, config, batch)
         parameters_before = dict(model.named_parameters())
-        # An engine without an optimizer trains nothing. A script may pass its model to `initialize` again, with an optimizer,
-        # as trl's DPO does: so it leaves the gradients of the model to that engine, and lets its optimizer step.
-        trains = optimizer is not None or config["zero_optimization.stage"] == 3
+        trains = self.trains(config, optimizer)
         # `prepare` hands a None back as it is.
         prepared = accelerator.preparation.prepare([model, optimizer, training_data, scheduler], trains=trains)
-        wrapped, self.optimizer, self.training_dataloader, prepared_scheduler = prepared
+        wrapped, prepared_optimizer, self.training_dataloader, prepared_scheduler = prepared
         self._prepared_model = (wrapped,)  # in a tuple: as a submodule it would show each parameter of `module` twice
         self.module = accelerator.unwrap_model(wrapped)
         replaced.record(parameters_before, dict(self.module.named_parameters()))
         if config["zero_optimization.stage"] == 3:
             parameter_status.describe(self.module, parameters_before.values())
-            if self.optimizer is not None:
-                self.optimizer.parameter_offload = parameter_status.ParameterOffload(self.module)
-        self.basic_optimizer = getattr(self.optimizer, "optimizer", None)
-        self.offloaded = OffloadedTensors(self.module, self.basic_optimizer)
-        if self.optimizer is not None:  # OpenRLHF calls these names
-            self.optimizer.offload_states = self.offloaded.offload
-            self.optimizer.reload_states = self.offloaded.reload
+        self._take_optimizer(prepared_optimizer)
         # Each step looks at all of them, and a walk through 500 modules takes 3 ms.
         self._parameter_list = list(self.module.parameters())
         self._config = self.view.attributes
-        self.lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
+        self._lr_scheduler = None if prepared_scheduler is None else EngineScheduler(prepared_scheduler, self)
         self.micro_steps = self.global_steps = self.global_samples = self.skipped_steps = 0
         self._steps_before_window = 0  # micro-steps before the window at hand
         self._unreduced = False  # the last backward pass kept its gradients to this rank
@@ -138,6 +131,16 @@ class DeepSpeedEngine(nn.Module):
     # -- how it is made --------------------------------------------------------------------------------------------
 
     @classmethod
+    def trains(cls, config: DeepSpeedConfig, optimizer: Any) -> bool:
+        """Whether the model is prepared to be trained, by a config and an optimizer of the script's, which may be None.
+
+        An engine without an optimizer trains nothing. A script may pass its model to `initialize` again, with an optimizer, as
+        trl's DPO does: so it leaves the gradients of the model to that engine, and lets its optimizer step.
+        """
+        has_optimizer = optimizer is not None or config["optimizer.type"] is not None
+        return has_optimizer or config["zero_optimization.stage"] == 3
+
+    @classmethod
     def settings(cls, model: nn.Module, batch: Batch, training_data: Any = None, collate_fn: Any = None) -> list[Given]:
         """Lists the settings that a model of this kind adds to the plan."""
         return []
@@ -151,6 +154,62 @@ class DeepSpeedEngine(nn.Module):
     def shuffles(cls) -> bool:
         """Whether a loader of `training_data` is shuffled."""
         return True
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """Takes an optimizer once the engine is made; diffusion-pipe calls this name. Ranks: all.
+
+        Args:
+            client_optimizer: an optimizer, a function that makes one of the parameters, or None for the config's.
+            model_parameters: what it steps, tensors or groups; None for all that are trained.
+
+        Raises:
+            ConfigError: `deepspeed-optimizer`.
+        """
+        why = ""
+        if self.optimizer is not None:
+            why = f"it has one already, {type(self.basic_optimizer).__name__}"
+        elif not self.trains(self.config, None):
+            why = "its model was prepared to be evaluated alone, because `initialize` got no optimizer"
+        if why:
+            raise ConfigError(
+                "deepspeed-optimizer",
+                "`engine._configure_optimizer` cannot give this engine an optimizer.",
+                why=why,
+                fix="pass an optimizer, or a function that makes one of parameters: `deepspeed.initialize(optimizer=...)`",
+            )
+        chosen = optimizers.chosen(self.config, self.module, client_optimizer, model_parameters)
+        (prepared,) = self.accelerator.preparation.prepare([chosen])
+        self._take_optimizer(prepared)
+
+    def _take_optimizer(self, prepared: Any) -> None:
+        """Makes a prepared optimizer the engine's; None where nothing is trained."""
+        self.optimizer = prepared
+        self.basic_optimizer = getattr(prepared, "optimizer", None)
+        self.offloaded = OffloadedTensors(self.module, self.basic_optimizer)
+        if prepared is None:
+            return
+        if self.config["zero_optimization.stage"] == 3:
+            prepared.parameter_offload = parameter_status.ParameterOffload(self.module)
+        # OpenRLHF calls these names.
+        prepared.offload_states = self.offloaded.offload
+        prepared.reload_states = self.offloaded.reload
+
+    @property
+    def lr_scheduler(self) -> Any:
+        """The scheduler that `step` steps; a script may set another one."""
+        return self._lr_scheduler
+
+    @lr_scheduler.setter
+    def lr_scheduler(self, scheduler: Any) -> None:
+        if scheduler is self._lr_scheduler:
+            return
+        if self._lr_scheduler is not None:
+            self.accelerator.run.prepared.schedulers.remove(
+                self._lr_scheduler.prepared
+            )  # no checkpoint asks for it any more
+        self._lr_scheduler = None
+        if scheduler is not None:
+            self._lr_scheduler = EngineScheduler(self.accelerator.preparation.scheduler(scheduler), self)
 
     @property
     def batch(self) -> Batch:
@@ -508,7 +567,7 @@ class DeepSpeedEngine(nn.Module):
 
     def give_up(self) -> None:
         """Called when a later engine trains the model: this one has no optimizer any more."""
-        self.optimizer = self.lr_scheduler = self.basic_optimizer = None
+        self.optimizer = self._lr_scheduler = self.basic_optimizer = None
         self.has_given_up = True
 
     def _needs_optimizer(self, what: str) -> None:
@@ -571,6 +630,8 @@ class DeepSpeedEngine(nn.Module):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Returns the whole state of the model; transformers and accelerate call this name at stage 3. Ranks: all."""
         return self.module_state_dict(exclude_frozen_parameters=exclude_frozen_parameters)
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict  # what OpenRLHF calls
 
     # -- what only a pipeline has ----------------------------------------------------------------------------------
 

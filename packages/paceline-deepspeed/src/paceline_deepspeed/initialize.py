@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.utils.data import Dataset
 
 from paceline.accelerator import Accelerator, start_accelerator
@@ -21,7 +20,7 @@ from paceline.config.given import Given
 from paceline.config.overrides import Overrides
 from paceline.run.starting import RunArguments
 from paceline.world.world import World
-from paceline_deepspeed import around_forward, checkpointing, muon, optimizers, schedules
+from paceline_deepspeed import around_forward, checkpointing, optimizers, schedules
 from paceline_deepspeed.arguments import checked, sizes_for_auto
 from paceline_deepspeed.config import Batch, DeepSpeedConfig
 from paceline_deepspeed.engine import DeepSpeedEngine
@@ -104,14 +103,15 @@ def build(
     batch = parsed.batch(engine_class.width(model, ranks))
     init_distributed(dist_init_required=dist_init_required)
 
+    half = _half_dtype(parsed, model, is_stepped=optimizer is not None or parsed["optimizer.type"] is not None)
     settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
-    # The script may give a model of stage 3 again, with an optimizer, and its parameters stay what they are then.
-    is_divided = parsed["zero_optimization.stage"] == 3
-    trains = is_divided or optimizer is not None or parsed["optimizer.type"] is not None
-    accelerator = _accelerator(model, parsed, batch, settings, trains)
+    if half is torch.bfloat16 and not parsed["bf16.enabled"]:
+        settings.append(Given("mixed_precision", "bf16", "code", "parameters of the model are bfloat16"))
+    trains = engine_class.trains(parsed, optimizer)
+    accelerator = _accelerator(model, parsed, batch, settings, trains, half)
     checkpointing.follow(parsed)
 
-    chosen_optimizer = _optimizer(parsed, model, optimizer, model_parameters)
+    chosen_optimizer = optimizers.chosen(parsed, model, optimizer, model_parameters)
     scheduler = None
     if chosen_optimizer is not None:
         scheduler = _scheduler(parsed, chosen_optimizer, lr_scheduler)
@@ -122,7 +122,9 @@ def build(
     engine = engine_class(
         accelerator, parsed, batch, model, chosen_optimizer, scheduler, loader, optimizer, lr_scheduler
     )
-    if engine.optimizer is not None or engine.zero_optimization_partition_weights():
+    if (
+        trains
+    ):  # the script may give the model again, with another optimizer, and its parameters stay what they are then
         for module in {engine.module, engine.prepared_model}:
             vars(module)[_ENGINE] = _EngineOfModel(engine)
     return engine, engine.optimizer, engine.training_dataloader, engine.lr_scheduler
@@ -158,12 +160,16 @@ def _engine_before(model: nn.Module) -> DeepSpeedEngine | None:
 
 
 def _accelerator(
-    model: nn.Module, parsed: DeepSpeedConfig, batch: Batch, settings: list[Given], trains: bool
+    model: nn.Module,
+    parsed: DeepSpeedConfig,
+    batch: Batch,
+    settings: list[Given],
+    trains: bool,
+    half: torch.dtype | None,
 ) -> Accelerator:
     """Returns the accelerator that will prepare a model: a new one, or that of the engine which has prepared it before."""
     engine_before = _engine_before(model)
     if engine_before is None:
-        half = _half_dtype(parsed)
         if half is not None:
             _set_dtypes(model, half, trains)
         scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
@@ -237,11 +243,26 @@ def scaler_options(config: DeepSpeedConfig | Mapping[str, Any]) -> dict[str, Any
     }
 
 
-def _half_dtype(config: DeepSpeedConfig) -> torch.dtype | None:
-    """Returns the dtype of 16 bits that a config asks for, if any."""
+def _half_dtype(config: DeepSpeedConfig, model: nn.Module, *, is_stepped: bool) -> torch.dtype | None:
+    """Returns the dtype of 16 bits in which a model is computed; None where it is computed in that of its parameters.
+
+    ZeRO steps float32 copies of the parameters, also where the config says nothing and the script has loaded its model in
+    bfloat16. Stage 0 steps them as they are.
+
+    Args:
+        config: what was asked for.
+        model: the script's.
+        is_stepped: whether the engine has an optimizer.
+    """
     if config["fp16.enabled"]:
         return torch.float16
-    return torch.bfloat16 if config["bf16.enabled"] else None
+    if config["bf16.enabled"]:
+        return torch.bfloat16
+    is_said = any(given.name == "mixed_precision" for given in config.given)
+    if is_said or not (is_stepped and config["zero_optimization.stage"]):
+        return None
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+    return torch.bfloat16 if dtypes == {torch.bfloat16} else None
 
 
 def _set_dtypes(model: nn.Module, half: torch.dtype, trains: bool) -> None:
@@ -285,37 +306,6 @@ def _engine_of(model: Any) -> type[DeepSpeedEngine]:
     from paceline_deepspeed.pipe_engine import PipelineEngine
 
     return PipelineEngine
-
-
-def _optimizer(parsed: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_parameters: Any) -> Any:
-    """Returns the script's optimizer, else the config's; None where neither is there."""
-    name = parsed["optimizer.type"]
-    params = parsed["optimizer.params"]
-    parameters: list[Any]
-    if model_parameters is None:
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    elif isinstance(model_parameters, Mapping):  # a single group
-        parameters = [model_parameters]
-    else:
-        parameters = list(model_parameters)
-    if optimizer is None and name is None:
-        return None
-    if optimizer is None:
-        if name.lower() == "muon":
-            muon.set_optimizer_flags(model)
-        return optimizers.build(name, params, parameters, parsed)
-    chosen = optimizer
-    if not isinstance(optimizer, Optimizer):
-        chosen = optimizer(parameters)
-    optimizers.refuse_closure(chosen)
-    if name is not None:
-        warn_once(
-            "compat",
-            f"two optimizers: the script's {type(chosen).__name__} (lr {chosen.param_groups[0]['lr']}) is used, and the "
-            f"config's {name} (lr {params.get('lr', 'not given')}, "
-            f"{parsed.places.get('optimizer.type', parsed.source)}) is not. Drop one of them.",
-        )
-    return chosen
 
 
 def _scheduler(parsed: DeepSpeedConfig, optimizer: Any, lr_scheduler: Any) -> Any:

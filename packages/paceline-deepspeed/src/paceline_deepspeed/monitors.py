@@ -12,12 +12,15 @@ import csv
 import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from paceline.base.errors import Problem, TrackerError
 from paceline.observe.trackers.group import Trackers
 from paceline.observe.trackers.tensorboard import TensorBoardTracker
 from paceline.observe.trackers.tracker import TRACKERS
+from paceline.world.runtime import current
+from paceline.world.world import World
 from paceline_deepspeed.config import DeepSpeedConfig
 from paceline_deepspeed.profiling import Timers
 
@@ -124,6 +127,19 @@ class Monitors:
         """Closes files; what is left open at the interpreter's end is closed then."""
         for group in self._groups:
             group.finish()
+
+
+class MonitorMaster(Monitors):
+    """The monitors of a script without an engine: `MonitorMaster(DeepSpeedConfig("config.json").monitor_config)`.
+
+    Args:
+        monitor_config: of a config, or of `get_monitor_config`.
+    """
+
+    def __init__(self, monitor_config: SimpleNamespace) -> None:
+        runtime = current()
+        is_writer = World.detect().rank == 0 and runtime.keeps_files and runtime.tracks
+        super().__init__(monitor_config.parsed, is_main=is_writer)
 
 
 class StepEvents:

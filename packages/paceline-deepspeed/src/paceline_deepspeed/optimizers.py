@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from paceline.base.errors import ConfigError
+from paceline.base.log import warn_once
 from paceline_deepspeed import muon
 from paceline_deepspeed.config import DeepSpeedConfig
 from paceline_deepspeed.config.parts import CLOSURE
@@ -277,3 +279,41 @@ def build(
         return make(list(parameters), **keywords)
     except TypeError as error:
         raise _refuse(type, f"its params are {dict(params)}: {error}", "leave out what it does not take") from error
+
+
+def chosen(parsed: DeepSpeedConfig, model: nn.Module, optimizer: Any, model_parameters: Any) -> Any:
+    """Returns the script's optimizer, else the config's; None where neither is there.
+
+    Args:
+        parsed: the config.
+        model: whose parameters it steps.
+        optimizer: the script's, or a function that makes one of parameters.
+        model_parameters: tensors, groups or one group; None for all that are trained.
+    """
+    name = parsed["optimizer.type"]
+    params = parsed["optimizer.params"]
+    parameters: list[Any]
+    if model_parameters is None:
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    elif isinstance(model_parameters, Mapping):  # a single group
+        parameters = [model_parameters]
+    else:
+        parameters = list(model_parameters)
+    if optimizer is None and name is None:
+        return None
+    if optimizer is None:
+        if name.lower() == "muon":
+            muon.set_optimizer_flags(model)
+        return build(name, params, parameters, parsed)
+    own = optimizer
+    if not isinstance(optimizer, Optimizer):
+        own = optimizer(parameters)
+    refuse_closure(own)
+    if name is not None:
+        warn_once(
+            "compat",
+            f"two optimizers: the script's {type(own).__name__} (lr {own.param_groups[0]['lr']}) is used, and the "
+            f"config's {name} (lr {params.get('lr', 'not given')}, "
+            f"{parsed.places.get('optimizer.type', parsed.source)}) is not. Drop one of them.",
+        )
+    return own

@@ -23,7 +23,7 @@ from paceline.parallel.microbatches import Microbatches
 from paceline.parallel.strategy import Runner
 from paceline.precision.policy import to_float32
 from paceline.world.tree import first_rows, map_leaves, to_device
-from paceline_deepspeed.config import Batch
+from paceline_deepspeed.config import Batch, DeepSpeedConfig
 from paceline_deepspeed.engine import DeepSpeedEngine
 from paceline_deepspeed.loader import loader_of
 from paceline_deepspeed.pipe import PipelineModule
@@ -74,6 +74,11 @@ class PipelineEngine(DeepSpeedEngine):
             self._data = _repeated(self.training_dataloader)
 
     # -- how it is made --------------------------------------------------------------------------------------------
+
+    @classmethod
+    def trains(cls, config: DeepSpeedConfig, optimizer: Any) -> bool:
+        """Whether the model is prepared to be trained: always, since its layers can be divided over stages only once."""
+        return True
 
     @classmethod
     def settings(cls, model: nn.Module, batch: Batch, training_data: Any = None, collate_fn: Any = None) -> list[Given]:
@@ -132,6 +137,18 @@ class PipelineEngine(DeepSpeedEngine):
     @property
     def stage_id(self) -> int:
         return self.grid.stage_id
+
+    @property
+    def is_pipe_parallel(self) -> bool:
+        return self.num_stages > 1
+
+    @property
+    def is_data_parallel(self) -> bool:
+        return self.grid.data_parallel_size > 1
+
+    @property
+    def is_model_parallel(self) -> bool:
+        return self.grid.model_parallel_size > 1
 
     def is_first_stage(self) -> bool:
         return self.grid.is_first_stage()

@@ -37,6 +37,11 @@ class EngineScheduler:
                 f"{applied + 1}). Delete the line; or, where twice the pace is wanted, write the schedule so.",
             )
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Makes `isinstance(engine.lr_scheduler, WarmupLR)` hold, and that with a class of torch's."""
+        return type(self.prepared.scheduler)
+
     def __getattr__(self, name: str) -> Any:
         if name in ("prepared", "_engine"):
             raise AttributeError(name)

@@ -21,6 +21,7 @@ from paceline.testing import RankFailed, run_ranks
 from paceline_deepspeed.arguments import checked
 from paceline_deepspeed.initialize import initialize
 from paceline_deepspeed.processes import init_distributed
+from paceline_deepspeed.schedules import WarmupLR
 from paceline_deepspeed.tensor_parallel import tp_model_init
 
 ROWS = 12
@@ -55,10 +56,10 @@ def micro(engine, x: torch.Tensor, y: torch.Tensor, number: int) -> torch.Tensor
     return cross_entropy(engine(x[at : at + rows]), y[at : at + rows])
 
 
-def run(engine, steps: int = 3) -> dict[str, torch.Tensor]:
+def run(engine, steps: int = 3, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     for x, y in batches(steps):
         for number in range(engine.gradient_accumulation_steps()):
-            engine.backward(micro(engine, x, y, number))
+            engine.backward(micro(engine, x.to(dtype), y, number))
             engine.step()
     return engine.module_state_dict()
 
@@ -257,6 +258,36 @@ def test_a_scheduler_without_its_metric_and_an_optimizer_without_its_closure() -
     run_ranks(work, 1)
 
 
+def test_the_scheduler_of_an_engine_is_what_it_says_and_may_become_another(tmp_path) -> None:
+    def work() -> None:
+        keys = config(optimizer={"type": "SGD", "params": {"lr": 0.4}})
+        engine = start({**keys, "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}})
+        assert isinstance(engine.lr_scheduler, WarmupLR)
+        engine.lr_scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=1, gamma=0.5)
+        assert isinstance(engine.lr_scheduler, torch.optim.lr_scheduler.LRScheduler)
+        rate = engine.get_lr()[0]
+
+        def step() -> None:
+            for number in range(engine.gradient_accumulation_steps()):
+                engine.backward(micro(engine, *batches(1)[0], number))
+                engine.step()
+
+        step()
+        assert engine.get_lr() == [rate / 2]
+        engine.save_checkpoint(tmp_path)
+        step()
+        engine.load_checkpoint(tmp_path)
+        assert engine.lr_scheduler.last_epoch == 1 and engine.get_lr() == [rate / 2]
+        engine.lr_scheduler = None
+        step()
+        assert engine.get_lr() == [rate / 2]
+        del keys["optimizer"]
+        with pytest.raises(ConfigError, match="evaluated alone"):
+            start(keys)._configure_optimizer(torch.optim.SGD, None)
+
+    run_ranks(work, 1)
+
+
 def test_other_ways_through_a_window_come_to_the_same() -> None:
     def by_hand(engine) -> dict:
         for x, y in batches(3):
@@ -379,6 +410,24 @@ def test_bf16_steps_on_what_overflowed_where_nobody_checks() -> None:
         return engine.was_step_applied() and bool(torch.isnan(engine.module_state_dict()["0.weight"]).any())
 
     assert run_ranks(work, 1) == [True]
+
+
+def test_zero_steps_a_model_of_16_bits_in_float32() -> None:
+    """As in deepspeed 0.19.8, where the config says nothing: steps of 1e-4 are lost in bfloat16 beside weights of 0.3."""
+
+    def work() -> list[float]:
+        found = []
+        for stage in range(4):
+            keys = config(zero_optimization={"stage": stage}, optimizer={"type": "Adam", "params": {"lr": 1e-4}})
+            silent, said = (
+                run(start({**keys, "bf16": {"enabled": enabled}}, net=model().bfloat16()), dtype=torch.bfloat16)
+                for enabled in (False, True)
+            )
+            found.append(max(float((silent[name].float() - said[name].float()).abs().max()) for name in said))
+        return found
+
+    for at_stage_0, *of_zero in run_ranks(work, 2):
+        assert at_stage_0 > 0 and of_zero == [0.0] * 3
 
 
 class Scorer(nn.Module):
@@ -732,6 +781,7 @@ def test_what_libraries_look_up_in_an_engine() -> None:
         assert type(engine.basic_optimizer) is torch.optim.SGD and engine.client_optimizer is optimizer
         assert engine.client_lr_scheduler is None
         assert engine.param_names[engine.module[0].weight] == "0.weight"
+        assert apart(engine._consolidated_16bit_state_dict(), engine.module_state_dict()) == 0.0
         settings = engine._config
         assert (settings.train_micro_batch_size_per_gpu, settings.world_size) == (ROWS // 2, 2)
         assert settings.zero_config.stage == 1 and settings.zero_enabled

@@ -14,8 +14,9 @@ from torch import nn
 from paceline import ConfigError, TrackerError
 from paceline.testing import run_ranks
 from paceline_deepspeed.config import read
+from paceline_deepspeed.config_attributes import ConfigAttributes, get_monitor_config
 from paceline_deepspeed.initialize import initialize
-from paceline_deepspeed.monitors import Monitors
+from paceline_deepspeed.monitors import MonitorMaster, Monitors
 from paceline_deepspeed.muon import MuonWithAdam, set_optimizer_flags
 from paceline_deepspeed.optimizers import (
     DeepSpeedCPUAdagrad,
@@ -158,6 +159,21 @@ def test_events_in_csv_and_tensorboard(tmp_path: Path) -> None:
 
     read_back = EventAccumulator(str(tmp_path / "board" / "job")).Reload()
     assert [(each.step, each.value) for each in read_back.Scalars("Train/Samples/lr")] == [(4, 0.5), (8, 0.5)]
+
+
+def test_monitors_that_a_script_makes_itself(tmp_path: Path) -> None:
+    def work() -> bool:
+        block = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+        whole = ConfigAttributes({"train_batch_size": 2, "csv_monitor": block}).monitor_config
+        other = get_monitor_config({"csv_monitor": {**block, "job_name": "other"}, "a key of the script": 1})
+        assert other.enabled and other.csv_monitor.job_name == "other"
+        for monitor_config in (whole, other):
+            MonitorMaster(monitor_config).write_events([("Own/value", 0.25, 7)])
+        return MonitorMaster(get_monitor_config({})).enabled
+
+    assert run_ranks(work, 2) == [False, False]
+    for job in ("job", "other"):
+        assert (tmp_path / job / "Own_value.csv").read_text(encoding="utf-8").split() == ["step,value", "7,0.25"]
 
 
 def test_a_monitor_whose_package_is_missing() -> None:

@@ -15,7 +15,7 @@ from shared_ranks import run_ranks
 from torch import nn
 
 from paceline import testing
-from paceline.base.errors import DataError, PlanError, TrainError
+from paceline.base.errors import ConfigError, DataError, PlanError, TrainError
 from paceline.parallel.strategy import STRATEGIES
 from paceline.world.sharded import local, whole
 from paceline_deepspeed.initialize import initialize
@@ -446,6 +446,32 @@ def test_a_checkpoint_resumes_at_another_number_of_stages(tmp_path, world: int, 
         assert rank[1] == (4 if load == "engine" else 2)
         if world < 4:  # two replicas read other samples
             assert rank[0] == pytest.approx(first[0][0], abs=1e-6)
+
+
+@pytest.mark.parametrize("zero", [0, 1])
+def test_an_optimizer_and_a_scheduler_that_come_after_the_engine(zero: int) -> None:
+    """As diffusion-pipe gives them."""
+
+    def work() -> Any:
+        torch.manual_seed(7)
+        model = PipelineModule(plain(), num_stages=2, loss_fn=loss_of)
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        settings = config(2, zero)
+        del settings["optimizer"]
+        engine = initialize(model=model, config=settings)[0]
+        assert engine.optimizer is None and engine.lr_scheduler is None
+        assert engine.is_pipe_parallel and engine.is_data_parallel and not engine.is_model_parallel
+        engine._configure_optimizer(lambda given: torch.optim.AdamW(given, lr=0.01, weight_decay=0.0), parameters)
+        with pytest.raises(ConfigError, match="has one already, AdamW"):
+            engine._configure_optimizer(None, parameters)
+        engine.lr_scheduler = torch.optim.lr_scheduler.ConstantLR(engine.optimizer, factor=1.0)
+        data = shown("plain", engine.grid.data_parallel_id, engine.grid.data_parallel_size)
+        losses = [engine.train_batch(data).item() for _ in range(STEPS)]
+        last = engine.eval_batch(data).item()
+        assert engine.lr_scheduler.last_epoch == STEPS
+        return losses, last, engine.accelerator.get_state_dict(engine.prepared_model)
+
+    compare(run_ranks(work, 4), alone("plain", 2, 2))
 
 
 # -- monitors, and warnings ----------------------------------------------------------------------------------------

@@ -424,6 +424,8 @@ def test_a_triangle_that_does_not_close(asked, words):
         ({"optimizer": {"type": "Adamm"}}, "config-value", "write 'Adam'"),
         ({"optimizer": {"type": "OneBitAdam"}}, "deepspeed-feature", "use Adam"),
         ({"optimizer": {"params": {"lr": 1}}}, "config-value", "without a type"),
+        ({"scheduler": {"type": "warmuplr"}}, "config-value", "write 'WarmupLR'"),
+        ({"optimizer": {"type": "rmsprop"}}, "config-value", "write 'RMSprop'"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 5}}}, "config-key", "'warmup_num_steps'"),
         ({"scheduler": {"type": "WarmupDecayLR", "params": {}}}, "config-value", "lacks total_num_steps"),
         ({"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}}, "config-value", "at least 1"),

@@ -146,7 +146,7 @@ _OWN_SCHEDULERS = (
 _TORCH_SCHEDULERS = """StepLR MultiStepLR ConstantLR LinearLR ExponentialLR PolynomialLR CosineAnnealingLR CyclicLR
     OneCycleLR CosineAnnealingWarmRestarts LambdaLR MultiplicativeLR ReduceLROnPlateau"""
 
-# DeepSpeed's own types are found whatever their capital letters; torch's by their exact name.
+# DeepSpeed's own optimizers are found whatever their capital letters; torch's, and all schedules, by their exact name.
 PARTS: Mapping[str, tuple[Part, ...]] = MappingProxyType({
     "optimizer": (*_OWN_OPTIMIZERS, *map(Part, _TORCH_OPTIMIZERS.split())),
     "scheduler": (*_OWN_SCHEDULERS, *map(Part, _TORCH_SCHEDULERS.split())),
@@ -156,5 +156,7 @@ PARTS: Mapping[str, tuple[Part, ...]] = MappingProxyType({
 def part(role: str, name: str) -> Part | None:
     """Finds the optimizer or scheduler of a type; None where there is none."""
     by_name = {part.name: part for part in PARTS[role]}
-    by_lower_case = {part.name.lower(): part for part in PARTS[role]}
-    return by_name.get(name) or by_lower_case.get(name.lower())
+    own_optimizers = {part.name.lower(): part for part in _OWN_OPTIMIZERS}
+    if role == "optimizer" and name not in by_name:
+        return own_optimizers.get(name.lower())
+    return by_name.get(name)
