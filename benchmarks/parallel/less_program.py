@@ -132,6 +132,7 @@ def qlora(by: str, width: int) -> Step:
         model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=bits, device_map="cpu")
     torch.manual_seed(1)
     model = get_peft_model(model, LoraConfig(r=8, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"))
+    model.train()  # `from_pretrained` gives it for evaluation, where bitsandbytes packs weights and loses gradients
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return (paceline if by == "paceline" else accelerate)(model, adamw(trained))
 
