@@ -12,6 +12,7 @@ import sys
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -43,6 +44,11 @@ def _mallinfo() -> Any:
 
 
 _MALLINFO = _mallinfo()
+_PLAIN = (
+    torch.Tensor.__torch_dispatch__,
+    torch.nn.Parameter.__torch_dispatch__,
+    torch._C._disabled_torch_dispatch_impl,
+)
 
 
 def held(device: str = "cpu") -> int:
@@ -69,7 +75,14 @@ class Peak(TorchDispatchMode):
         self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        # The mode is off in here, and with it what another kind of tensor (states in 8 bits) does inside of an operation.
+        kinds = [kind for kind in types if kind is not DTensor and kind.__torch_dispatch__ not in _PLAIN]
+        if kinds:
+            with self:
+                result = kinds[0].__torch_dispatch__(func, types, args, kwargs)
+        else:
+            result = func(*args, **kwargs)
         self.bytes = max(self.bytes, held())
         return result
 

@@ -22,6 +22,7 @@ from torch import nn
 
 from paceline.torch_internals import dispatch
 from paceline.torch_internals.dispatch import Operation
+from paceline.world.sharded import plain_tensors
 from paceline.world.tree import tensors as tensors_in
 from paceline_lens.forecast.allocation_trace import AllocationTrace
 from paceline_lens.forecast.joined import JoinedBytes
@@ -176,8 +177,10 @@ class OperationTrace(dispatch.TorchDispatchMode):
     def fake_module(self, model: nn.Module) -> None:
         """Makes those parameters and buffers of a model fake that are still real; they stay the same objects."""
         for tensor in (*model.parameters(), *model.buffers()):
-            if not isinstance(tensor, FakeTensor):
-                self.allocations.enter(make_fake(tensor, self._fakes))
+            # What holds other tensors, such as a weight that is gathered in float8, keeps its kind.
+            for part in plain_tensors(tensor).values():
+                if not isinstance(part, FakeTensor):
+                    self.allocations.enter(make_fake(part, self._fakes))
 
     def paused(self) -> AbstractContextManager[object]:
         """Returns a context in which nothing is recorded and nothing becomes fake."""

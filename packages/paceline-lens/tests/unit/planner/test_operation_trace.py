@@ -38,6 +38,21 @@ def test_what_a_fake_tensor_touches_is_fake_and_values_are_nought(trace):
     assert trace.work.flops == 2 * 2 * 8 * 64 * 64
 
 
+def test_a_weight_that_is_gathered_in_float8_stays_one(trace):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    convert_to_float8_training(model, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True))
+    with trace:
+        trace.fake_module(model)
+        weight = model[0].weight
+        assert isinstance(weight._tensor, FakeTensor)
+        weight._precomputed_scale = torch.ones(())  # else all ranks compare their largest values
+        (gathered,), _ = weight.fsdp_pre_all_gather(mesh=None)
+    assert gathered.dtype == torch.float8_e4m3fn and gathered.nbytes == 64 * 64
+
+
 def test_after_the_first_prepare_large_new_tensors_are_fake_and_small_ones_are_not(trace):
     trace.fakes_everywhere = True
     with trace:

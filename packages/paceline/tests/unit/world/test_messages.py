@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import operator
 import socket
 import threading
@@ -9,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from paceline.world.network import interface
 from paceline.world.network import links as link_module
@@ -134,6 +137,26 @@ def test_a_stranger_is_turned_away() -> None:
     assert all(stranger.recv(1) == b"" for stranger in strangers)
     for connection in (listener, friend, *strangers, *own._above.values()):
         connection.close()
+
+
+def resident_bytes(tensor: torch.Tensor) -> int:
+    """Of the whole pages of a tensor, how many bytes lie in memory."""
+    begin = -(-tensor.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    length = tensor.data_ptr() + tensor.nbytes - begin
+    pages = (ctypes.c_ubyte * (length // mmap.PAGESIZE))()
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(begin), ctypes.c_size_t(len(pages) * mmap.PAGESIZE), pages) == 0
+    return sum(page & 1 for page in pages) * mmap.PAGESIZE
+
+
+def test_room_that_no_message_has_reached_is_no_memory() -> None:
+    # malloc would take the room from what it has kept of a large tensor, and such pages are in memory.
+    torch.ones(1 << 22)
+    own, other = links(2)
+    for connected in (own, other):
+        messages = Messages(connected, 1 << 21)
+        assert messages.data.nbytes == 1 << 22
+        assert resident_bytes(messages.data) == 0
+        connected.close()
 
 
 def test_addresses_of_this_host(monkeypatch) -> None:

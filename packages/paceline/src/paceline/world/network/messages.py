@@ -17,9 +17,9 @@ systems" (1997); the rounds of `combine` are those of its "concatenation".
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import torch
 
@@ -55,9 +55,11 @@ class Messages:
         self.size = links.size
         self.limit = limit
         self._links = links
+        # Most messages are short. Pages of a mapping are memory once something is written to them, and not before.
+        pages = mmap.mmap(-1, limit * self.size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         with torch.inference_mode(False):  # tensors made in inference mode could not be written outside of it
-            self.data = torch.zeros(limit * self.size, dtype=torch.uint8, device="cpu")
-        self.view = memoryview(cast(Any, self.data.numpy()))
+            self.data = torch.frombuffer(pages, dtype=torch.uint8)
+        self.view = memoryview(pages)
         self._incoming = self.view[limit:]
         self._disagreed = memoryview(WORD.pack(_DISAGREED))
 
