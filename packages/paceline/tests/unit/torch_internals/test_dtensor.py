@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import os
+import resource
 import signal
+import sys
 import time
 import weakref
 from collections.abc import Iterator
@@ -171,4 +173,19 @@ def test_results_are_on_the_mesh_of_their_arguments_also_in_a_forked_process(fro
         os._exit(0 if meshes[1]() is not None else 1)
     if frozen:
         gc.unfreeze()
+    assert _ends_within(60, child)
+
+
+def test_a_forked_process_without_results_of_its_parent_copies_none_of_its_objects() -> None:
+    """A list of all objects writes to each of them, and so copies the memory of the parent, in each rank that is forked."""
+    dtensor.forget_results()
+    objects = [[number] for number in range(100_000)]
+    child = os.fork()
+    if child == 0:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        distribute_tensor(torch.ones(4, 2), init_device_mesh("cpu", (1,)), [Shard(0)]) * 2
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        dtensor.forget_results()
+        copied_pages = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+        os._exit(0 if copied_pages * resource.getpagesize() < sys.getsizeof([0]) * len(objects) / 4 else 1)
     assert _ends_within(60, child)
