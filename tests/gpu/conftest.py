@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,9 @@ def missing() -> list[str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     lacks = missing()
+    folder = f"{Path(__file__).parent}{os.sep}"
     for item in items:
-        if lacks and Path(__file__).parent in item.path.parents:
+        if lacks and str(item.path).startswith(folder):
             item.add_marker(pytest.mark.skip(reason="missing: " + "; ".join(lacks)))
 
 

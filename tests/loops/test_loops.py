@@ -1,4 +1,4 @@
-"""About 70 drawn programs a day: each equals plain PyTorch, or is refused with a code. Another day draws others.
+"""About 35 drawn programs a day: each equals plain PyTorch, or is refused with a code. Another day draws others.
 
 CI draws 200 more in a job of its own (`make loops SEEDS=200`).
 """
@@ -13,8 +13,8 @@ from loops.draw import draw
 from loops.script import standalone
 
 # Of each day's seeds, how many are run on one process under which plans. On several processes one plan each, in turn.
-ON_ONE, ON_TWO, ON_MORE = 30, 18, 6
-UNDER_A_DOOR = 12  # of these seeds, those that have a meaning there: half for accelerate, most for DeepSpeed
+ON_ONE, ON_TWO, ON_MORE = 15, 10, 4
+UNDER_A_DOOR = 6  # of these seeds, those that have a meaning there: half for accelerate, most for DeepSpeed
 TODAY = datetime.date.today().toordinal() * 1000
 
 

@@ -122,11 +122,9 @@ DIRECT = {
     "tp2": ["pp2", "replicate-zero2"], "cp2": ["tp-pp"], "pp2": ["zero2", "shard3"], "interleaved": ["pp-shard"],
     "replicate-shard": ["pp2"], "shard-tp": ["tp2"], "pp-shard": ["shard-tp"], "replicate-zero2": ["replicate-pp"],
 }  # fmt: skip
-# One plan of each kind, and one of two axes; `-m long` has all of them.
-FEW = {
-    "replicate4": ["zero2"], "zero1": ["cp2"], "zero2": ["replicate4"], "shard2": ["interleaved"], "tp2": ["pp2"],
-    "cp2": ["shard-tp"], "pp2": ["zero1"], "interleaved": ["shard2"], "shard-tp": ["tp2"],
-}  # fmt: skip
+# By day the pairs of `test_reshard_window.py` are tried, whose states have all that these have and a window beside it. A
+# pipeline of several stages a rank has its own order of layers, and is tried here.
+FEW = {"shard2": ["interleaved"], "interleaved": ["shard2"]}
 
 
 @pytest.mark.parametrize("name", ["alone", *FEW])

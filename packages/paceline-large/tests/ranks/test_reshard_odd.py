@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from paceline import Accelerator
 from paceline.base.errors import CheckpointError
 from paceline.world.layout import AXES
+from paceline.world.sharded import is_sharded
 
 Plan = dict[str, Any]
 ALONE: Plan = {}
@@ -61,8 +62,9 @@ class Average:
         return dict(self.values)
 
     def load_state_dict(self, state):
-        for name in self.values:  # a stage of a pipeline finds those of all stages
-            self.values[name].copy_(state[name])
+        for name, value in self.values.items():  # a stage of a pipeline finds those of all stages
+            assert is_sharded(state[name]) == is_sharded(value), "each rank reads its shards alone"
+            value.copy_(state[name])
 
 
 class Run:

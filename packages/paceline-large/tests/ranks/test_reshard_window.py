@@ -1,4 +1,8 @@
-"""A state saved in the middle of an accumulation window: the gradients of its first micro-batches are taken along."""
+"""A state saved in the middle of an accumulation window: the gradients of its first micro-batches are taken along.
+
+With groups of parameters, a schedule and buffers beside them, so that these tests also hold what `test_reshard.py` leaves to
+the night.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ import torch
 import torch.distributed.fsdp
 import torch.distributed.pipelining
 import torch.distributed.tensor.parallel
-from parity_models import GPT, loss_of
+from parity_models import GPT, Block, loss_of
 from shared_ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -43,6 +47,26 @@ def sum_of(output, target):
     return nn.functional.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum")
 
 
+class Gained(Block):
+    """A block with a buffer, which one stage of a pipeline alone holds."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__(width, heads)
+        self.register_buffer("gain", 1 + 0.1 * torch.randn(width))
+
+    def forward(self, x):
+        return super().forward(x * self.gain.to(x.dtype))
+
+
+class Net(GPT):
+    """Tied embeddings, frozen positions, buffers on blocks and on the root."""
+
+    def __init__(self) -> None:
+        super().__init__(tied=True, frozen=True, layers=2)
+        self.blocks = nn.ModuleList(Gained(16, 4) for _ in range(2))
+        self.register_buffer("seen", torch.randn(5))
+
+
 class Run:
     """A training run under a plan that accumulates.
 
@@ -52,19 +76,26 @@ class Run:
 
     def __init__(self, name: str, way: str = "window", seed: int = 7) -> None:
         torch.manual_seed(seed)
-        model = GPT(tied=True, frozen=True, layers=2)
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, eps=1e-4)
+        model = Net()
+        matrices = [p for p in model.parameters() if p.requires_grad and p.dim() > 1]
+        rest = [p for p in model.parameters() if p.requires_grad and p.dim() < 2]
+        groups = [{"params": matrices}, {"params": rest, "weight_decay": 0.0, "lr": 0.02}]
+        optimizer = torch.optim.AdamW(groups, lr=0.01, eps=1e-4)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         self.way = way
         self.accelerator = Accelerator(
             "fp16" if way == "fp16" else "no", 1 if way == "plain" else WINDOW, cpu=True, plan=PLANS[name], data_seed=3,
             split_batches=True, scaler={"init_scale": 1024.0, "growth_interval": 2},
         )  # fmt: skip
         loader = DataLoader(data(), BATCH, shuffle=True)
-        self.model, self.optimizer, self.loader = self.accelerator.prepare(model, optimizer, loader)
+        self.model, self.optimizer, self.loader, self.scheduler = self.accelerator.prepare(
+            model, optimizer, loader, scheduler
+        )
 
     def step(self) -> None:
         self.accelerator.clip_grad_norm_(self.model.parameters(), 0.5)
         self.optimizer.step()
+        self.scheduler.step()
         self.optimizer.zero_grad()
 
     def train(self, folder: str | None = None, begin: int = 0) -> list[float]:

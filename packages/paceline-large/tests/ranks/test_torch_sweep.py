@@ -19,8 +19,8 @@ from torch_sweep.outcomes import KINDS, known
 from torch_sweep.runs import plans_of, sweep
 
 # How many cases are drawn each day for each number of processes. `make sweep` tries all of them under all plans.
-DRAWN = {1: 40, 2: 30, 3: 10}
-LOADERS_DRAWN = {1: 3, 2: 4, 3: 2}
+DRAWN = {1: 20, 2: 15, 3: 5}
+LOADERS_DRAWN = {1: 2, 2: 2, 3: 1}
 # What was wrong once is tried each day: the name, the plan and the number of processes.
 ALWAYS = {
     ("BatchNorm1d(2)", "recompute", 1),

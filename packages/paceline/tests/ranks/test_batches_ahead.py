@@ -355,6 +355,23 @@ def test_metrics_count_the_samples_of_the_batch_that_the_model_has_seen() -> Non
         assert values == parts(20)[2].tensors[1].flatten().tolist()
 
 
+def test_outputs_without_labels_count_as_those_of_the_batch_that_the_model_has_seen() -> None:
+    """Each pass but the last comes after the next batch was read, of which the last one is short."""
+
+    def evaluated() -> torch.Tensor:
+        model, _, data = parts(20)
+        accelerator = Accelerator(cpu=True)
+        model, loader = accelerator.prepare(model.eval(), DataLoader(data, 3, drop_last=False))
+        with torch.no_grad():
+            return torch.cat([accelerator.gather_for_metrics(model(x)) for x, _ in one_ahead(loader)])
+
+    model, _, data = parts(20)
+    with torch.no_grad():
+        expected_outputs = model.eval()(data.tensors[0])
+    for outputs in run_ranks(evaluated, 3):
+        torch.testing.assert_close(outputs, expected_outputs)
+
+
 def test_metrics_of_a_batch_whose_loop_is_over() -> None:
     """The only batch has a row less than the ranks together; the loop that runs has whole batches."""
 

@@ -173,6 +173,7 @@ def warm_up() -> None:
     """
     for name in (
         "torch.distributed.checkpoint",
+        "torch.distributed.tensor.debug",  # where the first mesh is made
         "paceline.torch_internals.compiler",
         "encodings.idna",  # for the names of hosts
     ):

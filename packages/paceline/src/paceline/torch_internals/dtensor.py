@@ -20,8 +20,7 @@ if TYPE_CHECKING:
 # DTensor logs here, on each rank, that a gather over several axes would be faster with a mesh made differently.
 REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 
-_process = os.getpid()  # whose meshes results may hold
-_kept: list[Any] = []  # objects of the process from which this one was forked
+_kept_meshes: list[DeviceMesh] = []  # of the process from which this one was forked
 
 
 def local_tensor(tensor: DTensor) -> Tensor:
@@ -38,29 +37,34 @@ def forget_results() -> None:
     DTensor keeps the result's mesh for arguments that are equal. Meshes with the same ranks and names are equal, also where
     the groups of one were destroyed, and where its groups' names belong to other groups since.
     """
-    global _process
-    if "torch.distributed.tensor" not in sys.modules:
-        return
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache, _get_fast_path_sharding_prop_cache_stats
+    if _has_results():
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-    if not any(_get_fast_path_sharding_prop_cache_stats()):
-        return
-    if os.getpid() != _process:
-        # The last reference to a group may be in a result. A forked process has none of the threads of its parent's groups,
-        # and would wait for them for ever as it destroys one.
-        _process = os.getpid()
-        _kept.extend(_meshes_and_frozen())
-    _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()
 
 
-def _meshes_and_frozen() -> list[Any]:
-    """Returns all meshes of this process, and all that `gc.freeze` has hidden before a fork; nothing is frozen afterwards.
+def _has_results() -> bool:
+    """Returns whether DTensor keeps results of this thread."""
+    return "torch.distributed.tensor" in sys.modules and any(torch._C._get_DTensor_sharding_propagator_cache_stats())
 
-    To freeze once more would hide what belongs to the runs of this process, which would never be freed.
+
+def _keep_meshes_of_parent() -> None:
+    """Keeps the meshes of results with which this process was forked, as long as it lives.
+
+    The last reference to a group may be in a result. A forked process has none of the threads of its parent's groups, and would
+    wait for them for ever as it destroys one.
     """
-    seen = {id(each) for each in gc.get_objects()}
+    if not _has_results():
+        return
+    is_frozen = gc.get_freeze_count() > 0
     gc.unfreeze()
-    return [each for each in gc.get_objects() if type(each) is DeviceMesh or id(each) not in seen]
+    # A list of all objects would write to each of them, and so copy the memory of the parent.
+    _kept_meshes.extend(each for each in gc.get_referrers(DeviceMesh) if type(each) is DeviceMesh)
+    if is_frozen:
+        gc.freeze()
+
+
+os.register_at_fork(after_in_child=_keep_meshes_of_parent)
 
 
 def strided_shard(dim: int, split_factor: int) -> Placement:

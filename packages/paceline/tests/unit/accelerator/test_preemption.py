@@ -51,3 +51,15 @@ def test_ranks_that_do_not_wait_for_each_other_say_so():
     assert not slow.reached(True)
     with pytest.raises(TrainError, match="preemption-apart"):
         fast.reached(False)
+
+
+def test_a_look_comes_every_tenth_of_a_second(monkeypatch):
+    """Steps that take 18 ms by the clock are looked at after every fifth one."""
+    now = 0.0
+    monkeypatch.setattr(preemption.time, "monotonic", lambda: now)
+    store = dist.HashStore()
+    agreement = EndAgreement(store, 0, torch.device("cpu"))
+    for _ in range(PACED):
+        now += 0.018
+        assert not agreement.reached(False)
+    assert store.get("every") == b"5"

@@ -1,5 +1,6 @@
 """Saving and loading on one process: exact resume, refusal of what does not fit, nothing lost."""
 
+import copy
 import errno
 import json
 import logging
@@ -57,6 +58,26 @@ def test_resume_is_exact(make_run, tmp_path) -> None:
     for one, two in zip(reference.model.state_dict().values(), other.model.state_dict().values(), strict=True):
         assert torch.equal(one, two)
     assert loaded.notes == () and loaded.manifest.step == 3 and loaded.manifest.plan == {"precision": "no"}
+
+
+def test_a_narrowed_state_loads_some_kinds_and_leaves_the_others(make_run, tmp_path) -> None:
+    saved = make_run()
+    saved.train(3)
+    folder = Checkpointer().save(tmp_path / "c", saved.state())
+    other = make_run(seed=7)
+    other.train(1)
+    weights = copy.deepcopy(other.model.state_dict())
+    random.seed(11)
+    drawn = random.random()
+    random.seed(11)
+
+    Checkpointer().load(folder, other.state().narrowed({"optimizers"}))
+    assert random.random() == drawn
+    for name, weight in other.model.state_dict().items():
+        assert torch.equal(weight, weights[name]), name
+    states = zip(saved.optimizer.state.values(), other.optimizer.state.values(), strict=True)
+    assert all(torch.equal(mine["exp_avg"], theirs["exp_avg"]) for mine, theirs in states)
+    assert other.custom.count != saved.custom.count
 
 
 def test_optimizer_states_lie_under_parameter_names(make_run, tmp_path) -> None:

@@ -45,6 +45,14 @@ def test_a_linked_file_as_in_a_cache_is_read(tmp_path, secret):
     load_model(nn.Linear(2, 1), folder)
 
 
+def test_a_file_in_a_folder_below_is_read(tmp_path, secret):
+    (tmp_path / "model" / "parts").mkdir(parents=True)
+    secret.rename(tmp_path / "model" / "parts" / "1.safetensors")
+    index = {"weight_map": {"weight": "parts/1.safetensors", "bias": "parts/1.safetensors"}}
+    (tmp_path / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    load_model(nn.Linear(2, 1), tmp_path / "model")
+
+
 @pytest.mark.parametrize("tag", [b"../other", b"/etc", b"", b"\xff\xfe\x00", b"a\n/etc"])
 def test_a_file_latest_that_names_another_folder(tmp_path, tag):
     folder, other = tmp_path / "run", tmp_path / "other"

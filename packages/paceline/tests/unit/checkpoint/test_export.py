@@ -148,6 +148,20 @@ def test_a_full_disk_leaves_the_old_export(tmp_path) -> None:
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
+def test_the_names_of_an_export_are_on_the_disk_when_it_returns(tmp_path, monkeypatch) -> None:
+    """A crash of the host could undo renames of a folder that was not synced after them."""
+    synced: list[list[str]] = []
+    sync_folder = exporting.sync_folder
+
+    def noting(folder: str) -> None:
+        synced.append(sorted(os.listdir(folder)))
+        sync_folder(folder)
+
+    monkeypatch.setattr(exporting, "sync_folder", noting)
+    save_model(nn.Linear(2, 1), tmp_path)
+    assert synced[-1:] == [sorted(os.listdir(tmp_path))]
+
+
 def test_names_that_wrappers_add(tmp_path) -> None:
     state = Net(1.0).state_dict()
     for number, prefix in enumerate(("module.", "_orig_mod.", "module._orig_mod.", "_fsdp_wrapped_module.")):
