@@ -5,11 +5,18 @@ The part of a library whose scripts expect something offers it as an entry point
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
+from pathlib import Path
 
 from paceline.base.registry import Registry
+from paceline.launch.job import Job
 
 _REGISTRY = Registry("paceline.script_libraries", "library")
+# torch loads its compiler's front (1 s) with the first optimizer of a process, or with DistributedDataParallel.
+_FRONT = "paceline.torch_internals.compiler"
+# The compiler reads these when it is imported, so that a script which sets one of them has to import it itself.
+COMPILER_VARIABLE = re.compile(r"\b(TORCH_?(COMPILE|DYNAMO|INDUCTOR)|AOT_?INDUCTOR)")
 
 
 class ScriptLibrary:
@@ -46,3 +53,25 @@ def script_libraries(names: Iterable[str] | None = None) -> list[ScriptLibrary]:
     libraries = _REGISTRY.names()
     wanted = libraries if names is None else names
     return [_REGISTRY.get(name) for name in wanted if name in libraries]
+
+
+def needed_by(job: Job, *, forked: bool) -> list[str]:
+    """Returns modules that the script of a job needs, besides torch, and that take long to import.
+
+    Args:
+        job: the job.
+        forked: whether they are imported once for several processes. One process alone imports by itself what is not sure.
+    """
+    found = [name for library in script_libraries(job.compat.split(",")) for name in library.imports]
+    if job.target.kind != "script":
+        return found
+    text = Path(job.target.name).read_text(encoding="utf-8", errors="replace")
+    if COMPILER_VARIABLE.search(text):
+        return []
+    if forked and "optim" in text:
+        found.append(_FRONT)
+    if forked and "paceline" in text:
+        found.append("paceline.accelerator")
+    if found and job.max_restarts:
+        found.append("paceline.checkpoint.checkpointer")  # what starts again begins with a checkpoint
+    return found

@@ -5,21 +5,60 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from paceline.base.lazy import fast_imports
+from paceline.launch.job import Job, Target
+from paceline.launch.script_libraries import needed_by
+
+FRONT, OURS = "paceline.torch_internals.compiler", "paceline.accelerator"
 
 
 @pytest.mark.needs("accelerate", "deepspeed")
 def test_what_scripts_for_a_library_need_is_imported():
     program = (
         "import sys; from paceline.launch.launchers.local import import_for_scripts\n"
-        "door = 'paceline_deepspeed.initialize'\n"
-        "import_for_scripts(['']); assert 'torch' in sys.modules and door not in sys.modules\n"
-        "import_for_scripts(['accelerate', 'deepspeed']); assert door in sys.modules"
+        "from paceline.launch.job import Job, Target; from paceline.launch.script_libraries import needed_by\n"
+        "door = 'paceline_deepspeed.initialize'; target = Target('module', 'train')\n"
+        "import_for_scripts(needed_by(Job(target), forked=False))\n"
+        "assert 'torch' in sys.modules and door not in sys.modules\n"
+        "import_for_scripts(needed_by(Job(target, compat='accelerate,deepspeed'), forked=False))\n"
+        "assert door in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "modules"),
+    [
+        ("import torch.distributed", []),
+        ("import torch; torch.optim.SGD", [FRONT]),
+        ("import paceline", [OURS]),
+        ("from paceline import Accelerator; optimizer = 0", [FRONT, OURS]),
+        # Read when the compiler is imported, so not before the script has set it.
+        ("import os, paceline; os.environ['TORCHINDUCTOR_MAX_AUTOTUNE'] = '1'; optimizer = 0", []),
+        ("import os, paceline; os.environ['TORCH_COMPILE_DISABLE'] = '1'; optimizer = 0", []),
+    ],
+)
+def test_a_script_says_what_several_processes_need(text: str, modules: list[str], tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    job = Job(Target("script", str(script)), 2)
+    assert needed_by(job, forked=True) == modules
+    assert needed_by(job, forked=False) == []
+
+
+@pytest.mark.needs("accelerate")
+@pytest.mark.parametrize("forked", [False, True])
+def test_a_script_for_a_library_sets_variables_of_the_compiler_in_time(forked: bool, tmp_path: Path):
+    script = tmp_path / "train.py"
+    job = Job(Target("script", str(script)), compat="accelerate")
+    script.write_text("import accelerate")
+    assert FRONT in needed_by(job, forked=forked)
+    script.write_text("import os; os.environ['TORCHDYNAMO_VERBOSE'] = '1'; import accelerate")
+    assert needed_by(job, forked=forked) == []
 
 
 def test_collection_goes_on_afterwards():
