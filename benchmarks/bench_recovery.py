@@ -283,15 +283,16 @@ def measured(jobs: dict[str, list[str]], limit_s: float) -> dict[str, dict[str, 
                 env = {**os.environ, "TMPDIR": str(folder)}
                 running[name] = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=env)
         rows = {}
-        for name, job in running.items():
-            try:
-                job.wait(limit_s)
-            finally:
+        try:
+            for name, job in running.items():
+                if job.wait(limit_s):
+                    raise RuntimeError(f"{name}: {(Path(text) / name / 'output').read_text()[-2000:]}")
+                lines = (Path(text) / name / "lines").read_text().splitlines()
+                rows[name] = figures([json.loads(line) for line in lines])
+        finally:
+            for job in running.values():
                 job.terminate()
-            if job.returncode:
-                raise RuntimeError(f"{name}: {(Path(text) / name / 'output').read_text()[-2000:]}")
-            lines = (Path(text) / name / "lines").read_text().splitlines()
-            rows[name] = figures([json.loads(line) for line in lines])
+                job.wait()
     return rows
 
 
