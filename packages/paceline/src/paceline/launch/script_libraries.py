@@ -72,6 +72,6 @@ def needed_by(job: Job, *, forked: bool) -> list[str]:
         found.append(_FRONT)
     if forked and "paceline" in text:
         found.append("paceline.accelerator")
-    if found and job.max_restarts:
+    if found and (job.max_restarts or job.nodes > 1):
         found.append("paceline.checkpoint.checkpointer")  # what starts again begins with a checkpoint
     return found

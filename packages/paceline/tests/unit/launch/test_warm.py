@@ -50,6 +50,16 @@ def test_a_script_says_what_several_processes_need(text: str, modules: list[str]
     assert needed_by(job, forked=False) == []
 
 
+@pytest.mark.parametrize("again", [{"max_restarts": 1}, {"nodes": 2}])
+def test_what_starts_again_begins_with_a_checkpoint(again: dict[str, int], tmp_path: Path):
+    script = tmp_path / "train.py"
+    script.write_text("import paceline")
+    checkpoints = "paceline.checkpoint.checkpointer"
+    assert needed_by(Job(Target("script", str(script)), 2, **again), forked=True) == [OURS, checkpoints]
+    script.write_text("import torch")
+    assert needed_by(Job(Target("script", str(script)), 2, **again), forked=True) == []
+
+
 @pytest.mark.needs("accelerate")
 @pytest.mark.parametrize("forked", [False, True])
 def test_a_script_for_a_library_sets_variables_of_the_compiler_in_time(forked: bool, tmp_path: Path):
