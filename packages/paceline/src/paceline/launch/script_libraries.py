@@ -63,9 +63,14 @@ def needed_by(job: Job, *, forked: bool) -> list[str]:
         forked: whether they are imported once for several processes. One process alone imports by itself what is not sure.
     """
     found = [name for library in script_libraries(job.compat.split(",")) for name in library.imports]
-    if job.target.kind != "script":
-        return found
-    text = Path(job.target.name).read_text(encoding="utf-8", errors="replace")
+    script = job.target.name
+    if job.target.kind == "module":
+        script = script.replace(".", "/") + ".py"
+    text = ""
+    # `-m` may also name a program that runs a script, as `paceline rehearse` does.
+    for file in (script, *job.target.args):
+        if (file == script or file.endswith(".py")) and Path(file).is_file():
+            text += Path(file).read_text(encoding="utf-8", errors="replace")
     if COMPILER_VARIABLE.search(text):
         return []
     if forked and "optim" in text:

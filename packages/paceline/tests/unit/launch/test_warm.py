@@ -50,6 +50,18 @@ def test_a_script_says_what_several_processes_need(text: str, modules: list[str]
     assert needed_by(job, forked=False) == []
 
 
+def test_a_module_and_a_script_that_it_runs_say_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    script = tmp_path / "folder" / "train.py"
+    script.write_text("import paceline")
+    for target in (Target("module", "folder.train"), Target("module", "runs", ("--quick", "folder/train.py", "no.py"))):
+        assert needed_by(Job(target, 2), forked=True) == [OURS]
+    script.write_text("import paceline; print('TORCH_COMPILE_DISABLE')")
+    assert needed_by(Job(Target("module", "folder.train"), 2), forked=True) == []
+    assert needed_by(Job(Target("function", "train"), 2), forked=True) == []
+
+
 @pytest.mark.parametrize("again", [{"max_restarts": 1}, {"nodes": 2}])
 def test_what_starts_again_begins_with_a_checkpoint(again: dict[str, int], tmp_path: Path):
     script = tmp_path / "train.py"

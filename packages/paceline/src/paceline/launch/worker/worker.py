@@ -69,8 +69,9 @@ def run(
     path = os.path.abspath(target.name)  # the script may change the working directory
     is_compiler_imported, variables = "torch._dynamo" in sys.modules, environment.snapshot()
     code = watched(work, report)
-    if code == 0 and target.kind == "script" and environment.get("RANK") == 0:
-        _note_lone_processes(path)
+    if code == 0 and environment.get("RANK") == 0:
+        if target.kind == "script":
+            _note_lone_processes(path)
         if is_compiler_imported:
             _note_late_variables(variables)
     return code
