@@ -14,7 +14,7 @@ from paceline.launch.job import Job
 
 _REGISTRY = Registry("paceline.script_libraries", "library")
 # torch loads its compiler's front (1 s) with the first optimizer of a process, or with DistributedDataParallel.
-_FRONT = "paceline.torch_internals.compiler"
+FRONT = "paceline.torch_internals.compiler"
 # The compiler reads these when it is imported, so that a script which sets one of them has to import it itself.
 COMPILER_VARIABLE = re.compile(r"\b(TORCH_?(COMPILE|DYNAMO|INDUCTOR)|AOT_?INDUCTOR)")
 
@@ -74,7 +74,7 @@ def needed_by(job: Job, *, forked: bool) -> list[str]:
     if COMPILER_VARIABLE.search(text):
         return []
     if forked and "optim" in text:
-        found.append(_FRONT)
+        found.append(FRONT)
     if forked and "paceline" in text:
         found.append("paceline.accelerator")
     if found and (job.max_restarts or job.nodes > 1):

@@ -11,13 +11,13 @@ import pytest
 
 from paceline.base.lazy import fast_imports
 from paceline.launch.job import Job, Target
-from paceline.launch.script_libraries import needed_by
+from paceline.launch.script_libraries import FRONT, needed_by
 
-FRONT, OURS = "paceline.torch_internals.compiler", "paceline.accelerator"
+OURS = "paceline.accelerator"
 
 
 @pytest.mark.needs("accelerate", "deepspeed")
-def test_what_scripts_for_a_library_need_is_imported():
+def test_what_scripts_for_a_library_need_is_imported() -> None:
     program = (
         "import sys; from paceline.launch.launchers.local import import_for_scripts\n"
         "from paceline.launch.job import Job, Target; from paceline.launch.script_libraries import needed_by\n"
@@ -42,7 +42,7 @@ def test_what_scripts_for_a_library_need_is_imported():
         ("import os, paceline; os.environ['TORCH_COMPILE_DISABLE'] = '1'; optimizer = 0", []),
     ],
 )
-def test_a_script_says_what_several_processes_need(text: str, modules: list[str], tmp_path: Path):
+def test_a_script_says_what_several_processes_need(text: str, modules: list[str], tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(text)
     job = Job(Target("script", str(script)), 2)
@@ -50,7 +50,7 @@ def test_a_script_says_what_several_processes_need(text: str, modules: list[str]
     assert needed_by(job, forked=False) == []
 
 
-def test_a_module_and_a_script_that_it_runs_say_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_module_and_a_script_that_it_runs_say_so_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder").mkdir()
     script = tmp_path / "folder" / "train.py"
@@ -62,19 +62,19 @@ def test_a_module_and_a_script_that_it_runs_say_so_too(tmp_path: Path, monkeypat
     assert needed_by(Job(Target("function", "train"), 2), forked=True) == []
 
 
-@pytest.mark.parametrize("again", [{"max_restarts": 1}, {"nodes": 2}])
-def test_what_starts_again_begins_with_a_checkpoint(again: dict[str, int], tmp_path: Path):
+@pytest.mark.parametrize(("restarts", "nodes"), [(1, 1), (0, 2)])
+def test_what_starts_again_begins_with_a_checkpoint(restarts: int, nodes: int, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
+    job = Job(Target("script", str(script)), 2, max_restarts=restarts, nodes=nodes)
     script.write_text("import paceline")
-    checkpoints = "paceline.checkpoint.checkpointer"
-    assert needed_by(Job(Target("script", str(script)), 2, **again), forked=True) == [OURS, checkpoints]
+    assert needed_by(job, forked=True) == [OURS, "paceline.checkpoint.checkpointer"]
     script.write_text("import torch")
-    assert needed_by(Job(Target("script", str(script)), 2, **again), forked=True) == []
+    assert needed_by(job, forked=True) == []
 
 
 @pytest.mark.needs("accelerate")
 @pytest.mark.parametrize("forked", [False, True])
-def test_a_script_for_a_library_sets_variables_of_the_compiler_in_time(forked: bool, tmp_path: Path):
+def test_a_script_for_a_library_sets_variables_of_the_compiler_in_time(forked: bool, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     job = Job(Target("script", str(script)), compat="accelerate")
     script.write_text("import accelerate")
@@ -83,7 +83,7 @@ def test_a_script_for_a_library_sets_variables_of_the_compiler_in_time(forked: b
     assert needed_by(job, forked=forked) == []
 
 
-def test_collection_goes_on_afterwards():
+def test_collection_goes_on_afterwards() -> None:
     with fast_imports():
         assert not gc.isenabled()
         with fast_imports():

@@ -34,7 +34,7 @@ from paceline.base import env as environment
 from paceline.base.terminal import say
 from paceline.config import libraries
 from paceline.launch.job import Target
-from paceline.launch.script_libraries import COMPILER_VARIABLE
+from paceline.launch.script_libraries import COMPILER_VARIABLE, FRONT
 from paceline.launch.worker import same_files, show_once
 from paceline.launch.worker.pickling import write_value
 from paceline.launch.worker.traceback_text import traceback_text
@@ -67,7 +67,7 @@ def run(
     if environment.get("WORLD_SIZE") not in (None, 1):
         same_files.watch(same_files.Claims(report, shown))
     path = os.path.abspath(target.name)  # the script may change the working directory
-    is_compiler_imported, variables = "torch._dynamo" in sys.modules, environment.snapshot()
+    is_compiler_imported, variables = FRONT in sys.modules, environment.snapshot()
     code = watched(work, report)
     if code == 0 and environment.get("RANK") == 0:
         if target.kind == "script":
