@@ -1,6 +1,6 @@
 """A rank is killed in the same job under `paceline launch` and under torchrun: when training goes on, and what is lost.
 
-    python benchmarks/bench_recovery.py [--procs 2] [--rounds 1] [--torchft PYTHON]
+    python benchmarks/bench_recovery.py [--procs 2] [--rounds 1] [--jobs paceline,torchrun] [--compile] [--torchft PYTHON]
 
 All sides run at the same time, so that they see the same load, and save every 4 steps; the last rank is killed by SIGKILL
 after 10 steps, once. Each process appends its steps to one file. torchrun's job is DDP with `torch.save` by rank 0, and
@@ -10,6 +10,10 @@ thread is asleep while it neither runs nor waits for a core: as it waits for a f
 `--torchft` adds torchft, of an environment that has it: each rank is a replica of its own, the others go on without the
 one that was killed, and its new process gets the weights from one of them. Nothing is saved. Once with torchft's own
 timeouts, and once ("short") with a second for each.
+
+The job `stays` shows what processes would need that stay: nobody is killed, but all ranks of Paceline's job fail in that step,
+leave their group, and begin the job again in the same process. `--compile` compiles the model of all jobs; the cache of
+the compiler's files is empty when a job begins.
 """
 
 from __future__ import annotations
@@ -28,6 +32,12 @@ from pathlib import Path
 from typing import Any
 
 SAVE_EVERY, KILL_AT, STEPS, ROWS = 4, 10, 16, 64
+COMPILE = "BENCH_RECOVERY_COMPILE"
+_life = [1]  # which pass of a process that stays
+
+
+class Struck(Exception):
+    """Ends the first pass of a process that stays."""
 
 
 def note(folder: Path, event: str, **values: Any) -> None:
@@ -37,7 +47,7 @@ def note(folder: Path, event: str, **values: Any) -> None:
         "t": time.time(),
         "cpu": time.process_time(),
         "asleep": asleep(),
-        "pid": os.getpid(),
+        "pid": f"{os.getpid()}, {_life[0]}",
         **values,
     }
     with (folder / "lines").open("a") as lines:
@@ -50,6 +60,18 @@ def asleep() -> float:
     return time.monotonic() - (int(ran) + int(queued)) / 1e9
 
 
+def model_and_optimizer() -> tuple[Any, Any]:
+    """Makes the same in every job. The first optimizer of a process imports the front of torch's compiler."""
+    import torch
+
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    model = torch.nn.Sequential(torch.nn.Linear(4, 64), *layers, torch.nn.Linear(64, 1))
+    if os.environ.get(COMPILE):
+        model.compile()
+    return model, torch.optim.AdamW(model.parameters())
+
+
 def strike(folder: Path, step: int, rank: int, ranks: int, done: int | None = None) -> None:
     """Kills this process if it is the one, the first time. `done`: steps of all ranks together, if not all that were done."""
     struck = folder / "struck"
@@ -59,8 +81,8 @@ def strike(folder: Path, step: int, rank: int, ranks: int, done: int | None = No
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def by_paceline(folder: Path) -> None:
-    """The job with `resume` and `save_state`."""
+def by_paceline(folder: Path, fails: bool = False) -> None:
+    """The job with `resume` and `save_state`. `fails`: all ranks raise `Struck` where one would be killed."""
     import torch
     from torch.utils.data import DataLoader
 
@@ -68,9 +90,9 @@ def by_paceline(folder: Path) -> None:
 
     note(folder, "imported")
     accelerator = Accelerator(cpu=True, split_batches=True, project_dir=folder)
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
-    optimizer = torch.optim.AdamW(model.parameters())
+    note(folder, "grouped")
+    model, optimizer = model_and_optimizer()
+    note(folder, "made")
     loader = DataLoader(torch.randn(ROWS * STEPS, 4), batch_size=ROWS)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     note(folder, "prepared")
@@ -78,13 +100,33 @@ def by_paceline(folder: Path) -> None:
     note(folder, "restored")
     for batch in loader:
         accelerator.backward(model(batch).square().mean())
-        strike(folder, step, accelerator.process_index, accelerator.num_processes)
+        if not fails:
+            strike(folder, step, accelerator.process_index, accelerator.num_processes)
+        elif step >= KILL_AT:
+            if accelerator.process_index == 0:
+                note(folder, "strikes", step=step, ranks=accelerator.num_processes)
+            raise Struck
         optimizer.step()
         optimizer.zero_grad()
         step += 1
         note(folder, "step", step=step)
         if step % SAVE_EVERY == 0:
             accelerator.save_state()
+
+
+def by_staying(folder: Path) -> None:
+    """Paceline's job twice in the same process; the first time all ranks fail."""
+    import torch.distributed as dist
+
+    try:
+        by_paceline(folder, fails=True)
+    except Struck:
+        dist.barrier()
+        (folder / "struck").touch()  # nobody is killed
+        dist.destroy_process_group()
+    _life[0] = 2
+    note(folder, "begins")
+    by_paceline(folder)
 
 
 def by_torch(folder: Path) -> None:
@@ -95,10 +137,10 @@ def by_torch(folder: Path) -> None:
 
     note(folder, "imported")
     dist.init_process_group("gloo")
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    note(folder, "grouped")
+    model, optimizer = model_and_optimizer()
+    note(folder, "made")
     rows = torch.randn(ROWS * STEPS, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
     whole = torch.nn.parallel.DistributedDataParallel(model)
     note(folder, "prepared")
     step, newest = 0, folder / "newest.pt"
@@ -131,10 +173,10 @@ def by_torchft(folder: Path) -> None:
 
     note(folder, "imported")
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    note(folder, "grouped")  # that comes with the first step
+    model, inner = model_and_optimizer()
+    note(folder, "made")
     rows = torch.randn(ROWS * STEPS, 4)
-    inner = torch.optim.AdamW(model.parameters())
 
     def load(state: dict[str, Any]) -> None:
         model.load_state_dict(state["model"])
@@ -206,7 +248,7 @@ def supervise(folder: Path, procs: int, timeouts: list[str]) -> int:
     return next(filter(None, codes), 0)
 
 
-def commands(procs: int, torchft: str = "") -> dict[str, list[str]]:
+def commands(procs: int, wanted: list[str], torchft: str = "") -> dict[str, list[str]]:
     """The commands by their names; the script and its words follow."""
     python = sys.executable
     torchrun = ["torch.distributed.run", "--nproc-per-node", str(procs), "--max-restarts", "3"]
@@ -214,6 +256,8 @@ def commands(procs: int, torchft: str = "") -> dict[str, list[str]]:
         "paceline": [python, "-m", "paceline", "launch", "--cpu", "--procs", str(procs), "--max-restarts", "3"],
         "torchrun": [python, "-m", *torchrun, "--monitor-interval", "0.1"],
     }
+    found["stays"] = found["paceline"]
+    found = {name: found[name] for name in wanted}
     if torchft:
         supervised = [torchft, __file__, "--procs", str(procs), "--supervise"]
         found["torchft"] = [*supervised, ""]
@@ -221,7 +265,7 @@ def commands(procs: int, torchft: str = "") -> dict[str, list[str]]:
     return found
 
 
-PHASES = ("begins", "imported", "prepared", "restored", "step")
+PHASES = ("begins", "imported", "grouped", "made", "prepared", "restored", "step")
 
 
 def measured(jobs: dict[str, list[str]], limit_s: float) -> dict[str, dict[str, float]]:
@@ -236,17 +280,19 @@ def measured(jobs: dict[str, list[str]], limit_s: float) -> dict[str, dict[str, 
                 words = [*command, __file__, "--job", name, "--folder", str(folder)]
             # A pipe that nobody reads would stop a job that prints much, as torchft does.
             with (folder / "output").open("w") as output:
-                running[name] = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT)
+                env = {**os.environ, "TMPDIR": str(folder)}
+                running[name] = subprocess.Popen(words, stdout=output, stderr=subprocess.STDOUT, env=env)
         rows = {}
-        for name, job in running.items():
-            try:
-                job.wait(limit_s)
-            finally:
+        try:
+            for name, job in running.items():
+                if job.wait(limit_s):
+                    raise RuntimeError(f"{name}: {(Path(text) / name / 'output').read_text()[-2000:]}")
+                lines = (Path(text) / name / "lines").read_text().splitlines()
+                rows[name] = figures([json.loads(line) for line in lines])
+        finally:
+            for job in running.values():
                 job.terminate()
-            if job.returncode:
-                raise RuntimeError(f"{name}: {(Path(text) / name / 'output').read_text()[-2000:]}")
-            lines = (Path(text) / name / "lines").read_text().splitlines()
-            rows[name] = figures([json.loads(line) for line in lines])
+                job.wait()
     return rows
 
 
@@ -255,8 +301,9 @@ def figures(lines: list[dict[str, Any]]) -> dict[str, float]:
     strike = next(line for line in lines if line["event"] == "strikes")
     struck = strike["t"]
     begun = [line for line in lines if line["event"] == "begins" and line["t"] > struck]
-    new_ones = {line["pid"] for line in begun}
     steps = [line for line in lines if line["event"] == "step"]
+    # Some of torchrun's new processes fail before their first step, and are started once more.
+    new_ones = {line["pid"] for line in begun} & {line["pid"] for line in steps}
     after = [line for line in steps if line["pid"] in new_ones]
     # A rank that was not struck may end the step in which the other one was.
     done = max(line["step"] for line in steps if line["pid"] not in new_ones and line["step"] <= strike["step"] + 1)
@@ -287,6 +334,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=1)
     # torchrun's new ranks once waited for each other for ever, in the constructor of gloo's group.
     parser.add_argument("--limit-s", type=float, default=240.0, help="seconds for a job")
+    parser.add_argument("--compile", action="store_true", help="compile the model")
+    parser.add_argument("--jobs", default="paceline,torchrun", help="some of paceline, torchrun and stays")
     parser.add_argument("--torchft", default="", help="the Python of an environment with torchft")
     parser.add_argument("--job", default="")
     parser.add_argument("--supervise", default=None)
@@ -294,12 +343,15 @@ def main() -> None:
     options = parser.parse_args()
     if options.job:
         note(options.folder, "begins")
-        {"paceline": by_paceline, "torchrun": by_torch, "torchft": by_torchft}[options.job](options.folder)
+        ways = {"paceline": by_paceline, "stays": by_staying, "torchrun": by_torch, "torchft": by_torchft}
+        ways[options.job](options.folder)
         return
     if options.supervise is not None:
         raise SystemExit(supervise(options.folder, options.procs, options.supervise.split()))
     found: dict[str, dict[str, list[float]]] = {}
-    jobs = commands(options.procs, options.torchft)
+    if options.compile:
+        os.environ[COMPILE] = "1"
+    jobs = commands(options.procs, options.jobs.split(","), options.torchft)
     for _ in range(options.rounds):
         for name, row in measured(jobs, options.limit_s).items():
             for what, value in row.items():

@@ -53,7 +53,7 @@ from paceline.launch.processes.spawn import (
 from paceline.launch.processes.standstill import standstill_watch
 from paceline.launch.recordings import recording_of
 from paceline.launch.rounds import End, Report, Round
-from paceline.launch.script_libraries import script_libraries
+from paceline.launch.script_libraries import needed_by, script_libraries
 from paceline.launch.worker import pickling, worker
 
 _HEARTBEAT_INTERVAL_S = 0.2
@@ -175,7 +175,7 @@ class LocalHandle:
             is_function = self.job.target.function is not None
             if self._starts_several:
                 with self.signals.interruptible():
-                    import_for_scripts(self.job.compat.split(","), freeze=not is_function)
+                    import_for_scripts(needed_by(self.job, forked=True), freeze=not is_function)
             if not is_function:
                 gc.freeze()  # so that no garbage collection touches, and thereby copies, memory that the processes share
         elif self.job.target.function is not None:
@@ -312,7 +312,7 @@ class LocalHandle:
             # Several processes find these imports in the launcher, from which they were forked.
             before = None
             if not self._starts_several:
-                before = partial(import_for_scripts, self.job.compat.split(","), freeze=True)
+                before = partial(import_for_scripts, needed_by(self.job, forked=False), freeze=True)
             code = worker.run(self.job.target, report, self.job.compat, shared=self._shared, before=before)
             if code:
                 worker.leave_after_failure(code)
@@ -507,18 +507,16 @@ class LocalHandle:
             child.send(number)
 
 
-def import_for_scripts(libraries: Iterable[str], *, freeze: bool = False) -> None:
-    """Imports torch and what scripts for these libraries always need, with the garbage collection off.
+def import_for_scripts(modules: Iterable[str], *, freeze: bool = False) -> None:
+    """Imports torch and what scripts need besides, with the garbage collection off.
 
     Args:
-        libraries: the libraries whose names are served.
+        modules: names of modules.
         freeze: whether later garbage collections skip all objects that exist after the imports.
     """
     with fast_imports():
-        importlib.import_module("torch")
-        for library in script_libraries(libraries):
-            for name in library.imports:
-                importlib.import_module(name)
+        for name in ("torch", *modules):
+            importlib.import_module(name)
         if freeze:
             # Before garbage collection is on again, because the first one would visit all new objects (0.16 s).
             gc.freeze()

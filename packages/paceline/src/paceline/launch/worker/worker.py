@@ -25,7 +25,7 @@ import re
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, NoReturn
@@ -34,6 +34,7 @@ from paceline.base import env as environment
 from paceline.base.terminal import say
 from paceline.config import libraries
 from paceline.launch.job import Target
+from paceline.launch.script_libraries import COMPILER_VARIABLE, FRONT
 from paceline.launch.worker import same_files, show_once
 from paceline.launch.worker.pickling import write_value
 from paceline.launch.worker.traceback_text import traceback_text
@@ -66,10 +67,28 @@ def run(
     if environment.get("WORLD_SIZE") not in (None, 1):
         same_files.watch(same_files.Claims(report, shown))
     path = os.path.abspath(target.name)  # the script may change the working directory
+    is_compiler_imported, variables = FRONT in sys.modules, environment.snapshot()
     code = watched(work, report)
-    if code == 0 and target.kind == "script" and environment.get("RANK") == 0:
-        _note_lone_processes(path)
+    if code == 0 and environment.get("RANK") == 0:
+        if target.kind == "script":
+            _note_lone_processes(path)
+        if is_compiler_imported:
+            _note_late_variables(variables)
     return code
+
+
+def _note_late_variables(before: Mapping[str, str]) -> None:
+    """Names variables of torch's compiler that were set after the launcher had imported it, which is when it reads most."""
+    late = []
+    for name, value in environment.snapshot().items():
+        # The compiler itself sets the last one.
+        if COMPILER_VARIABLE.match(name) and before.get(name) != value and name != "TORCHINDUCTOR_CACHE_DIR":
+            late.append(name)
+    if late:
+        say(
+            f"{', '.join(late)}: set by a file that the script imports, which may be too late, as the launcher had already "
+            "imported torch's compiler. Set it before the command, or in the script itself."
+        )
 
 
 def _note_lone_processes(script: str) -> None:
