@@ -30,6 +30,7 @@ from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.mixtures import divide_gradient, divides_gradient
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy, Context
+from paceline.parallel.written_numbers import note_written
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.tensors import has_hooks_after, has_users_gradient_hooks, take_over_hooks, times_written
@@ -91,7 +92,7 @@ class Units(AppliedStrategy):
         self._hooks: dict[nn.Parameter, GradientHooks] = {}
         self._later_hooks: dict[nn.Parameter, dict[int, Callable[[torch.Tensor], None]]] = {}
         for parameters in self._groups:
-            internals.carry_values(parameters, _refuse_values)
+            internals.carry_values(parameters, _refuse_values, note_written)
             internals.call_before_reduction(parameters, self._set_aside)
         internals.call_around_final_callback(self._units, after=self._call_hooks)
         forget_with(model, lambda set_to_none: self.forget(set_to_none=set_to_none))
