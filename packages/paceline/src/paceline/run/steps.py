@@ -321,6 +321,8 @@ class Steps:
         except BaseException as error:
             self._run.explain_exhaustion("backward", error)
             raise
+        if self._run.scaler is not None:
+            self._run.scaler.pass_ended()
         if self._replicas is not None:
             self._replicas.passed()
         elif self._run.world.size == 1:
