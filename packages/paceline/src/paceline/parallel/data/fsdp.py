@@ -104,8 +104,7 @@ class Units(AppliedStrategy):
             internals.reset_unfinished(root)
             for hooks in self._hooks.values():
                 hooks.put_back()
-        self._take_hooks(self._shards())
-        self._take_hooks_alone()
+        self._look_for_hooks()
         self._refuse_changes()
         # Here, because a parameter may have been unfrozen.
         for parameter in self._parameters:
@@ -142,7 +141,8 @@ class Units(AppliedStrategy):
     def _pass_began(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise _double_backward()
-        self._take_hooks_alone()  # some may have been registered since the forward pass
+        # Some may have been registered since the forward pass; those of shards are taken as these are reduced.
+        self._look_for_hooks() if self._holding else self._take_hooks_alone()
 
     def _refuse_changes(self) -> None:
         """Refuses a model in which other parameters stand in the places of divided ones.
@@ -254,11 +254,10 @@ class Units(AppliedStrategy):
 
         Unless hooks of the script's wait for the gradients of each pass.
         """
-        self._take_hooks(self._shards())
         self._holding += 1
         self._notes = True
-        if self._is_stage or not self._has_hooks():
-            self._communicate(False)
+        self._communicate(False)
+        self._look_for_hooks()
         try:
             yield
         finally:
@@ -309,8 +308,16 @@ class Units(AppliedStrategy):
     def _shards(self) -> Iterator[nn.Parameter]:
         return map(internals.sharded_parameter, self._parameters)
 
+    def _look_for_hooks(self) -> None:
+        """Takes the script's hooks over. They see the mean of each pass, which is then reduced although it is held."""
+        self._take_hooks(self._shards())
+        self._take_hooks_alone()
+        # Those of a stage wait for the whole batch.
+        if self._holding and not self._is_stage and self._has_hooks():
+            self._communicate(True)
+
     def _take_hooks_alone(self) -> None:
-        # Those of a stage wait for the whole batch. Of shards, FSDP2 itself calls hooks after the accumulation.
+        # Of shards, FSDP2 itself calls hooks after the accumulation.
         if not self._is_stage:
             self._take_hooks(self._alone)
             self._take_hooks(filter(has_hooks_after, self._alone), always=True)
