@@ -60,23 +60,18 @@ def note_numbers(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]
     written = tensors(written_arguments(operation, args, keywords))
     values = leaves((args, keywords))
     # What autograd computes is averaged later, and comes of losses that each rank has for itself.
-    if not written and (is_in_autograd_node() or (torch.is_grad_enabled() and any(map(_needs_gradient, values)))):
+    is_recorded = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors(values))
+    if not written and (is_recorded or is_in_autograd_node()):
         return
     numbers = [number for number in map(_number_of, filter(_is_number, values)) if number is not None]
-    if not numbers:
-        return
     if any(tensor.dim() for tensor in written):
         for number in numbers:
             note_written(number)
-    elif not written:
+    elif numbers and not written:
         # So that an average which is computed of itself, step by step, does not grow.
         carried = sum(number / (place + 2) for place, number in enumerate(numbers))
         for tensor in filter(is_sharded, tensors(result)):
             setattr(tensor, _CARRIED, carried)
-
-
-def _needs_gradient(value: object) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _is_number(value: object) -> bool:
