@@ -38,7 +38,7 @@ from paceline.torch_internals.tensors import has_users_gradient_hooks, put_hooks
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.tree import children, describe, first_rows, map_tensors, rebuild, tensors
+from paceline.world.tree import Tree, children, describe, first_rows, map_tensors, rebuild, tensors
 from paceline_large.hooks_on_parts import HooksOnParts
 from paceline_large.pipeline.copies import Copies
 from paceline_large.pipeline.schedules import build
@@ -569,7 +569,7 @@ def _rows_of(batch: BatchPart, rows: int, begin: int, end: int) -> BatchPart:
     def has_rows(value: object) -> bool:
         return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows
 
-    def cut(value: Any) -> Any:
+    def cut(value: Tree) -> Tree:
         if isinstance(value, Tensor):
             return value[begin:end] if has_rows(value) else value
         inner = children(value)

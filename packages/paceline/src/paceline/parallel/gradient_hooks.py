@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from paceline.parallel.divided_parameters import part_of
-from paceline.parallel.written_numbers import note_written
 from paceline.torch_internals.dispatch import accumulates
 from paceline.torch_internals.tensors import is_users_hook, take_over_gradient_hooks
 from paceline.world.sharded import is_sharded, local, whole
+from paceline.world.written_numbers import note_written
 
 if TYPE_CHECKING:
     from torch import nn

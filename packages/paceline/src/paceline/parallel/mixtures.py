@@ -24,7 +24,6 @@ from torch import Tensor
 
 from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of
-from paceline.parallel.written_numbers import note_numbers, note_written
 from paceline.torch_internals.dispatch import written_arguments
 from paceline.torch_internals.dtensor import local_tensor, lost_view
 from paceline.torch_internals.tensors import has_gradient_hook, hook_gradient
@@ -32,6 +31,7 @@ from paceline.world.layout import AXES
 from paceline.world.places import user_frame
 from paceline.world.sharded import is_sharded, quietly, whole
 from paceline.world.tree import map_leaves, tensors
+from paceline.world.written_numbers import note_numbers, note_written
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -34,11 +34,11 @@ import torch.distributed as dist
 from paceline.base.errors import TrainError
 from paceline.base.log import logger, warn_once
 from paceline.optim.loss_weights import is_compared
-from paceline.parallel.written_numbers import WrittenNumbers
 from paceline.world import rendezvous
 from paceline.world.layout import AXES
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import local
+from paceline.world.written_numbers import WrittenNumbers
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -30,7 +30,6 @@ from paceline.parallel.gradient_hooks import GradientHooks
 from paceline.parallel.mixtures import divide_gradient, divides_gradient
 from paceline.parallel.optimizer_adapter import OptimizerAdapter, step_held
 from paceline.parallel.strategy import AppliedStrategy, Context
-from paceline.parallel.written_numbers import note_written
 from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.tensors import has_hooks_after, has_users_gradient_hooks, take_over_hooks, times_written
@@ -40,6 +39,7 @@ from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded, part_like
 from paceline.world.tree import tensors
+from paceline.world.written_numbers import note_written
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

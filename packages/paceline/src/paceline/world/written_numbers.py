@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from paceline.torch_internals.dispatch import is_in_autograd_node, written_arguments
+from paceline.torch_internals.dispatch import Operation, is_in_autograd_node, written_arguments
 from paceline.world.sharded import is_sharded
 from paceline.world.tree import leaves, tensors
 
@@ -55,7 +55,7 @@ def note_written(value: float | Tensor) -> None:
         written.note(value)
 
 
-def note_numbers(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any], result: Any) -> None:
+def note_numbers(operation: Operation, args: tuple[Any, ...], keywords: dict[str, Any], result: object) -> None:
     """Notes the numbers of an operation that has run on parts, or lets its result carry them."""
     written = tensors(written_arguments(operation, args, keywords))
     values = leaves((args, keywords))
