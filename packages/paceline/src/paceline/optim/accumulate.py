@@ -610,12 +610,11 @@ class Accumulation:
             num_reached = [float(not mean.parameters.isdisjoint(parameters)) for mean in open_means]
             if self.width > 1:
                 num_reached = self._collectives.sum_numbers(num_reached)
-            open_means = [mean for mean, number in zip(open_means, num_reached, strict=True) if number]
-            if not open_means:
-                continue
-            self._finish_reduction(self.waiting_models)
-            for mean in open_means:
-                self._replace_estimate(window, mean, is_reduced=True)
+            if any(num_reached):
+                self._finish_reduction(self.waiting_models)
+            for mean, number in zip(open_means, num_reached, strict=True):
+                if number:
+                    self._replace_estimate(window, mean, is_reduced=True)
 
     def over_ranks(self, loss: T, passes_before: int) -> T:
         """Returns the loss of a closure such that the gradients are its gradients: the mean over all ranks, with their weights.

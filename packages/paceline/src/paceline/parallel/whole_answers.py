@@ -60,7 +60,7 @@ def answer_for_whole_tensors() -> None:
         for overload in packet.overloads():
             if not overload.endswith("out"):
                 answer(getattr(packet, overload), _look)
-    answer_mixtures(*MIXTURES)
+    answer_mixtures(MIXTURES)
 
 
 def tell_of_parts() -> None:

@@ -187,7 +187,7 @@ def warm_up() -> None:
         folders = importlib.import_module(package).__path__
         for module in pkgutil.walk_packages(folders, f"{package}."):
             importlib.import_module(module.name)
-    answers_to_mixtures(*MIXTURES)
+    answers_to_mixtures(MIXTURES)
     # Without an accelerator, each `torch.manual_seed` notes its stack with lines of the sources, which are read here (0.03 s).
     traceback.format_stack()
     resolve_run(env={})

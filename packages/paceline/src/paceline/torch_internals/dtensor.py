@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor, Placement
 
+Answers = tuple[Callable[..., bool], Callable[..., Any], Callable[..., None]]
+
 # DTensor logs here, on each rank, that a gather over several axes would be faster with a mesh made differently.
 REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 
@@ -82,28 +84,25 @@ def answer(operation: Any, function: Callable[..., Any]) -> None:
     DTensor._op_dispatcher._custom_op_handlers[operation] = function
 
 
-def answer_mixtures(
-    is_answered: Callable[..., bool], function: Callable[..., Any], passed: Callable[..., None]
-) -> None:
+def answer_mixtures(answers: Answers) -> None:
     """Lets a function run in the place of operators that compute with several values or write to one, on some arguments.
 
     torch asks for such a function before it refuses the mixture. Where it is not to run, operations go their way.
 
     Args:
-        is_answered: whether the function runs; gets what `function` gets.
-        function: gets the operator, its arguments and its keyword arguments.
-        passed: gets these and the result after an operation that has gone its way, on all ranks.
+        answers: whether the function runs; the function; and what gets the result, too, after an operation that has gone its
+            way on all ranks. All get the operator, its arguments and its keyword arguments.
     """
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
-    answers = answers_to_mixtures(is_answered, function, passed)
-    taken = {operation: before for operation, before in handlers.items() if operation in answers}
-    handlers.update(answers)
+    functions = answers_to_mixtures(answers)
+    taken = {operation: before for operation, before in handlers.items() if operation in functions}
+    handlers.update(functions)
     for operation, before in taken.items():
         # Losses of divided logits take whole targets, while `loss_parallel` is on.
         is_loss = getattr(before, "__module__", None) == "torch.distributed.tensor.parallel.loss"
-        handlers[operation] = before if is_loss else _answer_or_pass(before, is_answered, function, passed)
+        handlers[operation] = before if is_loss else _answer_or_pass(before, answers)
 
 
 # Those of open `mixtures_refused`, the innermost last: torch's table is one for the process, too.
@@ -125,28 +124,26 @@ def mixtures_refused(refusal: Callable[[str], Exception]) -> Iterator[None]:
 
 
 @cache
-def answers_to_mixtures(
-    is_answered: Callable[..., bool], function: Callable[..., Any], passed: Callable[..., None]
-) -> dict[Any, Callable[..., Any]]:
+def answers_to_mixtures(answers: Answers) -> dict[Any, Callable[..., Any]]:
     """Returns torch's own operators that take several tensors or a number, or write to one, each with what runs in its place.
 
     torch makes the object of an operator when it is first asked for: 0.2 s for all 2,300, which a process that forks others
     can spend for all of them.
     """
-    answers = {}
+    functions = {}
     for schema in torch._C._jit_get_all_schemas():
         # As "aten::lerp_.Scalar(Tensor(a!) self, Tensor end, Scalar weight) -> Tensor(a!)": reading the text takes a fifth of
         # the time of reading the objects.
         name, _, rest = str(schema).partition("(")
         arguments = rest.partition(" -> ")[0]
         is_computed = arguments.count("Tensor") > 1 or any(
-            kind in arguments for kind in ("Tensor[]", "Tensor?[]", "Scalar")
+            map(arguments.__contains__, ("Tensor[]", "Tensor?[]", "Scalar"))
         )
         if name.startswith("aten::") and (is_computed or "!" in arguments):
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
             operation = getattr(packet, schema.overload_name or "default")
-            answers[operation] = _answer_or_pass(None, is_answered, function, passed)
-    return answers
+            functions[operation] = _answer_or_pass(None, answers)
+    return functions
 
 
 def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | None:
@@ -164,12 +161,9 @@ def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | N
     return base, tensor._view_func_unsafe
 
 
-def _answer_or_pass(
-    before: Callable[..., Any] | None,
-    is_answered: Callable[..., bool],
-    function: Callable[..., Any],
-    passed: Callable[..., None],
-) -> Callable[..., Any]:
+def _answer_or_pass(before: Callable[..., Any] | None, answers: Answers) -> Callable[..., Any]:
+    is_answered, function, passed = answers
+
     def answer_or_pass(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if is_answered(operation, args, keywords):
             if _refusals:

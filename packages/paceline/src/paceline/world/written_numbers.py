@@ -26,11 +26,7 @@ _sums: weakref.WeakSet[WrittenNumbers] = weakref.WeakSet()
 
 
 class WrittenNumbers:
-    """A sum of numbers, and of norms of whole tensors, each with another weight: two do not cancel out.
-
-    Attributes:
-        total: the sum.
-    """
+    """The `total` of numbers, and of norms of whole tensors, each with another weight: two do not cancel out."""
 
     def __init__(self) -> None:
         self.forget()

@@ -79,7 +79,7 @@ def test_a_function_answers_where_dtensors_meet_plain_tensors(mesh: DeviceMesh, 
         return operation(*local[0], **local[1])
 
     passed: list[Any] = []
-    dtensor.answer_mixtures(is_mixture, function, lambda operation, *_: passed.append(operation.__name__))
+    dtensor.answer_mixtures((is_mixture, function, lambda operation, *_: passed.append(operation.__name__)))
     # Autograd stands above: it has recorded the operation, and it sends the plain gradient to the DTensor.
     hooked: list[Any] = []
     tensor.register_hook(
