@@ -535,6 +535,8 @@ class Accumulation:
             candidates = list(self._parameters())
             num_used = self._collectives.sum_numbers([parameter in chosen for parameter in candidates])
             chosen = {parameter for parameter, number in zip(candidates, num_used, strict=True) if number}
+        if not chosen:
+            return
         for other in window.means:
             if other is not mean and not other.parameters.isdisjoint(mean.parameters):
                 raise mixed(mean, other)
@@ -602,9 +604,13 @@ class Accumulation:
         Ranks: all.
         """
         for window in self._windows.all:
-            window.used(parameters)
+            if window.members:
+                window.used(parameters)
+            # In a window of one micro-batch every divisor is known before the pass.
+            if window.steps == 1 or not window.sync:
+                continue
             open_means = [mean for mean in window.means if not mean.is_exact]
-            if not window.sync or not open_means:
+            if not open_means:
                 continue
             # Other means may have a pass before them in this micro-batch. A rank may have used no parameter of a mean.
             num_reached = [float(not mean.parameters.isdisjoint(parameters)) for mean in open_means]

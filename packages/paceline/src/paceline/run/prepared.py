@@ -150,8 +150,8 @@ class Prepared:
         scheduled = [entry for entry in self.optimizers if own is entry or own is entry.optimizer]
         return scheduled or self.optimizers
 
-    def parameters(self, models: Iterable[int] | None = None) -> Iterator[Tensor]:
-        """Yields the parameters of this rank, each once, in one order on all ranks.
+    def parameters(self, models: Iterable[int] | None = None) -> list[Tensor]:
+        """Returns the parameters of this rank, each once, in one order on all ranks.
 
         Args:
             models: the numbers of the models; None for all, and for parameters that only optimizers hold.
@@ -160,12 +160,11 @@ class Prepared:
         groups: list[Iterable[Tensor]] = [model.chain.shards_of(model.module.parameters()) for model in chosen]
         if models is None:
             groups += map(parameters_of, self.optimizers)
-        seen: set[int] = set()
+        by_id: dict[int, Tensor] = {}
         for parameters in groups:
             for parameter in parameters:
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+                by_id[id(parameter)] = parameter
+        return list(by_id.values())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters of the models with the names that they have in the user's modules."""

@@ -237,7 +237,7 @@ class Steps:
         """See `Accelerator.unscale_gradients`."""
         if optimizer is None:
             # Parameters that no optimizer steps have gradients, too.
-            self._finish(self._gradients.ended(list(self._prepared.parameters())))
+            self._finish(self._gradients.ended(self._prepared.parameters()))
             return
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
         for prepared in self._prepared.optimizers:

@@ -104,7 +104,8 @@ class Units(AppliedStrategy):
             internals.reset_unfinished(root)
             for hooks in self._hooks.values():
                 hooks.put_back()
-        self._look_for_hooks()
+        self._take_hooks(self._shards())
+        self._take_hooks_alone()
         self._refuse_changes()
         # Here, because a parameter may have been unfrozen.
         for parameter in self._parameters:
@@ -141,8 +142,10 @@ class Units(AppliedStrategy):
     def _pass_began(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise _double_backward()
-        # Some may have been registered since the forward pass; those of shards are taken as these are reduced.
-        self._look_for_hooks() if self._holding else self._take_hooks_alone()
+        # Some may have been registered since the forward pass; those of shards are also taken as these are reduced.
+        if self._holding:
+            self._take_hooks(self._shards())
+        self._take_hooks_alone()
 
     def _refuse_changes(self) -> None:
         """Refuses a model in which other parameters stand in the places of divided ones.
@@ -252,12 +255,11 @@ class Units(AppliedStrategy):
     def hold_gradients(self, alone: bool = False) -> Iterator[None]:
         """While it is open, backward passes accumulate whole gradients without communication.
 
-        Unless hooks of the script's wait for the gradients of each pass.
+        Unless hooks of the script's wait for the gradients of each pass, which its forward and backward pass look for.
         """
         self._holding += 1
         self._notes = True
         self._communicate(False)
-        self._look_for_hooks()
         try:
             yield
         finally:
@@ -308,19 +310,15 @@ class Units(AppliedStrategy):
     def _shards(self) -> Iterator[nn.Parameter]:
         return map(internals.sharded_parameter, self._parameters)
 
-    def _look_for_hooks(self) -> None:
-        """Takes the script's hooks over. They see the mean of each pass, which is then reduced although it is held."""
-        self._take_hooks(self._shards())
-        self._take_hooks_alone()
-        # Those of a stage wait for the whole batch.
-        if self._holding and not self._is_stage and self._has_hooks():
-            self._communicate(True)
-
     def _take_hooks_alone(self) -> None:
-        # Of shards, FSDP2 itself calls hooks after the accumulation.
-        if not self._is_stage:
-            self._take_hooks(self._alone)
-            self._take_hooks(filter(has_hooks_after, self._alone), always=True)
+        # Those of a stage wait for the whole batch. Of shards, FSDP2 itself calls hooks after the accumulation.
+        if self._is_stage:
+            return
+        self._take_hooks(self._alone)
+        self._take_hooks(filter(has_hooks_after, self._alone), always=True)
+        # They see the mean of each pass, which is then reduced although it is held.
+        if self._holding and self._has_hooks():
+            self._communicate(True)
 
     def _take_hooks(self, parameters: Iterable[nn.Parameter], always: bool = False) -> None:
         for parameter in parameters:
