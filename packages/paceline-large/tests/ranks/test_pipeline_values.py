@@ -371,3 +371,32 @@ def test_what_is_changed_after_prepare_is_followed_or_refused_on_all_ranks():
     for followed, *refused in run_ranks(work, 2):
         torch.testing.assert_close(followed, changed_later(set_head, False, None), atol=1e-12, rtol=0)
         assert refused == ["pipeline-changed"] * 4
+
+
+def summed_targets(output, target):
+    """The loss of targets of which each sample has a list or a dict of its own, as the boxes of an image."""
+    values = [sum(float(box["area"].sum()) for box in boxes) + len(text) for boxes, text in zip(*target, strict=True)]
+    return (output.squeeze(-1) - torch.tensor(values)).square().mean()
+
+
+def losses_of_lists(plan):
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, plan=plan)
+    model = Model()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    losses = []
+    for number in range(3):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(4, 4, generator=generator)
+        boxes = [[{"area": torch.randn(3, generator=generator)}] * count for count in range(4)]
+        losses.append(float(accelerator.forward_backward(model, (x, (boxes, ["a", "bb", "", "dddd"])), summed_targets)))
+        optimizer.step()
+        optimizer.zero_grad()
+    accelerator.free_memory()
+    return losses
+
+
+def test_lists_with_an_entry_for_each_sample_are_divided():
+    (expected,) = run_ranks(losses_of_lists, 1, args=({},))
+    for losses in run_ranks(losses_of_lists, 2, args=({"pp": 2},)):
+        assert losses == pytest.approx(expected, rel=1e-5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from paceline import Accelerator, PacelineError, set_seed
 from paceline.base.errors import TrainError
 from paceline.base.log import forget_warnings
 
-HARMLESS = ("nothing", "reduced rate", "shared noise", "all skip", "shared gradients")
+HARMLESS = ("nothing", "reduced rate", "shared noise", "all skip", "shared gradients", "shared rate times gradients")
 HARMFUL = (
     "own rate",
     "own plateau",
@@ -25,12 +27,51 @@ HARMFUL = (
     "own noise",
     "own first weights",
     "own weights before a save",
-    "own mean times gradients",
-    "own loss times gradients",
     "own loss times weights",
+    "own factor in a hook",
+    "own loss beside another run",
     "own values in forward",
     "own frozen values in forward",
 )
+
+
+def by_new_gradients(parameter: nn.Parameter, own: float, x: torch.Tensor) -> None:
+    parameter.grad = parameter.grad * own + 0.0
+
+
+def by_limit(parameter: nn.Parameter, own: float, x: torch.Tensor) -> None:
+    parameter.grad = parameter.grad.clamp(-own / 50, own / 50)
+
+
+def by_two_of_one_sum(parameter: nn.Parameter, own: float, x: torch.Tensor) -> None:
+    parameter.grad.mul_(1 + own)
+    parameter.grad.mul_(1 - own)
+
+
+def beside_an_infinite_limit(parameter: nn.Parameter, own: float, x: torch.Tensor) -> None:
+    parameter.grad.clamp_(-math.inf, 100)
+    parameter.grad.mul_(own)
+
+
+def by_rate(parameter: nn.Parameter, own: float, x: torch.Tensor) -> None:
+    parameter.data -= own * parameter.grad
+
+
+# What a script does to each parameter between `backward` and `step`, by a number that only this rank has.
+WRITES: dict[str, Callable[[nn.Parameter, float, torch.Tensor], object]] = {
+    "own mean times gradients": lambda parameter, _, x: parameter.grad.mul_(1 + x.mean()),
+    "own loss times gradients": lambda parameter, own, _: parameter.grad.mul_(own),
+    "own loss times new gradients": by_new_gradients,
+    "own limit of new gradients": by_limit,
+    "own numbers of one sum": by_two_of_one_sum,
+    "own loss beside an infinite limit": beside_an_infinite_limit,
+    "own count divides gradients": lambda parameter, own, _: parameter.grad.div_(math.ceil(20 * own)),
+    "own rate times gradients": by_rate,
+    "own loss beside another run": lambda parameter, own, _: parameter.grad.mul_(own),
+    "shared gradients": lambda parameter, *_: parameter.grad.mul_(0.5),
+    "shared rate times gradients": lambda parameter, *_: by_rate(parameter, 0.1, parameter),
+}
+HARMFUL += tuple(how for how in WRITES if how.startswith("own") and how not in HARMFUL)
 
 
 class Centred(nn.Linear):
@@ -49,7 +90,7 @@ class Centred(nn.Linear):
         return super().forward(x)
 
 
-def train(accelerator: Accelerator, how: str, folder: str) -> None:
+def train(accelerator: Accelerator, how: str, folder: str, plan: dict[str, int]) -> None:
     set_seed(0)
     model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), Centred(how))
     optimizer = torch.optim.SGD(filter(lambda parameter: parameter.requires_grad, model.parameters()), lr=0.1)
@@ -59,6 +100,8 @@ def train(accelerator: Accelerator, how: str, folder: str) -> None:
     model, optimizer, loader, plateau = accelerator.prepare(model, optimizer, DataLoader(data, 4), plateau)
     rank = accelerator.process_index
     set_seed(rank if how == "own noise" else 0)
+    for parameter in model.parameters() if how == "own factor in a hook" else ():
+        parameter.register_hook(lambda gradient: gradient * float(1 + x.mean()))
     for number, (x, y) in enumerate(loader):
         if how == "own skip of a batch" and number == 3 + rank:
             continue
@@ -77,16 +120,13 @@ def train(accelerator: Accelerator, how: str, folder: str) -> None:
         if how == "own plateau":
             plateau.step(1.0 - number * rank)
         own_loss = loss.item()
-        factors = {
-            "own mean times gradients": 1 + x.mean(),
-            "own loss times gradients": own_loss,
-            "shared gradients": 0.5,
-        }
-        for parameter in model.parameters() if how in factors else ():
-            parameter.grad.mul_(factors[how])
+        for parameter in model.parameters() if how in WRITES else ():
+            WRITES[how](parameter, own_loss, x)
         if how != "own skip of a step" or number != 1 + rank:
             optimizer.step()
         optimizer.zero_grad()
+        if how == "own loss beside another run":
+            Accelerator(cpu=True, plan=plan)
         if how == "own loss times weights":
             with torch.no_grad():
                 for parameter in model.parameters():
@@ -108,7 +148,7 @@ def outcomes(plan: dict[str, int], hows: tuple[str, ...], folder: str) -> dict[s
     for number, how in enumerate(hows):
         accelerator = Accelerator(cpu=True, plan=plan)
         try:
-            train(accelerator, how, f"{folder}/{number}")
+            train(accelerator, how, f"{folder}/{number}", plan)
             seen[how] = "trained"
         except PacelineError as error:
             seen[how] = error.code
@@ -185,7 +225,7 @@ def test_weights_that_a_loop_writes_by_own_samples_are_told_of(plan: dict[str, i
 def words_of_the_error() -> list[str]:
     accelerator = Accelerator(cpu=True)
     with pytest.raises(TrainError) as caught:
-        train(accelerator, "own rate", "")
+        train(accelerator, "own rate", "", {})
     why = caught.value.problems[0].why
     return [why] if isinstance(why, str) else list(why)
 

@@ -1,6 +1,7 @@
 """Tensor parallel on real processes: the numbers of one plain process, for models that are written in several ways."""
 
 import logging
+import warnings
 from contextlib import contextmanager, suppress
 from functools import cache
 
@@ -754,3 +755,35 @@ def test_divided_parameters_may_not():
         return caught.value.code, tuple(whole(torch.zeros(1, 4, dtype=torch.long)).shape)
 
     assert run_ranks(read, 2) == [("tensor-mixed", (1, 4, VOCABULARY))] * 2
+
+
+def codes_of_transforms():
+    paceline.set_seed(0)
+    accelerator = paceline.Accelerator(cpu=True, plan={"tp": 2})
+    model = accelerator.prepare(nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2))
+    x = torch.randn(2, 5, 8)
+
+    def with_forward_derivatives():
+        with torch.autograd.forward_ad.dual_level():
+            model(torch.autograd.forward_ad.make_dual(x, x))
+
+    calls = (
+        lambda: torch.vmap(lambda row: model(row[None])[0], randomness="different")(x),
+        lambda: torch.func.jvp(model, (x,), (x,)),
+        lambda: torch.func.grad(lambda given: model(given).sum())(x),
+        with_forward_derivatives,
+        lambda: model(x),
+    )
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch uses its own `torch.jit.script` for forward derivatives
+    codes = []
+    for call in calls:
+        try:
+            call()
+            codes.append("ran")
+        except paceline.PacelineError as error:
+            codes.append(error.code)
+    return codes
+
+
+def test_transforms_of_functions_are_refused():
+    assert run_ranks(codes_of_transforms, 2) == [["tensor-transform"] * 4 + ["ran"]] * 2

@@ -496,6 +496,64 @@ def test_gradients_that_are_returned_change_no_step(plan: Plan | None, hooked: b
         torch.testing.assert_close(after, alone[2])
 
 
+# -- models that a rank uses late, or never ------------------------------------------------------------------------------
+
+
+def two_losses(models: list[nn.Module], x: Tensor, is_used: bool) -> list[Tensor]:
+    """Two sums; the second reaches no parameter at all where its model is not used."""
+    other = models[1](x).square().sum() if is_used else torch.zeros(()).requires_grad_() * 1.0
+    return [models[0](x).square().sum(), other]
+
+
+def weights_of_two(plan: Plan | None, used: tuple[bool, ...], num_losses: tuple[int, ...]) -> list[Tensor]:
+    """Trains two models by means over items in one window.
+
+    Args:
+        plan: None trains them in plain PyTorch on the samples of both ranks.
+        used: for each micro-batch, whether rank 1 uses the second model.
+        num_losses: for each micro-batch, how many of the two losses have a backward pass.
+    """
+    torch.manual_seed(0)
+    models: list[nn.Module] = [nn.Linear(4, 3), nn.Linear(4, 3)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    generator = torch.Generator().manual_seed(1)
+    windows = torch.randn(len(used), 2, 2, 4, generator=generator)
+    if plan is None:
+        for loss_number, optimizer in enumerate(optimizers):
+            total, num_items = torch.zeros(()), 0
+            for number, by_rank in enumerate(windows):
+                for rank, x in enumerate(by_rank):
+                    if loss_number < num_losses[number]:
+                        total = total + two_losses(models, x, rank == 0 or used[number])[loss_number]
+                        num_items += 1 + number + 3 * rank
+            (total / num_items).backward()
+            optimizer.step()
+        return [model.weight.detach() for model in models]
+    accelerator = Accelerator(cpu=True, plan=plan, gradient_accumulation_steps=len(used))
+    first, second, *optimizers = accelerator.prepare(*models, *optimizers)
+    rank = accelerator.process_index
+    for number, by_rank in enumerate(windows):
+        with accelerator.accumulate(first, second):
+            losses = two_losses([first, second], by_rank[rank], rank == 0 or used[number])
+            for loss in losses[: num_losses[number]]:
+                accelerator.backward(loss, num_items=1 + number + 3 * rank)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    weights = [model.weight.detach().clone() for model in (first, second)]
+    accelerator.free_memory()
+    return weights
+
+
+@pytest.mark.parametrize("num_losses", [(2, 2, 2), (2, 2, 1)], ids=["both pass last", "one passes last"])
+@pytest.mark.parametrize("used", [(False, False, True), (False, False, False)], ids=["last", "never"])
+@pytest.mark.parametrize("plan", PLANS, ids=["replicate", "zero 1", "zero 2"])
+def test_a_rank_may_use_a_model_late_or_never(plan: Plan | None, used: Any, num_losses: Any) -> None:
+    expected = weights_of_two(None, used, num_losses)
+    for weights in run_ranks(weights_of_two, 2, args=({**plan, "shard": 2} if plan else {}, used, num_losses)):
+        torch.testing.assert_close(weights, expected)
+
+
 # -- ranks that run out of batches -----------------------------------------------------------------------------------------
 
 

@@ -575,6 +575,37 @@ def test_gradients_that_nobody_shared_are_not_stepped(plan: dict[str, Any]) -> N
     run_ranks(body, world=2)
 
 
+def steps_in_no_sync(plan: dict[str, Any], registered: str) -> torch.Tensor:
+    """Steps inside of `no_sync`, where a hook on a parameter waits for the mean of each pass."""
+    from paceline import Accelerator
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(plan=plan, cpu=True)
+    model = nn.Linear(4, 3)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    generator = torch.Generator().manual_seed(1)
+    for number in range(3):
+        x = torch.randn(4, 4, generator=generator).chunk(accelerator.num_processes)[accelerator.process_index]
+        with accelerator.no_sync(model):
+            for place in ("before", "between"):
+                if place == "between":
+                    loss = model(x).square().mean()
+                if number == 0 and place == registered:
+                    for parameter in model.parameters():
+                        parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    return accelerator.get_state_dict(model)["weight"].clone()
+
+
+@pytest.mark.parametrize("registered", ["before", "between"])
+def test_hooks_that_are_registered_where_gradients_are_held_see_their_mean(registered: str) -> None:
+    (expected,) = run_ranks(steps_in_no_sync, world=1, args=({}, registered))
+    for weights in run_ranks(steps_in_no_sync, world=2, args=({"shard": 2}, registered)):
+        torch.testing.assert_close(weights, expected)
+
+
 def test_hooks_and_second_derivatives_are_refused() -> None:
     def body() -> None:
         from paceline import Accelerator

@@ -38,7 +38,7 @@ from paceline.torch_internals.tensors import has_users_gradient_hooks, put_hooks
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
-from paceline.world.tree import describe, first_rows, map_tensors, tensors
+from paceline.world.tree import Tree, children, describe, first_rows, map_tensors, rebuild, tensors
 from paceline_large.hooks_on_parts import HooksOnParts
 from paceline_large.pipeline.copies import Copies
 from paceline_large.pipeline.schedules import build
@@ -561,14 +561,29 @@ class Pipe(Runner):
 
 
 def _rows_of(batch: BatchPart, rows: int, begin: int, end: int) -> BatchPart:
-    """Returns one micro-batch: these rows of tensors whose dim 0 is the number of rows, and everything else as it is."""
+    """Returns one micro-batch: these rows of tensors whose dim 0 is the number of rows, and these entries of lists of samples.
 
-    def cut(tensor: Tensor) -> Tensor:
-        has_rows = tensor.ndim > 0 and tensor.shape[0] == rows
-        return tensor[begin:end] if has_rows else tensor
+    Everything else is the same for each micro-batch.
+    """
 
-    micro: BatchPart = map_tensors(cut, batch)
-    return micro
+    def has_rows(value: object) -> bool:
+        return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == rows
+
+    def cut(value: Tree) -> Tree:
+        if isinstance(value, Tensor):
+            return value[begin:end] if has_rows(value) else value
+        inner = children(value)
+        if inner is None:
+            return value
+        # Texts, dicts of boxes, tensors of other lengths: an entry for each sample. Tensors that all have rows are fields.
+        with_dims = [tensor for tensor in tensors(value) if tensor.ndim]
+        are_fields = any(map(has_rows, inner)) or (bool(with_dims) and all(map(has_rows, with_dims)))
+        if type(value) in (list, tuple) and len(value) == rows and not are_fields:
+            return value[begin:end]
+        return rebuild(value, list(map(cut, inner)))
+
+    inputs, named, target = batch
+    return BatchPart(tuple(map(cut, inputs)), {name: cut(value) for name, value in named.items()}, cut(target))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from paceline.base.errors import PlanError
+from paceline.base.errors import PlanError, TrainError
 from paceline.parallel.data.averages import broadcast_tensors
 from paceline.parallel.data.division import step_by_owners
 from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, take_whole_values, whole_parameters
@@ -38,6 +38,7 @@ from paceline_large.tensor.plan import (
 )
 from paceline_large.tensor.proof import Proof, whole_counts
 from paceline_large.tensor.tensor import division_of, experts_over_ep
+from paceline_large.torch_internals.hooks import is_transformed
 from paceline_large.torch_internals.loss_parallel import divide_losses_for
 
 
@@ -54,7 +55,23 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     # The inputs of a later stage of a pipeline are computed, and may be divided.
     if context.plan.layout.pp == 1 and context.runtime.others_answer:
         SameInputs(model, "tp", context.collectives.over(context.mesh.along("tp").get_group()))
+    model.register_forward_pre_hook(_refuse_transforms, prepend=True)
     return DividedLayers(model, regions, context)
+
+
+def _refuse_transforms(model: nn.Module, _: object) -> None:
+    """A forward pre-hook.
+
+    Raises:
+        TrainError: `tensor-transform`.
+    """
+    if is_transformed():
+        raise TrainError(
+            "tensor-transform",
+            f"{type(model).__name__} was called by a transform of `torch.func`, or with forward derivatives.",
+            why="tp divides its layers, and the sums over ranks between them have no rule for `vmap`, `grad` or `jvp`",
+            fix="use plan={'replicate': 'auto'}, under which every rank holds whole layers",
+        )
 
 
 class DividedLayers(AppliedStrategy):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import Any
 
+import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 FORWARD_PRE, FORWARD, BACKWARD_PRE, BACKWARD = (
@@ -29,3 +31,8 @@ def module_hooks(module: nn.Module) -> dict[str, Collection[Callable[..., Any]]]
 def is_seen_by_a_mode() -> bool:
     """Whether some `TorchDispatchMode` sees the operations that run, such as that of selective recomputation."""
     return _get_current_dispatch_mode() is not None
+
+
+def is_transformed() -> bool:
+    """Whether the code runs inside of a transform of `torch.func`, such as `vmap`, or carries forward derivatives."""
+    return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

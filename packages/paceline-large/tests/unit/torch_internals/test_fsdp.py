@@ -118,7 +118,7 @@ def test_a_call_with_other_tensors_is_told_from_a_model_that_changed(model: nn.M
 def test_what_is_written_into_whole_parameters_reaches_their_shards(model: nn.Module) -> None:
     refused: list[Any] = []
     for group in groups_of(model):
-        fsdp.carry_values(group, refused.append)
+        fsdp.carry_values(group, refused.append, lambda _: None)
     expected = [parameter.full_tensor().clone() for parameter in model.parameters()]
     model.unshard()
     model[0].unshard()
@@ -142,7 +142,7 @@ def test_values_in_another_dtype_do_not_reach_their_shards(mesh: Any) -> None:
     model = fully_shard(nn.Linear(3, 2), mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     refused: list[Any] = []
     (group,) = fsdp.parameter_groups(model)
-    fsdp.carry_values(group, refused.append)
+    fsdp.carry_values(group, refused.append, lambda _: None)
     model(torch.ones(5, 3))
     model.weight.data.mul_(2)
     model.reshard()

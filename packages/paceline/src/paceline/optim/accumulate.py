@@ -155,7 +155,7 @@ class Accumulation:
         held: returns the parameters, of all models or of those with these numbers, with each of their gradients: the one in
             `.grad`, and those that strategies hold.
         took_part: of the parameters whose gradients have changed, returns those that took part in the last backward pass.
-        beside: returns the parameters of all models that have some of these.
+        parameters: returns those of all models and optimizers, in one order on all ranks.
         finish_reduction: reduces gradients that were held back, but not of models with these numbers. Ranks: all.
         semantics: says which weight a loss has, and whether the end of an epoch ends a window.
 
@@ -183,7 +183,7 @@ class Accumulation:
         collectives: Collectives,
         held: _Held = _nothing_held,
         took_part: Callable[[set[Tensor]], set[Tensor]] = lambda changed: changed,
-        beside: Callable[[set[Tensor]], set[Tensor]] = set,
+        parameters: Callable[[], Iterable[Tensor]] = tuple,
         finish_reduction: Callable[[Collection[int]], None] = lambda waiting: None,
         semantics: Semantics = NATIVE,
     ) -> None:
@@ -203,7 +203,7 @@ class Accumulation:
         self._collectives = collectives
         self._held = held
         self._took_part = took_part
-        self._beside = beside
+        self._parameters = parameters
         self._finish_reduction = finish_reduction
         self._items_divisor: float | None = None  # the estimate for the next window whose losses are sums over items
         self.reset()
@@ -473,7 +473,7 @@ class Accumulation:
         is_first = mean.count(own if is_local else rows_of_all, window.micro_batch, once=True)
         is_as_planned = mean.is_exact and mean.counted == mean.expected  # nearly always
         if is_first and window.sync and not is_as_planned:
-            self._replace_estimate(window, mean)
+            self._replace_estimate(window, mean, window.has_passed)
         return mean, own
 
     def _items(self, window: Window, num_items: float) -> tuple[Mean, float]:
@@ -482,7 +482,7 @@ class Accumulation:
         mean = window.mean(ITEMS, number) or window.begin_mean(ITEMS, number, is_local=True)
         mean.count(num_items, window.micro_batch)
         if window.sync:
-            self._replace_estimate(window, mean)
+            self._replace_estimate(window, mean, window.has_passed)
         elif mean.expected == 0.0:
             mean.expect(self._estimate(window, num_items), 1, is_exact=False)
         return mean, 1.0
@@ -502,13 +502,17 @@ class Accumulation:
             mean = window.begin_mean(MICRO_BATCHES, None, is_local=False)
             mean.expect(window.steps - window.micro_batch + 1, 1, is_exact=True)
         if mean.count(1, window.micro_batch, once=True) and window.sync:
-            self._replace_estimate(window, mean)
+            self._replace_estimate(window, mean, window.has_passed)
         return mean, 1.0
 
-    def _replace_estimate(self, window: Window, mean: Mean) -> None:
+    def _replace_estimate(self, window: Window, mean: Mean, is_reduced: bool) -> None:
         """Sets the divisor of a mean to that of the whole window, and multiplies its gradients so far accordingly.
 
-        Ranks: all, if each knows only what it has itself.
+        Args:
+            window, mean: of which all passes but the one that begins have run.
+            is_reduced: whether these gradients may be averaged already, by a pass of another mean.
+
+        Ranks: all.
 
         Raises:
             TrainError: `items-mixed`, if these gradients have parts of another mean, too.
@@ -524,18 +528,19 @@ class Accumulation:
         before = mean.divisor
         mean.expect(total, 1 if mean.kind == MICRO_BATCHES else self.width, is_exact=True)
         factor = before / mean.divisor
-        if factor == 1.0 or not mean.parameters:
+        if factor == 1.0:
+            return
+        chosen = mean.parameters
+        if is_reduced and self.width > 1:
+            # This rank has gradients of parameters, as of an expert, that only other ranks have used.
+            candidates = list(self._parameters())
+            num_used = self._collectives.sum_numbers([parameter in chosen for parameter in candidates])
+            chosen = {parameter for parameter, number in zip(candidates, num_used, strict=True) if number}
+        if not chosen:
             return
         for other in window.means:
             if other is not mean and not other.parameters.isdisjoint(mean.parameters):
                 raise mixed(mean, other)
-        # A backward pass of other models may have reduced these gradients: then this rank has some of parameters, as of an
-        # expert, that only other ranks have used.
-        apart = {parameter for other in window.means if other is not mean for parameter in other.parameters}
-        for other_window in self._windows.all:
-            if other_window is not window:
-                apart |= other_window.members
-        chosen = self._beside(mean.parameters) - (apart - mean.parameters)
         # Gradients may share memory, as views of one buffer do not, but as one tensor in two places does.
         held = [(parameter, gradient) for parameter, gradient in self._held() if parameter in chosen]
         gradients = {id(gradient): gradient for _, gradient in held}
@@ -600,18 +605,23 @@ class Accumulation:
         Ranks: all.
         """
         for window in self._windows.all:
-            if not window.members:
+            if window.members:
+                window.used(parameters)
+            # In a window of one micro-batch every divisor is known before the pass.
+            if window.steps == 1 or not window.sync:
                 continue
-            window.used(parameters)
-            # Other means may have a pass before them in this micro-batch.
-            open_means = [
-                mean for mean in window.means if not mean.is_exact and not mean.parameters.isdisjoint(parameters)
-            ]
-            if not window.sync or not open_means:
+            open_means = [mean for mean in window.means if not mean.is_exact]
+            if not open_means:
                 continue
-            self._finish_reduction(self.waiting_models)
-            for mean in open_means:
-                self._replace_estimate(window, mean)
+            # Other means may have a pass before them in this micro-batch. A rank may have used no parameter of a mean.
+            num_reached = [float(not mean.parameters.isdisjoint(parameters)) for mean in open_means]
+            if self.width > 1:
+                num_reached = self._collectives.sum_numbers(num_reached)
+            if any(num_reached):
+                self._finish_reduction(self.waiting_models)
+            for mean, number in zip(open_means, num_reached, strict=True):
+                if number:
+                    self._replace_estimate(window, mean, is_reduced=True)
 
     def over_ranks(self, loss: T, passes_before: int) -> T:
         """Returns the loss of a closure such that the gradients are its gradients: the mean over all ranks, with their weights.

@@ -22,6 +22,7 @@ class Scaler(Protocol):
 
     @property
     def loss_scale(self) -> float: ...
+    def look_for_changes(self, parameters: Iterable[torch.Tensor]) -> None: ...
     def unscale(self, parameters: Iterable[torch.Tensor], optimizers: Sequence[Optimizer]) -> None: ...
     def step(self, optimizer: Optimizer) -> bool: ...
     def forget(self, parameters: Iterable[torch.Tensor]) -> None: ...
@@ -123,6 +124,8 @@ class PreparedOptimizer(Optimizer):
         parameters = parameters_of(self.optimizer)
         if not self._accumulation.ends(parameters):
             return None
+        if self._scaler is not None:
+            self._scaler.look_for_changes(parameters)
         self._finish_gradients(parameters)
         self.steps += 1
         result = None

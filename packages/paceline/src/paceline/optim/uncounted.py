@@ -80,9 +80,10 @@ _COUNT_TEXT = (
     "of this process and micro-batch; all are added up. Pass the number of items in the sum, such as `len(x)`"
 )
 _CONSTANT_TEXT = (
-    "a sum over the samples of a micro-batch is divided by {divisor:g}, which does not follow the number of samples on this "
-    "process. Losses of processes are averaged, so its gradients depend on the number of processes. Divide by the samples of "
-    "this process, such as `len(x)`, here {rows}"
+    "a sum over the {rows} samples that this process has of a micro-batch was divided by {divisor:g}, which does not follow "
+    "their number. Losses of processes are averaged, so its gradients depend on the number of processes. Divide by the samples "
+    "of this process, such as `len(x)`. With a number n that is counted in each micro-batch, such as that of positive targets, "
+    "this is exact: `accelerator.backward(loss * n, num_items=n)`"
 )
 _GLOBAL_TEXT = (
     "a sum over the samples of a micro-batch is divided by {divisor:g}, the number of samples of all processes together. "

@@ -48,6 +48,7 @@ class Window:
         members: the parameters that took part in a backward pass of this window.
         older: copies of gradients from before the window, which nobody has cleared, by parameter; see `Older`.
         source: the batch of the last loss, if it was one of a prepared loader.
+        has_passed: whether the current micro-batch had a backward pass.
         ready: the parameters that took part in one of the last micro-batch, or whose gradients were used in it.
     """
 
@@ -59,7 +60,7 @@ class Window:
         self._num_items_losses = 0  # in this micro-batch
         self._num_losses = 0
         self.number = 0
-        self._passed = False  # whether the current micro-batch had a backward pass
+        self.has_passed = False
         self._counts_itself = False  # whether the script counts its micro-batches
         self.source: object = None
         self._begin()
@@ -75,7 +76,7 @@ class Window:
     @property
     def done(self) -> int:
         """The number of micro-batches of this window that had their backward pass."""
-        return self.micro_batch if self._passed else self._done
+        return self.micro_batch if self.has_passed else self._done
 
     @property
     def holds_gradients(self) -> bool:
@@ -98,7 +99,7 @@ class Window:
         self.is_open = True
         self._num_items_losses = 0
         self._num_losses = 0
-        self._passed = False
+        self.has_passed = False
 
     def enter_alone(self) -> None:
         """Begins a window of one backward pass, which no `accumulate` surrounds."""
@@ -118,9 +119,9 @@ class Window:
     def leave(self) -> None:
         """Ends a micro-batch."""
         self.is_open = False
-        if not self._passed and not self._counts_itself:
+        if not self.has_passed and not self._counts_itself:
             return
-        self._passed = False
+        self.has_passed = False
         self._done = self.micro_batch
         if self.sync:
             self._done = 0
@@ -159,7 +160,7 @@ class Window:
 
     def passed(self, parameters: Set[Tensor], mean: Mean | None) -> None:
         """Records that a backward pass has given parts of a mean to the gradients of these parameters."""
-        self._passed = True
+        self.has_passed = True
         if not parameters:
             return
         self.members |= parameters

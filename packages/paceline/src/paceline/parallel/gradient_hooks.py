@@ -15,6 +15,7 @@ from paceline.parallel.divided_parameters import part_of
 from paceline.torch_internals.dispatch import accumulates
 from paceline.torch_internals.tensors import is_users_hook, take_over_gradient_hooks
 from paceline.world.sharded import is_sharded, local, whole
+from paceline.world.written_numbers import note_written
 
 if TYPE_CHECKING:
     from torch import nn
@@ -71,6 +72,7 @@ class GradientHooks:
             changed = hook(gradient)
             gradient = gradient if changed is None else changed
         if gradient is not mean and is_sharded(mean) and not is_sharded(gradient):
+            note_written(gradient)
             local(mean).copy_(part_of(gradient, mean))
             gradient = mean
         self._parameter.grad = gradient

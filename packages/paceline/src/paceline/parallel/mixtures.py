@@ -25,12 +25,13 @@ from torch import Tensor
 from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of
 from paceline.torch_internals.dispatch import written_arguments
-from paceline.torch_internals.dtensor import local_tensor, lost_view, note_written
+from paceline.torch_internals.dtensor import local_tensor, lost_view
 from paceline.torch_internals.tensors import has_gradient_hook, hook_gradient
 from paceline.world.layout import AXES
 from paceline.world.places import user_frame
 from paceline.world.sharded import is_sharded, quietly, whole
 from paceline.world.tree import map_leaves, tensors
+from paceline.world.written_numbers import note_numbers, note_written
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -49,20 +50,10 @@ def needs_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[st
         return True
     written = tensors(written_arguments(operation, args, keywords))
     if written:
-        if any(not is_sharded(tensor) or lost_view(tensor) is not None for tensor in written):
-            return True
-        # Each rank writes its part by numbers, which `Replicas` compares.
-        if any(tensor.dim() for tensor in written):
-            map_leaves(_note_number, (args, keywords))
-        return False
+        return any(not is_sharded(tensor) or lost_view(tensor) is not None for tensor in written)
     # torch takes a number for the same on all ranks, and goes on with parts. Two numbers may be a loss and a penalty, of which
     # one is this rank's.
     return bool(plain) and all(tensor.numel() == 1 for tensor in met)
-
-
-def _note_number(leaf: object) -> None:
-    if type(leaf) is float or (type(leaf) is Tensor and not leaf.dim()):
-        note_written(leaf)
 
 
 def on_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -76,6 +67,7 @@ def on_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, 
         if leaf not in gathered:
             if torch.is_grad_enabled():
                 divide_gradient(leaf)
+            note_written(leaf)
             view = lost_view(leaf)
             if view is None:
                 gathered[leaf] = whole(leaf.detach())
@@ -91,6 +83,10 @@ def on_whole_tensors(operation: Any, args: tuple[Any, ...], keywords: dict[str, 
             _compare_ranks(gathered[written].detach(), written.device_mesh)
     parts = {id(value): part for part, value in gathered.items()}
     return map_leaves(lambda leaf: parts.get(id(leaf), leaf), result)
+
+
+# What `answer_mixtures` gets.
+MIXTURES = (needs_whole_tensors, on_whole_tensors, note_numbers)
 
 
 def _write_parts(written: DTensor, gathered: dict[DTensor, Tensor]) -> None:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from paceline.base.errors import CheckpointError
 from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of
-from paceline.parallel.mixtures import needs_whole_tensors, on_whole_tensors
+from paceline.parallel.mixtures import MIXTURES
 from paceline.torch_internals.dispatch import aten
 from paceline.torch_internals.dtensor import answer, answer_mixtures, local_tensor, unanswered
 from paceline.world.sharded import whole
@@ -60,7 +60,7 @@ def answer_for_whole_tensors() -> None:
         for overload in packet.overloads():
             if not overload.endswith("out"):
                 answer(getattr(packet, overload), _look)
-    answer_mixtures(needs_whole_tensors, on_whole_tensors)
+    answer_mixtures(MIXTURES)
 
 
 def tell_of_parts() -> None:

@@ -24,7 +24,7 @@ from paceline.base.errors import ConfigError, TrainError
 from paceline.base.log import warn_once
 from paceline.precision.scale import Growth
 from paceline.torch_internals.grad_scaler import check_before_step, give_flag, unscale
-from paceline.torch_internals.tensors import multiply_in_place
+from paceline.torch_internals.tensors import multiply_in_place, times_written
 from paceline.world.collectives import Collectives
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import gradient_holder, local
@@ -86,6 +86,7 @@ class LossScaler:
         # whose gradients are all unscaled, on all ranks: whether one of them overflowed.
         self._flags: dict[Tensor, Tensor] = {}
         self._complete: dict[Optimizer, Tensor] = {}
+        self._as_computed: dict[Tensor, tuple[int, int]] = {}  # which gradients a pass has left, and how often written
         self._stepped = False
         self._overflow = False
         self._steps = 0
@@ -137,6 +138,27 @@ class LossScaler:
         """Returns the loss times the scale."""
         self._loss = loss.detach()
         return self.grad_scaler.scale(loss)
+
+    def pass_ended(self) -> None:
+        """Notes the gradients that the pass has left, which still have the scale."""
+        self._as_computed = {}
+        for parameter, gradient in self._held():
+            self._as_computed[parameter] = (id(gradient), times_written(gradient))
+
+    def look_for_changes(self, parameters: Iterable[Tensor]) -> None:
+        """Warns once if a script has changed gradients that still have the scale, as torch's own clipping does."""
+        for parameter in filter(self._is_scaled, parameters):
+            gradient = parameter.grad
+            before = self._as_computed.get(parameter)
+            if gradient is not None and before not in (None, (id(gradient), times_written(gradient))):
+                warn_once(
+                    "precision",
+                    "gradients were changed between `backward` and the step, while they are still multiplied by the loss scale "
+                    "of fp16. To compare them with a number, as `torch.nn.utils.clip_grad_norm_` does, or to add to them, is "
+                    "wrong there: write `accelerator.clip_grad_norm_(model.parameters(), 1.0)`, or call "
+                    "`accelerator.unscale_gradients()` before. Where you only multiply by a factor, nothing is wrong.",
+                )
+                return
 
     def watch(self, loss: Tensor) -> None:
         """Records a loss that was scaled elsewhere, for the error that is raised if it is not finite."""

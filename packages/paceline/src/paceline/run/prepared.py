@@ -150,14 +150,21 @@ class Prepared:
         scheduled = [entry for entry in self.optimizers if own is entry or own is entry.optimizer]
         return scheduled or self.optimizers
 
-    def parameters(self) -> Iterator[Tensor]:
-        """Yields the parameters of the models, and those that only optimizers hold, each once."""
-        seen: set[int] = set()
-        for parameters in (*(model.module.parameters() for model in self.models), *map(parameters_of, self.optimizers)):
+    def parameters(self, models: Iterable[int] | None = None) -> list[Tensor]:
+        """Returns the parameters of this rank, each once, in one order on all ranks.
+
+        Args:
+            models: the numbers of the models; None for all, and for parameters that only optimizers hold.
+        """
+        chosen = self.models if models is None else [self.models[number] for number in models]
+        groups: list[Iterable[Tensor]] = [model.chain.shards_of(model.module.parameters()) for model in chosen]
+        if models is None:
+            groups += map(parameters_of, self.optimizers)
+        by_id: dict[int, Tensor] = {}
+        for parameters in groups:
             for parameter in parameters:
-                if id(parameter) not in seen:
-                    seen.add(id(parameter))
-                    yield parameter
+                by_id[id(parameter)] = parameter
+        return list(by_id.values())
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yields the parameters of the models with the names that they have in the user's modules."""
@@ -187,20 +194,12 @@ class Prepared:
         hold.
 
         Args:
-            models: the numbers of the models; None for all, and for parameters that only optimizers hold.
+            models: see `parameters`.
         """
-        seen: set[int] = set()
+        for parameter in self.parameters(models):
+            if parameter.grad is not None:
+                yield parameter, parameter.grad
         chosen = self.models if models is None else [self.models[number] for number in models]
-        groups: list[Iterable[Tensor]] = [model.chain.shards_of(model.module.parameters()) for model in chosen]
-        if models is None:
-            groups += map(parameters_of, self.optimizers)
-        for parameters in groups:
-            for parameter in parameters:
-                if id(parameter) in seen:
-                    continue
-                seen.add(id(parameter))
-                if parameter.grad is not None:
-                    yield parameter, parameter.grad
         for model in chosen:
             for applied in model.chain.strategies:
                 yield from applied.held_gradients()
@@ -214,15 +213,6 @@ class Prepared:
         for applied in self.applied_strategies():
             changed = applied.took_part(changed)
         return changed
-
-    def beside(self, parameters: set[Tensor]) -> set[Tensor]:
-        """Returns these parameters, and all others of the models that have some of them."""
-        found = set(parameters)
-        for entry in self.models:
-            own = set(entry.chain.shards_of(entry.module.parameters()))
-            if not own.isdisjoint(parameters):
-                found |= own
-        return found
 
     def numbers_of(self, models: Sequence[nn.Module]) -> frozenset[int] | None:
         """Returns the numbers of these models; None for none and for all models.

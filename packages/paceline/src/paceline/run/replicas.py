@@ -34,11 +34,11 @@ import torch.distributed as dist
 from paceline.base.errors import TrainError
 from paceline.base.log import logger, warn_once
 from paceline.optim.loss_weights import is_compared
-from paceline.torch_internals.dtensor import note_written, written_so_far
 from paceline.world import rendezvous
 from paceline.world.layout import AXES
 from paceline.world.param_groups import parameters_of
-from paceline.world.sharded import is_sharded, local
+from paceline.world.sharded import local
+from paceline.world.written_numbers import WrittenNumbers
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -66,7 +66,7 @@ class Whereabouts:
         settings: numbers in each group of each optimizer.
         norms: of the parameters of each model that trains, frozen ones too, each parameter with another weight.
         stage: as `part`, the same on ranks that hold rows of the same parameters.
-        written: a sum of what the script wrote into such rows, and of norms of whole gradients before steps that ranks share.
+        written: a sum of what the script wrote into such rows, and of norms before steps that ranks share.
         losses: how much elements of the first losses count.
     """
 
@@ -95,7 +95,7 @@ class Replicas:
         self._number = next(_NUMBERS)
         self._looks = 0
         self._passes_at_look = 0
-        written_so_far(forget=True)  # of a run before this one
+        self._written = WrittenNumbers()
         run.events.before_step.subscribe(self._note_gradients)
         run.events.loop_over.subscribe(lambda loader, finished: self._look() if finished else None)
         run.events.gathered.subscribe(lambda *_: self._look())
@@ -111,7 +111,7 @@ class Replicas:
             yield
         finally:
             self._is_uneven = before
-            written_so_far(forget=True)
+            self._written.forget()
 
     def passed(self) -> None:
         """Called after each backward pass whose gradients were averaged. Ranks: all.
@@ -137,10 +137,9 @@ class Replicas:
         """
         if not self._are_equal():
             return
-        written = written_so_far(forget=True)
-        states: list[Whereabouts] = self._run.collectives.gather_object(
-            self._state(self._run.gradients.loss_weights.take(), written)
-        )
+        own_state = self._state(self._run.gradients.loss_weights.take())
+        self._written.forget()
+        states: list[Whereabouts] = self._run.collectives.gather_object(own_state)
         # Ranks that read the same samples compute the same loss, or one of them does, with the last stage of a pipeline.
         by_data_index: dict[int, tuple[SeenLoss, ...]] = {}
         for rank, state in enumerate(states):
@@ -181,7 +180,7 @@ class Replicas:
             return
         store = rendezvous.part(f"replicas/{self._number}/{self._looks}")
         size = self._run.world.size
-        told = pickle.dumps((self._passes, self._state((), written_so_far()))).hex()
+        told = pickle.dumps((self._passes, self._state(()))).hex()
         # The store is on rank 0, which may have ended.
         with contextlib.suppress(dist.DistNetworkError):
             store.set(str(self._run.world.rank), told)
@@ -201,7 +200,7 @@ class Replicas:
         return f"after pass {self._equal_after}" if self._equal_after else "none"
 
     def _note_gradients(self, optimizer: Optimizer) -> None:
-        """Notes gradients that are whole before a step of which each rank takes a part: ranks must have the same."""
+        """Notes what a step begins with of which each rank takes a part: ranks must have the same."""
         if self._run.plan.layout.shard == 1 or not (is_compared(self._passes) or is_compared(self._passes + 1)):
             return
         # A `step` that calls another class's begins twice; then the optimizer holds this rank's rows.
@@ -211,10 +210,11 @@ class Replicas:
         # Optimizers of other runs, too, are about to step.
         if any(optimizer in (entry.optimizer, *entry.stepped_through) for entry in self._run.prepared.optimizers):
             for parameter in parameters_of(optimizer):
-                if parameter.grad is not None and not is_sharded(parameter):
-                    note_written(parameter.grad)
+                if parameter.grad is not None:
+                    self._written.note(parameter)
+                    self._written.note(parameter.grad)
 
-    def _state(self, losses: Sequence[SeenLoss], written: float) -> Whereabouts:
+    def _state(self, losses: Sequence[SeenLoss]) -> Whereabouts:
         run = self._run
         position = run.active_loaders.place
         steps = []
@@ -226,6 +226,7 @@ class Replicas:
         coordinate = run.plan.layout.coordinate(run.world.rank)
         stage = tuple(coordinate[name] for name, axis in AXES.items() if axis.divides_parameters)
         rows = (coordinate["shard"], coordinate["cp"]) if run.plan.fully_sharded else ()  # FSDP2 divides over both
+        written = float(self._written.total)
         told = (position, tuple(steps), tuple(settings), tuple(norms), stage, written, tuple(losses))
         return Whereabouts((*stage, *rows), *told)
 

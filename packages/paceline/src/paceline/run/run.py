@@ -104,7 +104,7 @@ class Run:
             collectives,
             self.prepared.held_gradients,
             self.prepared.took_part,
-            self.prepared.beside,
+            self.prepared.parameters,
             self.prepared.finish_reduction,
             plan.semantics,
         )

@@ -237,7 +237,7 @@ class Steps:
         """See `Accelerator.unscale_gradients`."""
         if optimizer is None:
             # Parameters that no optimizer steps have gradients, too.
-            self._finish(self._gradients.ended(list(self._prepared.parameters())))
+            self._finish(self._gradients.ended(self._prepared.parameters()))
             return
         chosen = optimizer if isinstance(optimizer, (list, tuple)) else (optimizer,)
         for prepared in self._prepared.optimizers:
@@ -321,6 +321,8 @@ class Steps:
         except BaseException as error:
             self._run.explain_exhaustion("backward", error)
             raise
+        if self._run.scaler is not None:
+            self._run.scaler.pass_ended()
         if self._replicas is not None:
             self._replicas.passed()
         elif self._run.world.size == 1:

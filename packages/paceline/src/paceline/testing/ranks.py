@@ -39,7 +39,7 @@ from paceline.base.temporary import temporary_folder
 from paceline.config.keywords import checked_keywords
 from paceline.config.sources import resolve_run
 from paceline.launch.processes.signals import kill_with_parent
-from paceline.parallel.mixtures import needs_whole_tensors, on_whole_tensors
+from paceline.parallel.mixtures import MIXTURES
 from paceline.torch_internals.dtensor import answers_to_mixtures
 from paceline.torch_internals.forks import renew_threads
 from paceline.world import rendezvous
@@ -188,7 +188,7 @@ def warm_up() -> None:
         folders = importlib.import_module(package).__path__
         for module in pkgutil.walk_packages(folders, f"{package}."):
             importlib.import_module(module.name)
-    answers_to_mixtures(needs_whole_tensors, on_whole_tensors)
+    answers_to_mixtures(MIXTURES)
     # Without an accelerator, each `torch.manual_seed` notes its stack with lines of the sources, which are read here (0.03 s).
     traceback.format_stack()
     resolve_run(env={})

@@ -62,6 +62,11 @@ def is_in_backward_pass() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def is_in_autograd_node() -> bool:
+    """Whether autograd computes gradients on this thread, or calls a hook on them, and not what a pass ends with."""
+    return torch._C._current_autograd_node() is not None
+
+
 def backward_pass() -> int:
     """Returns the number of the backward pass that runs on this thread; later ones have larger numbers. -1 outside of all."""
     return torch._C._current_graph_task_id()

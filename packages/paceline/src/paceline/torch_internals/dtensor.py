@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.distributed.tensor import DTensor, Placement
 
+Answers = tuple[Callable[..., bool], Callable[..., Any], Callable[..., None]]
+
 # DTensor logs here, on each rank, that a gather over several axes would be faster with a mesh made differently.
 REDISTRIBUTION_LOG = "torch.distributed.tensor._redistribute"
 
@@ -86,25 +88,25 @@ def answer(operation: Any, function: Callable[..., Any]) -> None:
     DTensor._op_dispatcher._custom_op_handlers[operation] = function
 
 
-def answer_mixtures(is_answered: Callable[..., bool], function: Callable[..., Any]) -> None:
-    """Lets a function run in the place of operators of torch's that take several tensors or write to one, on some arguments.
+def answer_mixtures(answers: Answers) -> None:
+    """Lets a function run in the place of operators that compute with several values or write to one, on some arguments.
 
     torch asks for such a function before it refuses the mixture. Where it is not to run, operations go their way.
 
     Args:
-        is_answered: whether the function runs; gets what `function` gets.
-        function: gets the operator, its arguments and its keyword arguments.
+        answers: whether the function runs; the function; and what gets the result, too, after an operation that has gone its
+            way on all ranks. All get the operator, its arguments and its keyword arguments.
     """
     from torch.distributed.tensor import DTensor
 
     handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
-    answers = answers_to_mixtures(is_answered, function)
-    taken = {operation: before for operation, before in handlers.items() if operation in answers}
-    handlers.update(answers)
+    functions = answers_to_mixtures(answers)
+    taken = {operation: before for operation, before in handlers.items() if operation in functions}
+    handlers.update(functions)
     for operation, before in taken.items():
         # Losses of divided logits take whole targets, while `loss_parallel` is on.
         is_loss = getattr(before, "__module__", None) == "torch.distributed.tensor.parallel.loss"
-        handlers[operation] = before if is_loss else _answer_or_pass(before, is_answered, function)
+        handlers[operation] = before if is_loss else _answer_or_pass(before, answers)
 
 
 # Those of open `mixtures_refused`, the innermost last: torch's table is one for the process, too.
@@ -126,48 +128,26 @@ def mixtures_refused(refusal: Callable[[str], Exception]) -> Iterator[None]:
 
 
 @cache
-def answers_to_mixtures(
-    is_answered: Callable[..., bool], function: Callable[..., Any]
-) -> dict[Any, Callable[..., Any]]:
-    """Returns torch's own operators that take several tensors, or write to one, each with what runs in its place.
+def answers_to_mixtures(answers: Answers) -> dict[Any, Callable[..., Any]]:
+    """Returns torch's own operators that take several tensors or a number, or write to one, each with what runs in its place.
 
     torch makes the object of an operator when it is first asked for: 0.2 s for all 2,300, which a process that forks others
     can spend for all of them.
     """
-    answers = {}
+    functions = {}
     for schema in torch._C._jit_get_all_schemas():
         # As "aten::lerp_.Scalar(Tensor(a!) self, Tensor end, Scalar weight) -> Tensor(a!)": reading the text takes a fifth of
         # the time of reading the objects.
         name, _, rest = str(schema).partition("(")
         arguments = rest.partition(" -> ")[0]
-        takes_several = arguments.count("Tensor") > 1 or "Tensor[]" in arguments or "Tensor?[]" in arguments
-        if name.startswith("aten::") and (takes_several or "!" in arguments):
+        is_computed = arguments.count("Tensor") > 1 or any(
+            map(arguments.__contains__, ("Tensor[]", "Tensor?[]", "Scalar"))
+        )
+        if name.startswith("aten::") and (is_computed or "!" in arguments):
             packet = getattr(torch.ops.aten, schema.name.removeprefix("aten::"))
             operation = getattr(packet, schema.overload_name or "default")
-            answers[operation] = _answer_or_pass(None, is_answered, function)
-    return answers
-
-
-# The sum of `note_written`: of all meshes, as the table is.
-_written: list[float | Tensor] = [0.0]
-
-
-def note_written(value: float | Tensor) -> None:
-    """Notes a number, or the norm of a whole tensor, that a script writes into divided tensors: the same on all ranks."""
-    if isinstance(value, torch.Tensor):
-        if value.is_meta or value.is_sparse or type(value) not in (torch.Tensor, torch.nn.Parameter):
-            return
-        with torch.no_grad():
-            value = (torch.linalg.vector_norm(value) if value.dim() else value.detach()).double()
-    _written[0] += value
-
-
-def written_so_far(*, forget: bool = False) -> float:
-    """Returns the sum of what was noted since it was forgotten last."""
-    total = float(_written[0])
-    if forget:
-        _written[0] = 0.0
-    return total
+            functions[operation] = _answer_or_pass(None, answers)
+    return functions
 
 
 def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | None:
@@ -185,17 +165,18 @@ def lost_view(tensor: DTensor) -> tuple[DTensor, Callable[[Tensor], Tensor]] | N
     return base, tensor._view_func_unsafe
 
 
-def _answer_or_pass(
-    before: Callable[..., Any] | None, is_answered: Callable[..., bool], function: Callable[..., Any]
-) -> Callable[..., Any]:
+def _answer_or_pass(before: Callable[..., Any] | None, answers: Answers) -> Callable[..., Any]:
+    is_answered, function, passed = answers
+
     def answer_or_pass(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         if is_answered(operation, args, keywords):
             if _refusals:
                 raise _refusals[-1](str(operation))
             return function(operation, args, keywords)
-        if before is not None:
-            return before(operation, args, keywords)
-        return unanswered(operation, args, keywords)
+        result = (before or unanswered)(operation, args, keywords)
+        if not _refusals:
+            passed(operation, args, keywords, result)
+        return result
 
     return answer_or_pass
 

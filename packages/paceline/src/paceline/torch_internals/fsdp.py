@@ -24,7 +24,7 @@ from torch import nn
 from torch.autograd.graph import GradientEdge
 from torch.utils.weak import TensorWeakRef
 
-from paceline.torch_internals.dtensor import chunk, note_written
+from paceline.torch_internals.dtensor import chunk
 from paceline.torch_internals.replaced import replaced
 from paceline.torch_internals.tensors import hook_gradient, hooks_before
 
@@ -269,7 +269,9 @@ def _stand_for_shard(parameter: FSDPParam, group: FSDPParamGroup) -> None:
         whole.__class__ = WholeParameter
 
 
-def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> None:
+def carry_values(
+    group: FSDPParamGroup, refuse: Callable[[FSDPParam], None], carried: Callable[[torch.Tensor], None]
+) -> None:
     """Writes what a script has written into the whole parameters of a group into their shards, before FSDP2 frees them.
 
     A parameter was written if its version has changed since it was gathered, or that of a tensor that `data` has given out.
@@ -278,6 +280,7 @@ def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> 
     Args:
         group: the group, which was not gathered yet.
         refuse: raises an error; called for a parameter whose shard cannot take the values: it has another dtype or shape.
+        carried: called with the whole values of which this rank's rows reach its shard.
     """
     # A unit is gathered, freed, or divided again over other ranks (a width for `reshard`).
     gathered: Callable[[], None] = group._to_unsharded
@@ -307,7 +310,7 @@ def carry_values(group: FSDPParamGroup, refuse: Callable[[FSDPParam], None]) -> 
             return
         written = [parameter for parameter in group.fsdp_params if versions.get(parameter) != _versions(parameter)]
         versions.clear()
-        refused = [parameter for parameter in written if not _take_values(parameter)]
+        refused = [parameter for parameter in written if not _take_values(parameter, carried)]
         for parameter in group.fsdp_params:
             before = _forget_written(parameter)
             if before is not None:
@@ -361,7 +364,7 @@ def _forget_written(parameter: FSDPParam) -> torch.Tensor | None:
     return gathered.clone()
 
 
-def _take_values(parameter: FSDPParam) -> bool:
+def _take_values(parameter: FSDPParam, carried: Callable[[torch.Tensor], None]) -> bool:
     """Copies this rank's rows of the whole parameter into its shard; returns False where that would not be exact."""
     shard = parameter._sharded_param_data
     whole = getattr(parameter._unsharded_param, "_local_tensor", parameter._unsharded_param)
@@ -370,7 +373,7 @@ def _take_values(parameter: FSDPParam) -> bool:
     # FSDP2 divides rows here (dim 0), so that the shards of all ranks follow each other, and the last ones may have padding.
     rank = parameter.mesh_info.shard_mesh_rank
     with torch.no_grad():
-        note_written(unnoticed(whole))
+        carried(unnoticed(whole))
         rows = whole.reshape(-1)[rank * shard.numel() : (rank + 1) * shard.numel()]
         shard[: rows.numel()].copy_(rows)
     return True

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from paceline import ConfigError, TrainError
+from paceline import Accelerator, ConfigError, TrainError
+from paceline.base.log import forget_warnings
 from paceline.precision.scale import Growth
 from paceline.precision.scaler import LossScaler
 
@@ -143,3 +144,29 @@ def test_an_overflow_at_the_minimum_can_be_skipped_with_one_warning(caplog):
         assert scaler.step(optimizer)
     assert weight.item() == 1.0 and scaler.loss_scale == 2.0
     assert caplog.text.count("smallest loss scale") == 1
+
+
+@pytest.mark.parametrize("is_unscaled", [False, True])
+@pytest.mark.parametrize(
+    ("change", "is_told"),
+    [
+        (lambda parameters: None, False),
+        (lambda parameters: nn.utils.clip_grad_norm_(parameters, 1.0), True),
+        (lambda parameters: setattr(parameters[0], "grad", parameters[0].grad + 0.1), True),
+    ],
+    ids=["nothing", "torch's clipping", "another tensor"],
+)
+def test_gradients_that_are_changed_while_they_are_scaled_are_told_of(caplog, change, is_told, is_unscaled):
+    forget_warnings()
+    accelerator = Accelerator(cpu=True, mixed_precision="fp16")
+    model = nn.Linear(4, 3)
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for _ in range(2):
+        accelerator.backward(model(torch.ones(2, 4)).square().mean())
+        if is_unscaled:
+            accelerator.unscale_gradients()
+        change(list(model.parameters()))
+        optimizer.step()
+        optimizer.zero_grad()
+    told = [record for record in caplog.records if "loss scale" in record.getMessage()]
+    assert len(told) == (is_told and not is_unscaled)

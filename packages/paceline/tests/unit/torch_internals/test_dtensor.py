@@ -80,7 +80,8 @@ def test_a_function_answers_where_dtensors_meet_plain_tensors(mesh: DeviceMesh, 
         local = torch.utils._pytree.tree_map_only(DTensor, lambda value: value._local_tensor, (args, keywords))
         return operation(*local[0], **local[1])
 
-    dtensor.answer_mixtures(is_mixture, function)
+    passed: list[Any] = []
+    dtensor.answer_mixtures((is_mixture, function, lambda operation, *_: passed.append(operation.__name__)))
     # Autograd stands above: it has recorded the operation, and it sends the plain gradient to the DTensor.
     hooked: list[Any] = []
     tensor.register_hook(
@@ -94,8 +95,10 @@ def test_a_function_answers_where_dtensors_meet_plain_tensors(mesh: DeviceMesh, 
         plain.lerp_(tensor, 0.5)
         assert plain.unique().tolist() == [2]
         assert isinstance(tensor + tensor, DTensor)
+        assert passed[-1] == "add.Tensor"
         torch._foreach_add_([plain], [tensor])
         assert plain.unique().tolist() == [3]
+        assert isinstance(tensor.clamp(0, 1), DTensor) and passed[-1] == "clamp.default"
     with dtensor.mixtures_refused(LookupError), pytest.raises(LookupError, match="mul"):
         plain * tensor
     names = [operation.__name__ for operation in seen]

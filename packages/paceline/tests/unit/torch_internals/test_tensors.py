@@ -182,3 +182,26 @@ def test_tensors_are_seen_as_they_are_behind_a_mode() -> None:
         with tensors.without_torch_function():
             assert x.item() == 1
         assert x.item() == 2
+
+
+def test_hooks_are_called_for_gradients_that_are_returned_too_and_know_it() -> None:
+    leaf, other = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    seen: list[bool] = []
+    leaf.register_hook(lambda gradient: seen.append(dispatch.accumulates(leaf)))
+    (leaf * other).sum().backward()
+    torch.autograd.backward((leaf * other).sum(), inputs=[leaf])
+    assert seen == [True, True]
+    # torch names no other way than by the text of an error: one that is worded in another way has to end this pass.
+    torch.autograd.grad((leaf * other).sum(), [leaf, other])
+    assert seen == [True, True, False]
+
+
+def test_what_ends_a_pass_is_called_by_no_node() -> None:
+    leaf = torch.ones(3, requires_grad=True)
+    seen: list[bool] = []
+    leaf.register_hook(lambda gradient: seen.append(dispatch.is_in_autograd_node()))
+    leaf.register_hook(
+        lambda gradient: dispatch.after_backward_pass(lambda: seen.append(dispatch.is_in_autograd_node()))
+    )
+    leaf.sum().backward()
+    assert [*seen, dispatch.is_in_autograd_node()] == [True, False, False]

@@ -39,6 +39,7 @@ from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded, part_like
 from paceline.world.tree import tensors
+from paceline.world.written_numbers import note_written
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -91,7 +92,7 @@ class Units(AppliedStrategy):
         self._hooks: dict[nn.Parameter, GradientHooks] = {}
         self._later_hooks: dict[nn.Parameter, dict[int, Callable[[torch.Tensor], None]]] = {}
         for parameters in self._groups:
-            internals.carry_values(parameters, _refuse_values)
+            internals.carry_values(parameters, _refuse_values, note_written)
             internals.call_before_reduction(parameters, self._set_aside)
         internals.call_around_final_callback(self._units, after=self._call_hooks)
         forget_with(model, lambda set_to_none: self.forget(set_to_none=set_to_none))
@@ -141,7 +142,10 @@ class Units(AppliedStrategy):
     def _pass_began(self, gradient: torch.Tensor) -> None:
         if torch.is_grad_enabled():
             raise _double_backward()
-        self._take_hooks_alone()  # some may have been registered since the forward pass
+        # Some may have been registered since the forward pass; those of shards are also taken as these are reduced.
+        if self._holding:
+            self._take_hooks(self._shards())
+        self._take_hooks_alone()
 
     def _refuse_changes(self) -> None:
         """Refuses a model in which other parameters stand in the places of divided ones.
@@ -251,13 +255,11 @@ class Units(AppliedStrategy):
     def hold_gradients(self, alone: bool = False) -> Iterator[None]:
         """While it is open, backward passes accumulate whole gradients without communication.
 
-        Unless hooks of the script's wait for the gradients of each pass.
+        Unless hooks of the script's wait for the gradients of each pass, which its forward and backward pass look for.
         """
-        self._take_hooks(self._shards())
         self._holding += 1
         self._notes = True
-        if self._is_stage or not self._has_hooks():
-            self._communicate(False)
+        self._communicate(False)
         try:
             yield
         finally:
@@ -310,9 +312,13 @@ class Units(AppliedStrategy):
 
     def _take_hooks_alone(self) -> None:
         # Those of a stage wait for the whole batch. Of shards, FSDP2 itself calls hooks after the accumulation.
-        if not self._is_stage:
-            self._take_hooks(self._alone)
-            self._take_hooks(filter(has_hooks_after, self._alone), always=True)
+        if self._is_stage:
+            return
+        self._take_hooks(self._alone)
+        self._take_hooks(filter(has_hooks_after, self._alone), always=True)
+        # They see the mean of each pass, which is then reduced although it is held.
+        if self._holding and self._has_hooks():
+            self._communicate(True)
 
     def _take_hooks(self, parameters: Iterable[nn.Parameter], always: bool = False) -> None:
         for parameter in parameters:
