@@ -5,7 +5,7 @@ BIN := .venv/bin
 SUM := $(shell cat constraints.txt dev/requirements.txt packages/*/pyproject.toml | (cat; pwd) | cksum | cut -d' ' -f1)
 STAMP := .venv/.setup-done-$(SUM)
 # All parts, from this checkout, for one pip command.
-PARTS := -e "packages/paceline[completion,notebook,tensorboard]" -e "packages/paceline-hosts[kubernetes,ray,s3]" -e "packages/paceline-large[fp8]" -e "packages/paceline-lens[watch]" \
+PARTS := -e "packages/paceline[notebook,tensorboard]" -e "packages/paceline-hosts[kubernetes,ray,s3]" -e "packages/paceline-large[fp8]" -e "packages/paceline-lens[completion]" \
 	-e packages/paceline-doors -e packages/paceline-accelerate -e packages/paceline-deepspeed
 # A file is read by one worker (loadscope), so that what its fixtures make is made once; groups are not honoured by
 # pytest-xdist 3.8 under pytest 9.2, which keeps names elsewhere. Test processes spend much of their time waiting

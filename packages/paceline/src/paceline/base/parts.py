@@ -28,7 +28,8 @@ ADDED: dict[str, dict[str, tuple[str, ...]]] = {
     "lens": {
         "paceline.commands": (
             "checkpoint diff", "checkpoint export", "checkpoint ls", "checkpoint prune", "checkpoint show",
-            "checkpoint verify", "metrics", "plan", "ps", "rehearse", "test", "trackers", "tune", "verify", "watch",
+            "checkpoint verify", "completion", "metrics", "plan", "ps", "rehearse", "test", "trackers", "tune", "verify",
+            "watch",
         ),
         "paceline.hang_reports": ("hangs",),
         "paceline.observers": ("anomalies", "journal", "profile", "system_values"),
