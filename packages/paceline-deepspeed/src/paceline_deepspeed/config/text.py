@@ -64,12 +64,35 @@ def entries_of(config: str | Path | Mapping[str, Any], code: str) -> tuple[str, 
         ConfigError: `config-file`, `config-syntax`, `config-size`.
     """
     if isinstance(config, Mapping):
-        limits.check_size(config, code.replace("{}", "{...}"))
+        _check_size(config, code.replace("{}", "{...}"))
         return code.replace("{}", "{...}"), _of_dict(config, code)
     text, source = _text(config)
     pairs = _parse(text, source)
-    limits.check_size(pairs, source)
+    _check_size(pairs, source)
     return source, _with_lines(text, pairs, source)
+
+
+def _check_size(value: object, name: str) -> None:
+    """Refuses nested mappings and lists that are larger than a config may be, or that contain themselves.
+
+    Raises:
+        ConfigError: `config-size`.
+    """
+    # This walk needs no recursion, and it ends even if a mapping contains itself: the depth or the count reaches its limit.
+    values = 0
+    pending = [(value, 1)]
+    while pending:
+        current, depth = pending.pop()
+        values += 1
+        limits.check(values, depth if isinstance(current, Mapping | list | tuple) else 0, name)
+        if isinstance(current, Mapping):
+            # The length is checked before the children are added, so that a huge mapping is refused without a walk over it.
+            limits.check(values + 2 * len(current), 0, name)
+            values += len(current)
+            pending += [(child, depth + 1) for child in current.values()]
+        elif isinstance(current, list | tuple):
+            limits.check(values + len(current), 0, name)
+            pending += [(child, depth + 1) for child in current]
 
 
 def plain(value: object) -> Any:

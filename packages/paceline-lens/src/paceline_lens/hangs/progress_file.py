@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 from paceline.base.log import logger
 from paceline.world.stacks import dump
 from paceline.world.world import World
+from paceline_lens.hangs.folders import folder_of_launcher, folder_under_torchrun
 from paceline_lens.hangs.host import HostWatch, report
 from paceline_lens.hangs.progress import LOOK_S, Look, Progress, ProgressReport
 from paceline_lens.hangs.watcher import Watcher, duty, running
@@ -42,7 +43,7 @@ def watch(world: World, stuck_after: str, computes_on_cpu: bool) -> ProgressFile
         stuck_after: the setting `stuck_after`.
         computes_on_cpu: whether a busy process computes. With an accelerator, a busy process may only be waiting.
     """
-    folder = dump.folder_of_launcher() or dump.folder_under_torchrun()
+    folder = folder_of_launcher() or folder_under_torchrun()
     if folder is None or stuck_after == "0":
         return None
     file = duty(ProgressFile)
@@ -101,7 +102,7 @@ class ProgressFile:
         self._watcher = watcher
         self._world = world
         self._files = dump.DumpFiles(folder, os.getpid())
-        self._has_launcher = dump.folder_of_launcher() is not None
+        self._has_launcher = folder_of_launcher() is not None
         self._others = OtherRanks()
         self._others_alive = world.nodes > 1
         self._written_at = self._checked_at = 0.0

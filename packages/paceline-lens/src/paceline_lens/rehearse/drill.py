@@ -20,8 +20,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from paceline.base.exits import PREEMPTED
-from paceline.base.process_name import process_exists, process_state
+from paceline.base.process_name import process_state
 from paceline.launch import host
+from paceline_lens.processes import process_exists
 from paceline_lens.rehearse.cable import HostsWithCable
 from paceline_lens.rehearse.lines import DrillLine, DrillOrders, LineReader
 

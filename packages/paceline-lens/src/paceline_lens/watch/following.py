@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from paceline.base.process_name import process_exists, process_state
+from paceline.base.process_name import process_state
+from paceline_lens.processes import process_exists
 from paceline_lens.watch.journal import JournalReader
 from paceline_lens.watch.records import Hello
 from paceline_lens.watch.registry import registered_runs

@@ -18,8 +18,9 @@ from pathlib import Path
 from paceline.base import env as environment
 from paceline.base.files import replace_text
 from paceline.base.json_fields import read_file
-from paceline.base.process_name import process_exists, process_name
+from paceline.base.process_name import process_name
 from paceline.config.places import user_folder
+from paceline_lens.processes import process_exists
 
 _MOST_ENDED = 100
 

@@ -66,13 +66,14 @@ def test_all_hosts_find_out_that_nobody_is_alive() -> None:
 
 def test_the_processes_own_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from paceline.world.stacks import dump
+    from paceline_lens.hangs import folders
 
     monkeypatch.setenv(dump.FOLDER, str(tmp_path / "gone"))
-    assert dump.folder_of_launcher() is None, "the launcher has removed its folder"
+    assert folders.folder_of_launcher() is None, "the launcher has removed its folder"
     monkeypatch.setenv(dump.FOLDER, str(tmp_path))
-    assert dump.folder_of_launcher() == tmp_path
+    assert folders.folder_of_launcher() == tmp_path
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    assert dump.folder_under_torchrun() is None
+    assert folders.folder_under_torchrun() is None
     files = dump.DumpFiles(tmp_path / "shared", os.getpid())
     files.folder.mkdir()
     files.stacks.write_text("stack")

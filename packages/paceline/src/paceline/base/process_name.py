@@ -24,18 +24,6 @@ def process_name(pid: int) -> str:
         return ""
 
 
-def process_exists(pid: int) -> bool:
-    """Returns whether a process has this number, even if it belongs to another user."""
-    try:
-        # Signal 0 only checks that the process could be signalled.
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:  # another user's process, so it exists
-        return True
-    return True
-
-
 def process_state(pid: int) -> str:
     """Returns the letter of the state of a process; "" if there is no such process, or if the system does not say.
 

@@ -6,7 +6,6 @@ were expanded, and they are counted before any other code walks over them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def compose(text: str, name: str) -> Any:
         elif isinstance(event, yaml.CollectionEndEvent):
             depth -= 1
         values += isinstance(event, yaml.NodeEvent)
-        _check(values, depth, name)
+        check(values, depth, name)
     root = yaml.compose(text, Loader=loader)
     if root is not None:
         _check_aliases(root, name)
@@ -84,7 +83,7 @@ def _check_aliases(root: Any, name: str) -> None:
             return sizes[id(node)]
         if id(node) in under_way:
             raise _too_large(name, "an alias in it stands for a block that contains the alias itself")
-        _check(0, depth, name)
+        check(0, depth, name)
         under_way.add(id(node))
         total = 1
         # The items of a mapping are pairs of nodes, those of a list are single nodes.
@@ -95,33 +94,11 @@ def _check_aliases(root: Any, name: str) -> None:
         sizes[id(node)] = total
         return total
 
-    _check(size_of(root, 1), 0, name)
+    check(size_of(root, 1), 0, name)
 
 
-def check_size(value: object, name: str) -> None:
-    """Refuses nested mappings and lists that are larger than a config may be, or that contain themselves.
-
-    Raises:
-        ConfigError: `config-size`.
-    """
-    # This walk needs no recursion, and it ends even if a mapping contains itself: the depth or the count reaches its limit.
-    values = 0
-    pending = [(value, 1)]
-    while pending:
-        current, depth = pending.pop()
-        values += 1
-        _check(values, depth if isinstance(current, Mapping | list | tuple) else 0, name)
-        if isinstance(current, Mapping):
-            # The length is checked before the children are added, so that a huge mapping is refused without a walk over it.
-            _check(values + 2 * len(current), 0, name)
-            values += len(current)
-            pending += [(child, depth + 1) for child in current.values()]
-        elif isinstance(current, list | tuple):
-            _check(values + len(current), 0, name)
-            pending += [(child, depth + 1) for child in current]
-
-
-def _check(values: int, depth: int, name: str) -> None:
+def check(values: int, depth: int, name: str) -> None:
+    """Refuses a config by the number of its values, or by the depth of its blocks and lists: ConfigError `config-size`."""
     if values > MAX_VALUES:
         raise _too_large(name, f"it holds more than {MAX_VALUES:,} keys and values (aliases written out)")
     if depth > MAX_DEPTH:

@@ -165,7 +165,7 @@ def test_results_are_on_the_mesh_of_their_arguments_also_in_a_forked_process(fro
         dist.destroy_process_group()
         meshes.append(weakref.ref(mesh))
         del mesh, result
-    # torch itself may keep the first mesh of a process. The second was in the results alone; the third still is, with its group.
+    # torch may keep the first mesh of a process. The second was in the results alone; the third still is, with its group.
     gc.collect()
     assert [mesh() is None for mesh in meshes[1:]] == [True, False]
     if frozen:

@@ -16,9 +16,6 @@ import signal
 from dataclasses import dataclass
 from pathlib import Path
 
-from paceline.base import env
-from paceline.base.temporary import temporary_folder
-
 # A real-time signal, if the system has them. A process with a handler for it belongs to Paceline.
 STACKS = getattr(signal, "SIGRTMAX", 0) - 7 if hasattr(signal, "SIGRTMAX") else 0
 FOLDER = "PACELINE_STACKS_DIR"
@@ -73,29 +70,6 @@ def leave(files: DumpFiles) -> None:
         files.folder.rmdir()
 
 
-def folder_of_launcher() -> Path | None:
-    """Returns the folder of the launcher of this process; None without a launcher, or if it has ended."""
-    name = env.get(FOLDER)
-    if not name or not os.path.isdir(name):
-        return None
-    return Path(name)
-
-
 def _appending(path: Path) -> int:
     """Opens a file that stays open, because faulthandler keeps its number."""
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-
-
-def folder_under_torchrun() -> Path | None:
-    """Returns a folder that the ranks of this host share under torchrun, and lets this process write its stacks there.
-
-    The first rank creates it. The result is None without torchrun, or if the folder belongs to another user.
-    """
-    if env.get("TORCHELASTIC_RUN_ID") is None or not hasattr(os, "getuid"):
-        return None
-    folder = Path(temporary_folder()) / f"paceline-stacks-{os.getuid()}-{os.getppid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.lstat().st_uid != os.getuid():
-        return None
-    enter(folder)
-    return folder
