@@ -25,6 +25,7 @@ from loops.programs import (
     Loader,
     Mode,
     Program,
+    Remember,
     Scheduler,
     SchedulerStep,
     Setting,
@@ -38,8 +39,9 @@ from loops.programs import (
     before,
     models_of,
     statements,
+    uses,
 )
-from loops.script import LATER_EDITS, LATER_SCHEDULERS, OPTIMIZERS_OF_MODULES, OPTIONS, SCHEDULERS
+from loops.script import LATER_EDITS, LATER_SCHEDULERS, OPTIMIZERS, OPTIMIZERS_OF_MODULES, OPTIONS, SCHEDULERS
 
 FIRST = 830_000
 Body = tuple[Statement, ...]
@@ -135,7 +137,9 @@ def _with_states(program: Program, rng: random.Random) -> Program | None:
     if not _is_computed_together(program):
         return None
     number = rng.randrange(len(program.optimizers))
-    kind = rng.choice(["read", "read", "clear", "zero", "pop", "halve"])
+    # The states of a whole matrix are on the rank that steps it alone.
+    is_divided = program.optimizers[number].kind in OPTIMIZERS and not program.afterwards
+    kind = rng.choice([*(["read", "read"] * is_divided), "clear", "zero", "pop", "halve"])
     return _placed(program, rng, States(kind, number))  # type: ignore[arg-type]
 
 
@@ -164,7 +168,11 @@ def _compiled(program: Program, rng: random.Random) -> Program | None:
         return None
     if program.late is not None or program.afterwards or rng.random() < 0.5:
         return None
-    place = rng.choice(["before", "after", "in place"])
+    # What is compiled afterwards has other names than `get_state_dict` gives.
+    loads = uses(program, Remember) or any(
+        isinstance(each, Write) and each.kind == "load all" for each in _flat(program)
+    )
+    place = rng.choice(["before", "in place"] if loads else ["before", "after", "after", "in place"])
     return replace(program, compiled=Compiled(place, rng.choice(["eager", "aot_eager"])))  # type: ignore[arg-type]
 
 

@@ -232,7 +232,9 @@ def hessian_product(loss, model, **options):
 
 
 def averaged(gradients):
-    return [accelerator.reduce(gradient, "mean") for gradient in gradients]
+    # Those of divided layers are divided.
+    gradients = [gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient for gradient in gradients]
+    return accelerator.reduce(gradients, "mean")
 
 
 def size_of_all(gradients):

@@ -26,7 +26,7 @@ from torch.utils.weak import TensorWeakRef
 
 from paceline.torch_internals.dtensor import chunk, note_written
 from paceline.torch_internals.replaced import replaced
-from paceline.torch_internals.tensors import hook_gradient, hooks_before
+from paceline.torch_internals.tensors import hook_gradient, hooks_before, is_users_hook
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -475,21 +475,26 @@ def follow_shards() -> None:
         inputs = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
         # The number of an input -> the whole parameter that forward passes computed with in its place.
         wholes: dict[int, torch.Tensor] = {}
+        allows_unused = given.get("allow_unused")
         for number, given_input in enumerate(inputs):
             whole = _whole_of(given_input)
             if whole is not None:
                 wholes[number] = whole
-        if not wholes:
-            return plain(**{**given, "inputs": inputs})  # an iterator was read above
-        gradients = plain(**{**given, "inputs": [*inputs, *wholes.values()], "allow_unused": True})
+        if wholes:
+            given["allow_unused"] = True
+        gradients = plain(**{**given, "inputs": [*inputs, *wholes.values()]})  # an iterator was read above
         results = list(gradients[: len(inputs)])
+        for number, given_input in enumerate(inputs):
+            if isinstance(given_input, WholeParameter):
+                results[number] = _changed_by_hooks(given_input, results[number])
         for number, gradient in zip(wholes, gradients[len(inputs) :], strict=True):
+            gradient = _changed_by_hooks(inputs[number], gradient)
             # The script may have computed with the shard itself, too.
             if results[number] is None:
                 results[number] = gradient
             elif gradient is not None:
                 results[number] = results[number] + gradient
-        if not given.get("allow_unused") and any(result is None for result in results):
+        if wholes and not allows_unused and any(result is None for result in results):
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
                 "is the desired behavior."
@@ -507,6 +512,14 @@ def _whole_of(tensor: torch.Tensor | GradientEdge) -> torch.Tensor | None:
         if parameter is not None:
             return whole_parameter(parameter)
     return None
+
+
+def _changed_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Calls the script's hooks, which stand on the shard, with the gradient of the whole parameter."""
+    for hook in filter(is_users_hook, hooks_before(shard_behind(parameter))):
+        changed = None if gradient is None else hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 # -- passes --------------------------------------------------------------------------------------------------------------
