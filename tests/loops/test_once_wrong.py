@@ -9,6 +9,7 @@ from loops.check import Case, check
 from loops.programs import (
     Accumulate,
     AddGroup,
+    Alone,
     AveragedCopy,
     Backward,
     Clip,
@@ -27,6 +28,7 @@ from loops.programs import (
     Next,
     Optimizer,
     Program,
+    Record,
     Slice,
     Step,
     UpdateAverage,
@@ -501,6 +503,17 @@ HOOKS_UNDER_GRAD = Program(
 )
 
 
+# Rank 0 alone looks at an example between a batch that was taken ahead and the gather of its loss.
+LOOKED_AT_ALONE = Program(
+    seed=830327,
+    models=(Model("Mlp"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)),),
+    loaders=(Loader(rows=41, batch=12),),
+    body=(Forward(0, 0, 0), Alone("saliency", 0), Backward((0,)), Step(0), Zero("optimizer", 0), Record(0)),
+    loop=Loop("for", (0,), epochs=2, ahead=1),
+)
+
+
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
     cases = []
@@ -549,6 +562,7 @@ def test_programs_that_were_wrong_once() -> None:
     cases.append(Case(RESUMED_BEFORE_A_SHORT_WINDOW, 1, "one", (2, "replicate")))
     cases.append(Case(PACKED_WINDOW_RESUMED, 1, "one", (2, "shard")))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
+    cases += [Case(LOOKED_AT_ALONE, 2, plan) for plan in ("replicate", "zero1")]
     cases += [Case(COMPILED_WITH_GRADIENTS, 2, plan) for plan in ("shard", "zero2")]
     cases += [Case(HOOKS_UNDER_GRAD, 2, plan) for plan in ("replicate", "zero2", "shard")]
     outcomes = check(cases)
