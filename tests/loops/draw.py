@@ -60,6 +60,7 @@ from loops.programs import (
     at_place,
     before,
     models_of,
+    replaced,
     statements,
     uses,
 )
@@ -236,7 +237,7 @@ class _Drawing:
         if program.loop.ahead or program.loop.again or len({*program.loop.loaders, *taken}) > 1:
             return program
         chosen = self.random.choice(forwards)
-        return replace(program, body=_replaced(program.body, chosen, replace(chosen, penalty=True)))
+        return replace(program, body=replaced(program.body, chosen, replace(chosen, penalty=True)))
 
     def _with_average(self, program: Program) -> Program:
         """An average of a model's weights, its batch norms and its loss on data of its own."""
@@ -804,15 +805,6 @@ def _after(body: Body, target: Statement, new: Statement, last_backward: Stateme
         if statement is target and seen:
             result.append(new)
             target = new  # once
-    return tuple(result)
-
-
-def _replaced(body: Body, target: Statement, new: Statement) -> Body:
-    result: list[Statement] = []
-    for statement in body:
-        if isinstance(statement, Accumulate | When):
-            statement = replace(statement, body=_replaced(statement.body, target, new))
-        result.append(new if statement is target else statement)
     return tuple(result)
 
 

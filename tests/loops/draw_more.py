@@ -38,6 +38,7 @@ from loops.programs import (
     at_place,
     before,
     models_of,
+    replaced,
     statements,
     uses,
 )
@@ -66,7 +67,15 @@ def draw_more(seed: int, program: Program) -> Program:
     for _ in range(rng.choices([0, 1, 2, 3], [30, 35, 22, 13])[0]):
         addition = rng.choices(list(ADDITIONS), list(ADDITIONS.values()))[0]
         program = addition(program, rng) or program
+    if program.compiled is not None and any(map(_takes_second_derivatives, _flat(program))):
+        # torch's own limit: what `aot_autograd` has compiled has no second derivatives.
+        program = replace(program, compiled=replace(program.compiled, backend="eager"))
     return program
+
+
+def _takes_second_derivatives(statement: Statement) -> bool:
+    is_penalty = isinstance(statement, Forward) and statement.penalty
+    return is_penalty or (isinstance(statement, GradientsOf) and statement.kind == "hessian")
 
 
 def _flat(program: Program) -> list[Statement]:
@@ -119,6 +128,20 @@ def _with_gradients(program: Program, rng: random.Random) -> Program | None:
     own = loaders[of.loader]
     loaders[of.loader] = replace(own, rows=max(1, own.rows // own.batch) * own.batch)
     return replace(program, loaders=tuple(loaders))
+
+
+def _with_inputs(program: Program, rng: random.Random) -> Program | None:
+    """A backward pass that gives gradients to the parameters of one optimizer alone, as a step of a GAN."""
+    flat = _flat(program)
+    backward = [each for each in flat if isinstance(each, Backward)]
+    if not backward or program.loose or program.local is not None or program.hooks or program.afterwards:
+        return None
+    chosen = rng.choice(backward)
+    models = models_of(program, chosen)
+    owners = [number for number in range(len(program.optimizers)) if models_of(program, Step(number)) & models]
+    if not owners:
+        return None
+    return replace(program, body=replaced(program.body, chosen, replace(chosen, only=rng.choice(owners))))
 
 
 def _with_setting(program: Program, rng: random.Random) -> Program | None:
@@ -247,6 +270,7 @@ def _with_zeros(program: Program, rng: random.Random) -> Program | None:
 ADDITIONS: dict[Addition, int] = {
     _alone: 4,
     _with_gradients: 6,
+    _with_inputs: 3,
     _with_setting: 3,
     _with_states: 4,
     _with_swap: 3,

@@ -562,11 +562,17 @@ class Interpreter:
             total = sum((self.rows[name] * weights).sum() for name in names) / count
             self.reached.clear()
             self.stale.clear()
-            total.backward()
+            total.backward(inputs=self._only(statement))
             for parameter in self.reached & set(self.not_saved):
                 if not self.not_saved.pop(parameter):
                     raise Unclear("a gradient that was stepped before the save is used again")
             self._check_reached()
+
+    def _only(self, statement: Backward | ForwardBackward) -> list[nn.Parameter] | None:
+        """The parameters that get gradients; None for all."""
+        if isinstance(statement, ForwardBackward) or statement.only is None:
+            return None
+        return [p for group in self.optimizers[statement.only].param_groups for p in group["params"]]
 
     def _check_reached(self) -> None:
         if self.program.window == 1:

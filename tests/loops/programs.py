@@ -201,10 +201,12 @@ class Backward:
     Attributes:
         items: None for means over rows; else the kind of the numbers that weight rows, whose sum is `num_items`. "mask" selects
             rows: a rank may have none of them.
+        only: the optimizer whose parameters alone get gradients, by `inputs=`.
     """
 
     names: tuple[int, ...]
     items: ItemCount | None = None
+    only: int | None = None
 
 
 @dataclass(frozen=True)
@@ -634,4 +636,14 @@ def before(body: tuple[Statement, ...], target: Statement, new: Statement) -> tu
         if isinstance(statement, Accumulate | When):
             statement = replace(statement, body=before(statement.body, target, new))
         result += [new, statement] if statement is target else [statement]
+    return tuple(result)
+
+
+def replaced(body: tuple[Statement, ...], target: Statement, new: Statement) -> tuple[Statement, ...]:
+    """The body with another statement in the place of one."""
+    result: list[Statement] = []
+    for statement in body:
+        if isinstance(statement, Accumulate | When):
+            statement = replace(statement, body=replaced(statement.body, target, new))
+        result.append(new if statement is target else statement)
     return tuple(result)

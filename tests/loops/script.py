@@ -741,19 +741,11 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             if penalty:
                 return [f"rows{name} = {scaled}penalty_of(lambda x: {_call(program, model, 'x')}, {given})"]
             return [f"rows{name} = {scaled}per_row({_call(program, model, given)}, y{loader})"]
-        case Backward(names, None):
-            loss = " + ".join(f"rows{name}.mean()" for name in names)
-            return [f"accelerator.backward({loss})"]
-        case Backward(names, "mask"):
-            mask = f"w{_loader_of(program, names[0])} > 3"
-            loss = " + ".join(f"rows{name}[{mask}].sum()" for name in names)
-            return [f"accelerator.backward({loss}, num_items=({mask}).sum())"]
-        case Backward(names, items):
-            weight = f"w{_loader_of(program, names[0])}"
-            if items == "float":
-                weight = f"({weight} * 0.3)"
-            loss = " + ".join(f"(rows{name} * {weight}).sum()" for name in names)
-            return [f"accelerator.backward({loss}, num_items={items}({weight}.sum()))"]
+        case Backward(names, items, only):
+            loss, options = _loss_of(program, names, items)
+            if only is not None:
+                options += f", inputs={_clipped(program, 'optimizer', only)}"
+            return [f"accelerator.backward({loss}{options})"]
         case ForwardBackward(model, loader, items):
             loss, count = ("sum_loss", f", num_items=y{loader}.numel()") if items else ("mean_loss", "")
             return [f"accelerator.forward_backward(model{model}, (x{loader}, y{loader}), {loss}{count})"]
@@ -881,6 +873,20 @@ EDITS = {
     "centre": "p.grad -= p.grad.mean()",
 }
 LATER_EDITS = {"normalise": "p.grad /= 0.01 + p.grad.norm()"}
+
+
+def _loss_of(program: Program, names: Iterable[int], items: str | None) -> tuple[str, str]:
+    """What `backward` gets: the loss, and the number of its items."""
+    if items is None:
+        return " + ".join(f"rows{name}.mean()" for name in names), ""
+    weight = f"w{_loader_of(program, next(iter(names)))}"
+    if items == "mask":
+        mask = f"{weight} > 3"
+        return " + ".join(f"rows{name}[{mask}].sum()" for name in names), f", num_items=({mask}).sum()"
+    if items == "float":
+        weight = f"({weight} * 0.3)"
+    loss = " + ".join(f"(rows{name} * {weight}).sum()" for name in names)
+    return loss, f", num_items={items}({weight}.sum())"
 
 
 def _evaluation_of_kept(program: Program, statement: EvaluateKept) -> list[str]:

@@ -141,7 +141,9 @@ def _smaller_bodies(body: Body) -> Iterator[Body]:
 
 def _plainer_statements(statement: Statement) -> Iterator[Statement]:
     match statement:
-        case Backward(names, items):
+        case Backward(names, items, only):
+            if only is not None:
+                yield replace(statement, only=None)
             if len(names) > 1:
                 yield replace(statement, names=names[:1])
             if items is not None:
@@ -382,6 +384,8 @@ def _without_optimizer(program: Program, gone: int) -> Program:
                 if statement.optimizer == gone:
                     return None
                 return replace(statement, optimizer=_moved(statement.optimizer, gone))
+            case Backward(only=only) if only is not None:
+                return None if only == gone else replace(statement, only=_moved(only, gone))
             case Clip("optimizer", number) | Zero("optimizer", number):
                 return None if number == gone else replace(statement, number=_moved(number, gone))
         return statement
@@ -436,7 +440,7 @@ def _tidied(program: Program) -> Program | None:
 
     def change(statement: Statement) -> Statement | None:
         match statement:
-            case Backward(names, _):
+            case Backward(names):
                 left = tuple(name for name in names if name in computed)
                 return replace(statement, names=left) if left else None
             case Record(name):

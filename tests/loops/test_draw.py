@@ -71,8 +71,8 @@ def features(program: Program) -> set[str]:
         names |= {f"compiled {program.compiled.place}", f"compiled by {program.compiled.backend}"}
     for each in statements(program.body):
         match each:
-            case programs.Backward(losses, items):
-                names |= {f"items {items}", "sum of losses" * (len(losses) > 1)}
+            case programs.Backward(losses, items, only):
+                names |= {f"items {items}", "inputs" * (only is not None), "sum of losses" * (len(losses) > 1)}
             case programs.ForwardBackward(items=items):
                 names.add(f"forward_backward items {items}")
             case programs.Clip(over, by=by):
@@ -178,6 +178,7 @@ LATER_EXPECTED = {
     *(f"{kind} {option}" for kind, options in OPTIONS.items() for option in options),
     *(f"edit {kind}" for kind in LATER_EDITS),
     *("compiled before", "compiled after", "compiled in place", "compiled by eager", "compiled by aot_eager"),
+    "inputs",
     *("alone evaluate", "alone saliency", "alone save", "alone print", "kept by copy", "kept by data"),
     *("gradients log", "gradients weigh", "gradients hessian", "gradients descend"),
     *("gradients of a loss True", "gradients of a loss False", "training True", "training False"),

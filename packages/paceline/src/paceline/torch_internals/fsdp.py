@@ -464,22 +464,15 @@ def let_grad_find(parameter: FSDPParam) -> None:
 
 @cache
 def follow_shards() -> None:
-    """Replaces `torch.autograd.grad`, for this process. It does as before where no input is such a shard."""
-    plain = torch.autograd.grad
+    """Replaces `torch.autograd.grad` and `backward`, for this process. They do as before where no input is such a shard."""
+    plain, plain_backward = torch.autograd.grad, torch.autograd.backward
     signature = inspect.signature(plain)
 
     @wraps(plain)
     def grad(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        inputs = given["inputs"]
-        inputs = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
-        # The number of an input -> the whole parameter that forward passes computed with in its place.
-        wholes: dict[int, torch.Tensor] = {}
+        inputs, wholes = _with_wholes(given["inputs"])
         allows_unused = given.get("allow_unused")
-        for number, given_input in enumerate(inputs):
-            whole = _whole_of(given_input)
-            if whole is not None:
-                wholes[number] = whole
         if wholes:
             given["allow_unused"] = True
         gradients = plain(**{**given, "inputs": [*inputs, *wholes.values()]})  # an iterator was read above
@@ -501,7 +494,21 @@ def follow_shards() -> None:
             )
         return tuple(results)
 
-    torch.autograd.grad = grad
+    @wraps(plain_backward)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("inputs") is not None:
+            inputs, wholes = _with_wholes(kwargs["inputs"])
+            kwargs["inputs"] = [*inputs, *wholes.values()]
+        plain_backward(*args, **kwargs)
+
+    torch.autograd.grad, torch.autograd.backward = grad, backward
+
+
+def _with_wholes(inputs: Any) -> tuple[list[torch.Tensor | GradientEdge], dict[int, torch.Tensor]]:
+    """Returns inputs, and for the numbers of some of them the whole parameters that were computed with in their places."""
+    inputs = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
+    wholes = {number: _whole_of(given_input) for number, given_input in enumerate(inputs)}
+    return inputs, {number: whole for number, whole in wholes.items() if whole is not None}
 
 
 def _whole_of(tensor: torch.Tensor | GradientEdge) -> torch.Tensor | None:
