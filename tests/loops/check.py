@@ -143,6 +143,8 @@ def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iter
         for plan in PLANS[world]:
             if plan.startswith("pp") and no_pipeline:
                 continue
+            if program.compiled is not None and plan.startswith(("tp", "ep", "pp")):
+                continue
             if is_whole and not plan.startswith(("one", "replicate", "zero")):
                 continue
             divided = _BODIES.get(plan[:2])

@@ -67,15 +67,16 @@ def draw_more(seed: int, program: Program) -> Program:
     for _ in range(rng.choices([0, 1, 2, 3], [30, 35, 22, 13])[0]):
         addition = rng.choices(list(ADDITIONS), list(ADDITIONS.values()))[0]
         program = addition(program, rng) or program
-    if program.compiled is not None and any(map(_takes_second_derivatives, _flat(program))):
-        # torch's own limit: what `aot_autograd` has compiled has no second derivatives.
+    if program.compiled is not None and any(map(_keeps_its_graph, _flat(program))):
+        # torch's own limits: what `aot_autograd` has compiled has no second derivatives, and one backward pass.
         program = replace(program, compiled=replace(program.compiled, backend="eager"))
     return program
 
 
-def _takes_second_derivatives(statement: Statement) -> bool:
-    is_penalty = isinstance(statement, Forward) and statement.penalty
-    return is_penalty or (isinstance(statement, GradientsOf) and statement.kind == "hessian")
+def _keeps_its_graph(statement: Statement) -> bool:
+    if isinstance(statement, GradientsOf):
+        return statement.kind == "hessian" or statement.name is not None
+    return isinstance(statement, Forward) and statement.penalty
 
 
 def _flat(program: Program) -> list[Statement]:
@@ -191,11 +192,11 @@ def _compiled(program: Program, rng: random.Random) -> Program | None:
         return None
     if program.late is not None or program.afterwards or rng.random() < 0.5:
         return None
-    # What is compiled afterwards has other names than `get_state_dict` gives.
+    # What `torch.compile` gives has other names than `get_state_dict`.
     loads = uses(program, Remember) or any(
         isinstance(each, Write) and each.kind == "load all" for each in _flat(program)
     )
-    place = rng.choice(["before", "in place"] if loads else ["before", "after", "after", "in place"])
+    place = rng.choice(["in place"] if loads else ["before", "after", "after", "in place"])
     return replace(program, compiled=Compiled(place, rng.choice(["eager", "aot_eager"])))  # type: ignore[arg-type]
 
 
