@@ -233,7 +233,7 @@ def shard_of(tensor: Tensor, placement: Placement, size: int, rank: int) -> Tens
     return torch.cat([chunk(run, size, rank, dim) for run in tensor.chunk(runs, dim)], dim)
 
 
-def compile_beside_divided_gradients() -> None:
+def compile_beside_parts() -> None:
     """Lets torch's compiler read a whole parameter whose gradient is divided: it would describe both alike, and fail.
 
     To what is compiled, such a parameter has no gradient.
