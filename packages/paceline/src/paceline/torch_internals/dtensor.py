@@ -243,8 +243,8 @@ def compile_beside_parts() -> None:
 
     plain = meta_utils.safe_grad
 
-    def safe_grad(tensor: Tensor) -> Tensor | None:
-        gradient: Tensor | None = plain(tensor)
+    def safe_grad(tensor: Any) -> Any:
+        gradient = plain(tensor)
         return None if isinstance(gradient, DTensor) and not isinstance(tensor, DTensor) else gradient
 
-    meta_utils.safe_grad = safe_grad
+    vars(meta_utils)["safe_grad"] = safe_grad

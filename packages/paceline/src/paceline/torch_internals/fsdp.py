@@ -504,7 +504,7 @@ def follow_shards() -> None:
     torch.autograd.grad, torch.autograd.backward = grad, backward
 
 
-def _with_wholes(inputs: Any) -> tuple[list[torch.Tensor | GradientEdge], dict[int, torch.Tensor]]:
+def _with_wholes(inputs: Any) -> tuple[list[Any], dict[int, torch.Tensor]]:
     """Returns inputs, and for the numbers of some of them the whole parameters that were computed with in their places."""
     inputs = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
     wholes = {number: _whole_of(given_input) for number, given_input in enumerate(inputs)}
