@@ -28,7 +28,7 @@ from loops.compare import (
     outcome,
 )
 from loops.plain import plain
-from loops.programs import Backward, Program, Read, statements
+from loops.programs import Alone, Backward, GradientsOf, Program, Read, Statement, States, statements
 from loops.ranks import Job, Results, run_jobs
 from loops.script import script
 
@@ -133,12 +133,19 @@ def settings_of(door: str, world: int, plan: str) -> dict[str, int | str]:
 def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iterable[str] = ()) -> list[Case]:
     """The cases of a program. A pipeline needs `forward_backward` in place of `backward`; some axes need certain models."""
     # A stage of a pipeline reads the gradients of its own parameters.
-    no_pipeline = any(isinstance(statement, Backward | Read) for statement in statements(program.body))
+    flat = list(statements(program.body))
+    no_pipeline = any(isinstance(each, Backward | Read | States) or _of_all_stages(each) for each in flat)
+    # A forward pass of a model that ranks divide needs all of them.
+    is_whole = any(isinstance(each, Alone) and each.kind in ("evaluate", "saliency") for each in flat)
     cases: list[Case] = []
     wanted = set(plans)
     for world in worlds:
         for plan in PLANS[world]:
             if plan.startswith("pp") and no_pipeline:
+                continue
+            if program.compiled is not None and plan.startswith(("tp", "ep", "pp")):
+                continue
+            if is_whole and not plan.startswith(("one", "replicate", "zero")):
                 continue
             divided = _BODIES.get(plan[:2])
             if divided and any(model.body not in divided for model in program.models):
@@ -151,6 +158,11 @@ def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iter
                 own = program if program.local is None else replace(program, replicas=world)
                 cases.append(_case(own, world, plan, len(cases)))
     return cases
+
+
+def _of_all_stages(statement: Statement) -> bool:
+    """Whether a statement needs the parameters of all stages of a pipeline."""
+    return isinstance(statement, GradientsOf) or (isinstance(statement, Alone) and statement.kind == "print")
 
 
 def _refusing(program: Program, world: int) -> str:

@@ -17,6 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 from loops.draw_low import draw_low
+from loops.draw_more import draw_more
 from loops.programs import (
     Accumulate,
     AddGroup,
@@ -56,7 +57,10 @@ from loops.programs import (
     Write,
     WriteKind,
     Zero,
+    at_place,
+    before,
     models_of,
+    replaced,
     statements,
     uses,
 )
@@ -113,7 +117,8 @@ def draw(seed: int, shuffles: bool = False, kind: str = "") -> Program:
     def drawn(own: random.Random) -> Program:
         return _Drawing(own, seed, shuffles).program()
 
-    return draw_low(seed, drawn(random.Random(seed)), drawn, kind)
+    program = draw_low(seed, drawn(random.Random(seed)), drawn, kind)
+    return program if kind == "none" else draw_more(seed, program)
 
 
 class _Drawing:
@@ -214,7 +219,7 @@ class _Drawing:
             edit: Statement = Edit(kind, model, self.random.choice(["all", "body", "head"]))  # type: ignore[arg-type]
             if program.window > 1:
                 edit = When("sync", body=(edit,))
-            body = _before(body, target, edit)
+            body = before(body, target, edit)
         if self.chance(0.08):
             rate = Rate(self.random.randrange(len(program.optimizers)), self.random.choice([0.5, 2.0]))
             body = (When("at", self.random.randint(1, 4), body=(rate,)), *body)
@@ -232,7 +237,7 @@ class _Drawing:
         if program.loop.ahead or program.loop.again or len({*program.loop.loaders, *taken}) > 1:
             return program
         chosen = self.random.choice(forwards)
-        return replace(program, body=_replaced(program.body, chosen, replace(chosen, penalty=True)))
+        return replace(program, body=replaced(program.body, chosen, replace(chosen, penalty=True)))
 
     def _with_average(self, program: Program) -> Program:
         """An average of a model's weights, its batch norms and its loss on data of its own."""
@@ -739,11 +744,11 @@ class _Drawing:
             return body  # under `shard` one is whole there and the other is not; same-numbers.md says so
         if kind in ("average", "blend"):
             keep = When("every", self.random.choice([2, 3]), 0, (replace(write, kind="keep"),))
-            return (keep, *_at(body, place, write))
+            return (keep, *at_place(body, place, write))
         if self.chance(0.3):
-            return _at(body, place, write)
+            return at_place(body, place, write)
         when = self.random.choice([When("every", 2, 1), When("every", 3, 2), When("at", self.random.randint(0, 3))])
-        return _at(body, place, replace(when, body=(write,)))
+        return at_place(body, place, replace(when, body=(write,)))
 
     def _with_save(self, program: Program) -> Program:
         changing = any(isinstance(each, AddGroup | Freeze) for each in statements(program.body))
@@ -800,42 +805,6 @@ def _after(body: Body, target: Statement, new: Statement, last_backward: Stateme
         if statement is target and seen:
             result.append(new)
             target = new  # once
-    return tuple(result)
-
-
-def _at(body: Body, place: int, new: Statement) -> Body:
-    """The body with a statement before the one that is number `place` of all of its `statements`."""
-    result: list[Statement] = []
-    for statement in body:
-        inside = isinstance(statement, Accumulate | When)
-        count = 1 + len(list(statements(statement.body))) if inside else 1
-        if place == 0:
-            result.append(new)
-        if inside and 0 < place < count:
-            statement = replace(statement, body=_at(statement.body, place - 1, new))
-        result.append(statement)
-        place -= count
-    if place == 0:
-        result.append(new)
-    return tuple(result)
-
-
-def _before(body: Body, target: Statement, new: Statement) -> Body:
-    """The body with a statement before another one."""
-    result: list[Statement] = []
-    for statement in body:
-        if isinstance(statement, Accumulate | When):
-            statement = replace(statement, body=_before(statement.body, target, new))
-        result += [new, statement] if statement is target else [statement]
-    return tuple(result)
-
-
-def _replaced(body: Body, target: Statement, new: Statement) -> Body:
-    result: list[Statement] = []
-    for statement in body:
-        if isinstance(statement, Accumulate | When):
-            statement = replace(statement, body=_replaced(statement.body, target, new))
-        result.append(new if statement is target else statement)
     return tuple(result)
 
 

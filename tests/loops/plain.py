@@ -31,6 +31,7 @@ from loops.float8_layers import in_float8
 from loops.programs import (
     Accumulate,
     AddGroup,
+    Alone,
     Backward,
     Clip,
     Continue,
@@ -39,9 +40,12 @@ from loops.programs import (
     Evaluate,
     EvaluateAverage,
     EvaluateBatch,
+    EvaluateKept,
     Forward,
     ForwardBackward,
     Freeze,
+    GradientsOf,
+    Mode,
     Next,
     Prepare,
     Program,
@@ -51,8 +55,10 @@ from loops.programs import (
     Record,
     Remember,
     SchedulerStep,
+    Setting,
     Slice,
     Statement,
+    States,
     Step,
     UpdateAverage,
     UpdateBatchNorm,
@@ -405,7 +411,7 @@ class Interpreter:
                     self._step(optimizer)
             case SchedulerStep(scheduler):
                 if self.sync:
-                    self.schedulers[scheduler].step()
+                    self._step_scheduler(scheduler)
             case Zero():
                 self._zero(statement)
             case Freeze(model, part, frozen):
@@ -434,6 +440,19 @@ class Interpreter:
                 self._evaluate(self.models[model], list(self.loaders[loader]))
             case EvaluateBatch(model, loader):
                 self._evaluate(self.models[model], [self.batches[loader]])
+            case EvaluateKept():
+                self._evaluate_kept(statement)
+            case GradientsOf():
+                self._gradients_of(statement)
+            case Alone():
+                self._alone(statement)
+            case Setting(optimizer, option, value):
+                for group in self.optimizers[optimizer].param_groups:
+                    group[option] = value
+            case States(kind, optimizer):
+                self._states(kind, optimizer)
+            case Mode(model, part, training):
+                _part(self.models[model], part).train(training)
             case CountLocalStep():
                 if self.sync:
                     self._count_local_step()
@@ -449,6 +468,13 @@ class Interpreter:
         self._use(parameters)
         self.optimizers[optimizer].step()
         self.stale.update(parameters)
+
+    def _step_scheduler(self, number: int) -> None:
+        scheduler = self.schedulers[number]
+        if self.program.schedulers[number].kind == "ReduceLROnPlateau":
+            scheduler.step(self.notes["norms"][-1] if self.notes["norms"] else 1.0)
+        else:
+            scheduler.step()
 
     def _count_local_step(self) -> None:
         assert self.exchange is not None
@@ -536,11 +562,17 @@ class Interpreter:
             total = sum((self.rows[name] * weights).sum() for name in names) / count
             self.reached.clear()
             self.stale.clear()
-            total.backward()
+            total.backward(inputs=self._only(statement))
             for parameter in self.reached & set(self.not_saved):
                 if not self.not_saved.pop(parameter):
                     raise Unclear("a gradient that was stepped before the save is used again")
             self._check_reached()
+
+    def _only(self, statement: Backward | ForwardBackward) -> list[nn.Parameter] | None:
+        """The parameters that get gradients; None for all."""
+        if isinstance(statement, ForwardBackward) or statement.only is None:
+            return None
+        return [p for group in self.optimizers[statement.only].param_groups for p in group["params"]]
 
     def _check_reached(self) -> None:
         if self.program.window == 1:
@@ -658,6 +690,80 @@ class Interpreter:
                     p.grad = 0.5 * p.grad
                 case "centre":
                     p.grad -= p.grad.mean()
+                case "normalise":
+                    p.grad /= 0.01 + p.grad.norm()
+
+    def _gradients_of(self, statement: GradientsOf) -> None:
+        if statement.name is None:
+            x, y, _ = self.batches[statement.loader]
+            loss = _per_row(self._call(statement.model, x), y).mean()
+        else:
+            loss = self.rows[statement.name].mean()
+        parameters = [p for p in self.models[statement.model].parameters() if p.requires_grad]
+
+        def gradients_of(value: torch.Tensor, **options: bool) -> tuple[torch.Tensor, ...]:
+            options["retain_graph"] = statement.name is not None or "create_graph" in options
+            return torch.autograd.grad(value, parameters, materialize_grads=True, **options)  # type: ignore[arg-type]
+
+        if statement.kind == "hessian":
+            first = gradients_of(loss, create_graph=True)
+            loss = torch.stack([(each * p.detach()).sum() for each, p in zip(first, parameters, strict=True)]).sum()
+        gradients = gradients_of(loss)
+        size = sum(float(each.abs().sum()) for each in gradients)
+        if statement.kind in ("log", "hessian"):
+            self.notes["gradients"].append(size)
+        elif statement.kind == "weigh":
+            assert statement.name is not None
+            self.rows[statement.name] = self.rows[statement.name] / (1 + size)
+        else:
+            with torch.no_grad():
+                for p, each in zip(parameters, gradients, strict=True):
+                    p.sub_(each, alpha=0.05)
+
+    def _alone(self, alone: Alone) -> None:
+        model = self.models[alone.model]
+        if alone.kind == "save":
+            value = sum(float(each.double().abs().sum()) for each in model.state_dict().values())
+        elif alone.kind == "print":
+            value = sum(float(p.detach().norm()) for p in model.parameters())
+        else:
+            mode = model.training
+            model.eval()
+            sample = torch.linspace(-1, 1, 8).reshape(2, 4).requires_grad_()
+            output = self._call(alone.model, sample)
+            value = float(output.detach().square().mean())
+            if alone.kind == "saliency":
+                value = float(torch.autograd.grad(output.sum(), sample)[0].abs().sum())
+            model.train(mode)
+        self.notes["metrics"].append(value)
+
+    def _states(self, kind: str, number: int) -> None:
+        optimizer = self.optimizers[number]
+        values = [each for state in optimizer.state.values() for each in state.values()]
+        values = [each for each in values if isinstance(each, torch.Tensor) and each.ndim]
+        match kind:
+            case "read":
+                self.notes["gradients"].append(sum(float(each.abs().sum()) for each in values))
+            case "clear":
+                optimizer.state.clear()
+            case "pop":
+                for p in self._parameters(self.program.optimizers[number].slices[0]):
+                    optimizer.state.pop(p, None)
+            case _:
+                for each in values:
+                    each.mul_(0.0 if kind == "zero" else 0.5)
+
+    def _evaluate_kept(self, statement: EvaluateKept) -> None:
+        parameters = self._parameters(Slice(statement.model, statement.part))
+        kept = self.kept[statement.model, statement.part]
+        own = [p.detach().clone() for p in parameters]
+        with torch.no_grad():
+            for p, value in zip(parameters, kept, strict=True):
+                p.copy_(value)
+        self._evaluate(self.models[statement.model], list(self.loaders[statement.loader]))
+        with torch.no_grad():
+            for p, value in zip(parameters, own, strict=True):
+                p.copy_(value)
 
     def _write(self, write: Write) -> None:
         model = self.models[write.model]

@@ -17,6 +17,7 @@ Offload = Literal[
     "", "activations", "optimizer", "optimizer+activations", "optimizer=disk", "all=disk", "activations+optimizer=disk"
 ]  # fmt: skip
 Recipe = Literal["", "rowwise_with_gw_hp", "mxfp8", "rowwise", "tensorwise"]
+EditKind = Literal["scale", "decay", "assign", "centre", "normalise"]
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,15 @@ class Slice:
 
 @dataclass(frozen=True)
 class Optimizer:
-    """An optimizer; each slice is a parameter group of its own, but not of Muon, which divides parameters by their shapes."""
+    """An optimizer; each slice is a parameter group of its own, but not of Muon, which divides parameters by their shapes.
+
+    Attributes:
+        options: more arguments, such as "foreach=True".
+    """
 
     kind: str
     slices: tuple[Slice, ...]
+    options: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,9 +76,11 @@ class AveragedCopy:
 
 @dataclass(frozen=True)
 class Scheduler:
-    """A scheduler of one optimizer."""
+    """A scheduler of one optimizer; "ReduceLROnPlateau" is told the last norm."""
 
-    kind: Literal["StepLR", "ExponentialLR", "CosineAnnealingLR"]
+    kind: Literal[
+        "StepLR", "ExponentialLR", "CosineAnnealingLR", "LambdaLR", "OneCycleLR", "SequentialLR", "ReduceLROnPlateau"
+    ]
     optimizer: int
 
 
@@ -117,6 +125,14 @@ class LocalSteps:
 
     steps: int
     outer: bool = False
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """`torch.compile` of all models: "before" or "after" `prepare`, or "in place" before it by `model.compile()`."""
+
+    place: Literal["before", "after", "in place"]
+    backend: Literal["eager", "aot_eager"] = "eager"
 
 
 HookKind = Literal["double", "clamp", "fused", "input", "output", "input gradient", "output gradient"]
@@ -185,10 +201,12 @@ class Backward:
     Attributes:
         items: None for means over rows; else the kind of the numbers that weight rows, whose sum is `num_items`. "mask" selects
             rows: a rank may have none of them.
+        only: the optimizer whose parameters alone get gradients, by `inputs=`.
     """
 
     names: tuple[int, ...]
     items: ItemCount | None = None
+    only: int | None = None
 
 
 @dataclass(frozen=True)
@@ -230,10 +248,10 @@ class Edit:
 
     Attributes:
         kind: "scale" `p.grad.mul_(0.5)`, "decay" adds a part of the weight, "assign" another tensor, "centre" takes the mean
-            of the whole gradient away.
+            of the whole gradient away, "normalise" divides it by its norm.
     """
 
-    kind: Literal["scale", "decay", "assign", "centre"]
+    kind: EditKind
     model: int
     part: ModelPart = "all"
 
@@ -370,6 +388,80 @@ class Write:
 
 
 @dataclass(frozen=True)
+class EvaluateKept:
+    """Notes the mean loss of a model with the copies that `Write("keep")` has made in the place of its weights.
+
+    Attributes:
+        by: how they are exchanged: "copy" by `p.copy_` under `no_grad`, "data" by `p.data, slow.data = slow.data, p.data`.
+    """
+
+    model: int
+    part: ModelPart
+    loader: int
+    by: Literal["copy", "data"] = "copy"
+
+
+@dataclass(frozen=True)
+class GradientsOf:
+    """`torch.autograd.grad` of a mean loss by the trained parameters of a model, averaged over the ranks.
+
+    Attributes:
+        kind: "log" notes their size; "weigh" divides the loss of the `Forward` by one more than it; "hessian" notes the size of
+            the product of the Hessian matrix and the weights; "descend" takes a step by hand.
+        name: of a `Forward` of the model, whose graph is kept; None computes the loss of `loader`'s batch once more.
+    """
+
+    kind: Literal["log", "weigh", "hessian", "descend"]
+    model: int
+    loader: int
+    name: int | None = None
+
+
+@dataclass(frozen=True)
+class Alone:
+    """What rank 0 does alone, with an input that all ranks have; the others are told the number, which is noted.
+
+    Attributes:
+        kind: "evaluate" without gradients; "saliency", the gradient of the input; "save" writes a state dict that all ranks
+            have read; "print" prints the norm of the weights, which all have read.
+    """
+
+    kind: Literal["evaluate", "saliency", "save", "print"]
+    model: int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Writes an option of all groups of an optimizer: `group["weight_decay"] = 0.05`."""
+
+    optimizer: int
+    name: str
+    value: float | tuple[float, float] | bool
+
+
+@dataclass(frozen=True)
+class States:
+    """What the script does with the states of an optimizer.
+
+    Attributes:
+        kind: "read" notes the size of those in `state_dict()`; "clear" `optimizer.state.clear()`; "zero" fills all but numbers
+            of steps with zeros; "pop" takes those of the first slice out; "halve" loads a state dict with half of each.
+    """
+
+    kind: Literal["read", "clear", "zero", "pop", "halve"]
+    optimizer: int
+
+
+@dataclass(frozen=True)
+class Mode:
+    """`train()` or `eval()` of a part of a model."""
+
+    model: int
+    part: ModelPart
+    training: bool
+
+
+@dataclass(frozen=True)
 class CountLocalStep:
     """`local.step()` of `Program.local`, behind the steps of the optimizers."""
 
@@ -405,6 +497,7 @@ Statement = (
     Forward | Backward | ForwardBackward | Record | Clip | Read | Step | SchedulerStep | Zero | Freeze | AddGroup
     | Write | Next | Evaluate | EvaluateBatch | Continue | When | Accumulate
     | Edit | Rate | Remember | Recall | UpdateAverage | EvaluateAverage | UpdateBatchNorm | Prepare | CountLocalStep
+    | EvaluateKept | GradientsOf | Alone | Setting | States | Mode
 )  # fmt: skip
 Block = When | Accumulate
 
@@ -432,6 +525,7 @@ class Program:
         local: steps of each rank alone, or None.
         replicas: how many ranks the reference of `local` simulates.
         twice: whether the accelerator is cleared after the loop, and another such model trained in it.
+        compiled: whether and how models are compiled.
     """
 
     seed: int
@@ -460,6 +554,7 @@ class Program:
     local: LocalSteps | None = None
     replicas: int = 1
     twice: bool = False
+    compiled: Compiled | None = None
 
 
 def statements(body: tuple[Statement, ...]) -> Iterator[Statement]:
@@ -498,6 +593,8 @@ def models_of(program: Program, statement: Statement) -> set[int]:
             return models_of(program, forwards[name])
         case Step(number) | Rate(number) | Clip("optimizer", number) | Zero("optimizer", number):
             return {part.model for part in program.optimizers[number].slices}
+        case Setting(optimizer=number) | States(optimizer=number):
+            return {part.model for part in program.optimizers[number].slices}
         case SchedulerStep(number):
             return models_of(program, Step(program.schedulers[number].optimizer))
         case Clip("model", number) | Zero(_, number):
@@ -513,3 +610,40 @@ def models_of(program: Program, statement: Statement) -> set[int]:
         case Write(model=model, source=source) if source is not None:
             return {model, source}
     return {statement.model} if hasattr(statement, "model") else set()
+
+
+def at_place(body: tuple[Statement, ...], place: int, new: Statement) -> tuple[Statement, ...]:
+    """The body with a statement before the one that is number `place` of all of its `statements`."""
+    result: list[Statement] = []
+    for statement in body:
+        inside = isinstance(statement, Accumulate | When)
+        count = 1 + len(list(statements(statement.body))) if inside else 1
+        if place == 0:
+            result.append(new)
+        if inside and 0 < place < count:
+            statement = replace(statement, body=at_place(statement.body, place - 1, new))
+        result.append(statement)
+        place -= count
+    if place == 0:
+        result.append(new)
+    return tuple(result)
+
+
+def before(body: tuple[Statement, ...], target: Statement, new: Statement) -> tuple[Statement, ...]:
+    """The body with a statement before another one."""
+    result: list[Statement] = []
+    for statement in body:
+        if isinstance(statement, Accumulate | When):
+            statement = replace(statement, body=before(statement.body, target, new))
+        result += [new, statement] if statement is target else [statement]
+    return tuple(result)
+
+
+def replaced(body: tuple[Statement, ...], target: Statement, new: Statement) -> tuple[Statement, ...]:
+    """The body with another statement in the place of one."""
+    result: list[Statement] = []
+    for statement in body:
+        if isinstance(statement, Accumulate | When):
+            statement = replace(statement, body=replaced(statement.body, target, new))
+        result.append(new if statement is target else statement)
+    return tuple(result)

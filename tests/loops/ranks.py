@@ -21,6 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
+import types
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -216,7 +217,9 @@ def _error(error: BaseException) -> dict[str, Any]:
 
 def run_script(job: Job) -> dict[str, Any]:
     """Runs one script in this rank; what it noted, or its error."""
-    names: dict[str, Any] = {"__name__": "program"}
+    # torch's compiler imports the module of a function by its name.
+    module = sys.modules["program"] = types.ModuleType("program")
+    names = vars(module)
     torch.manual_seed(0)
     dtype = torch.get_default_dtype()
     try:
@@ -232,6 +235,7 @@ def run_script(job: Job) -> dict[str, Any]:
         for accelerator in accelerators:
             accelerator.free_memory()
     names.clear()
+    del sys.modules["program"]
     sys.stdout.flush()
     return result
 

@@ -16,6 +16,7 @@ from loops import zoo
 from loops.programs import (
     Accumulate,
     AddGroup,
+    Alone,
     Backward,
     Clip,
     Continue,
@@ -24,10 +25,13 @@ from loops.programs import (
     Evaluate,
     EvaluateAverage,
     EvaluateBatch,
+    EvaluateKept,
     Forward,
     ForwardBackward,
     Freeze,
+    GradientsOf,
     Loader,
+    Mode,
     Next,
     Optimizer,
     Prepare,
@@ -38,8 +42,10 @@ from loops.programs import (
     Record,
     Remember,
     SchedulerStep,
+    Setting,
     Slice,
     Statement,
+    States,
     Step,
     UpdateAverage,
     UpdateBatchNorm,
@@ -71,6 +77,25 @@ SCHEDULERS = {
     "StepLR": "torch.optim.lr_scheduler.StepLR({}, 2, gamma=0.5)",
     "ExponentialLR": "torch.optim.lr_scheduler.ExponentialLR({}, 0.8)",
     "CosineAnnealingLR": "torch.optim.lr_scheduler.CosineAnnealingLR({}, 5)",
+}
+# Those of `draw_more`.
+LATER_SCHEDULERS = {
+    "LambdaLR": "torch.optim.lr_scheduler.LambdaLR({}, lambda epoch: 1 / (1 + epoch))",
+    "OneCycleLR": "torch.optim.lr_scheduler.OneCycleLR({}, max_lr=0.05, total_steps=200)",
+    "SequentialLR": (
+        "torch.optim.lr_scheduler.SequentialLR({0}, [torch.optim.lr_scheduler.ConstantLR({0}, 0.5, 2), "
+        "torch.optim.lr_scheduler.ExponentialLR({0}, 0.8)], [2])"
+    ),
+    "ReduceLROnPlateau": "torch.optim.lr_scheduler.ReduceLROnPlateau({}, patience=0, threshold=0.01)",
+}
+# More arguments of optimizers, of `draw_more`.
+OPTIONS = {
+    "SGD": ("foreach=True", "foreach=False", "fused=True", "weight_decay=0.1", "maximize=True"),
+    "momentum": ("foreach=True", "fused=True", "nesterov=True", "dampening=0.5", "weight_decay=0.1"),
+    "Adam": ("foreach=True", "fused=True", "amsgrad=True", "capturable=True", "differentiable=True"),
+    "AdamW": ("foreach=True", "foreach=False", "fused=True", "amsgrad=True", "maximize=True"),
+    "RMSprop": ("foreach=True", "centered=True", "momentum=0.5"),
+    "Adagrad": ("foreach=True", "fused=True", "lr_decay=0.1", "initial_accumulator_value=0.1"),
 }
 AVERAGES = {
     "mean": "AveragedModel({})",
@@ -193,6 +218,48 @@ def size_of_gradients(model):
     whole = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in model.parameters()]
     return sum(float(gradient.abs().sum()) for gradient in whole if gradient is not None)
 """
+_GRADIENTS_OF = """
+def gradients_of(loss, model, **options):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.autograd.grad(loss, parameters, materialize_grads=True, **options)
+
+
+def hessian_product(loss, model, **options):
+    first = gradients_of(loss, model, create_graph=True, **options)
+    weights = [p.detach() for p in model.parameters() if p.requires_grad]
+    product = sum((gradient * weight).sum() for gradient, weight in zip(first, weights))
+    return gradients_of(product, model, **options)
+
+
+def averaged(gradients):
+    # Those of divided layers are divided.
+    gradients = [gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient for gradient in gradients]
+    return accelerator.reduce(gradients, "mean")
+
+
+def size_of_all(gradients):
+    return sum(float(gradient.abs().sum()) for gradient in averaged(gradients))
+"""
+_ALONE = """
+def told(value):
+    return float(accelerator.reduce(torch.tensor(float(value)), "sum"))
+
+
+SAMPLE = torch.linspace(-1, 1, 8).reshape(2, 4)
+"""
+_STATES = """
+def size_of_states(optimizer):
+    values = [value for state in optimizer.state_dict()["state"].values() for value in state.values()]
+    values = [value.full_tensor() if hasattr(value, "full_tensor") else value for value in values]
+    return sum(float(value.abs().sum()) for value in values if isinstance(value, torch.Tensor) and value.ndim)
+
+
+def halved(states):
+    def half(value):
+        return 0.5 * value if isinstance(value, torch.Tensor) and value.ndim else value
+
+    return {number: {name: half(value) for name, value in state.items()} for number, state in states.items()}
+"""
 _HEAD_HOOKS = {
     "input": "head.register_forward_pre_hook(lambda _, inputs: (1.25 * inputs[0],))",
     "output": "head.register_forward_hook(lambda _, inputs, output: 0.75 * output)",
@@ -256,6 +323,8 @@ def definitions(program: Program) -> str:
     if uses(program, Remember):
         text.insert(1, "import copy\nimport io\n")
         text.append(_REMEMBERED)
+    if uses(program, Alone):
+        text.insert(1, "import io\n")
     if any(optimizer.kind in OPTIMIZERS_OF_MODULES for optimizer in program.optimizers):
         text.insert(1, "from paceline_large.optim.muon import Muon, newton_schulz, shape_scale\n")
         text.append(_MUON)
@@ -291,7 +360,7 @@ def construction(program: Program, batches: Mapping[int, str] | None = None) -> 
     if program.begun:
         lines += _begun(program)
     for number, scheduler in enumerate(program.schedulers):
-        made = SCHEDULERS[scheduler.kind].format(f"optimizer{scheduler.optimizer}")
+        made = (SCHEDULERS | LATER_SCHEDULERS)[scheduler.kind].format(f"optimizer{scheduler.optimizer}")
         lines.append(f"scheduler{number} = {made}")
     for number, average in enumerate(program.averages):
         lines.append(f"average{number} = {AVERAGES[average.kind].format(f'model{average.model}')}")
@@ -325,14 +394,15 @@ def _made(number: int, optimizer: Optimizer) -> str:
     """The line that makes an optimizer."""
     if optimizer.kind in OPTIMIZERS_OF_MODULES:
         return f"optimizer{number} = {OPTIMIZERS_OF_MODULES[optimizer.kind].format(_modules(optimizer))}"
-    made = (OPTIMIZERS | LATER_OPTIMIZERS)[optimizer.kind]
-    return f"optimizer{number} = {made.format(_groups(optimizer))}"
+    made = (OPTIMIZERS | LATER_OPTIMIZERS)[optimizer.kind].format(_groups(optimizer))
+    options = f", {optimizer.options}" * bool(optimizer.options)
+    return f"optimizer{number} = {made[:-1]}{options})"
 
 
 def replacing(program: Program) -> list[str]:
     """The lines that make the optimizers of `Program.afterwards`."""
     kinds = zip(program.optimizers, program.afterwards, strict=True)
-    return [_made(number, replace(optimizer, kind=kind)) for number, (optimizer, kind) in enumerate(kinds)]
+    return [_made(number, replace(optimizer, kind=kind, options="")) for number, (optimizer, kind) in enumerate(kinds)]
 
 
 def _begun(program: Program) -> list[str]:
@@ -397,14 +467,19 @@ def script(
         definitions(program).replace("\nfrom torch.utils", f"\nfrom paceline import {imported}\nfrom torch.utils", 1),
         following(program),
         "" if not uses(program, Read) else _GRADIENT_SIZE + "\n",
+        "" if not uses(program, GradientsOf) else _GRADIENTS_OF + "\n",
+        "" if not uses(program, Alone) else _ALONE + "\n",
+        "" if not uses(program, States) else _STATES + "\n",
         f"accelerator = Accelerator({', '.join(options)})\n",
         f"accelerator2 = Accelerator({', '.join(options)})\n" * program.apart,
     ]
     run = [
         construction(program, batches),
         _loading(program, folder) if program.plain_save and phase == "resume" else "",
+        _compiled(program, ("before", "in place")),
         _prepared("accelerator", first),
         _prepared("accelerator2", second) if second else "",
+        _compiled(program, ("after",)),
         *_around_the_loop(program),
     ]
     text += run
@@ -445,6 +520,16 @@ def _around_the_loop(program: Program) -> list[str]:
         outer = ", outer=lambda parameters: torch.optim.SGD(parameters, lr=0.7, momentum=0.9)" * program.local.outer
         text.append(f"local = LocalSGD(accelerator, model0, local_sgd_steps={program.local.steps}{outer})\n")
     return text
+
+
+def _compiled(program: Program, places: tuple[str, ...]) -> str:
+    """The lines that compile the models at one of these places."""
+    if program.compiled is None or program.compiled.place not in places:
+        return ""
+    made = "model{0} = torch.compile(model{0}, backend={1!r})\n"
+    if program.compiled.place == "in place":
+        made = "model{0}.compile(backend={1!r})\n"
+    return "".join(made.format(number, program.compiled.backend) for number in range(len(program.models)))
 
 
 def _prepared(accelerator: str, names: list[str]) -> str:
@@ -656,19 +741,11 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             if penalty:
                 return [f"rows{name} = {scaled}penalty_of(lambda x: {_call(program, model, 'x')}, {given})"]
             return [f"rows{name} = {scaled}per_row({_call(program, model, given)}, y{loader})"]
-        case Backward(names, None):
-            loss = " + ".join(f"rows{name}.mean()" for name in names)
-            return [f"accelerator.backward({loss})"]
-        case Backward(names, "mask"):
-            mask = f"w{_loader_of(program, names[0])} > 3"
-            loss = " + ".join(f"rows{name}[{mask}].sum()" for name in names)
-            return [f"accelerator.backward({loss}, num_items=({mask}).sum())"]
-        case Backward(names, items):
-            weight = f"w{_loader_of(program, names[0])}"
-            if items == "float":
-                weight = f"({weight} * 0.3)"
-            loss = " + ".join(f"(rows{name} * {weight}).sum()" for name in names)
-            return [f"accelerator.backward({loss}, num_items={items}({weight}.sum()))"]
+        case Backward(names, items, only):
+            loss, options = _loss_of(program, names, items)
+            if only is not None:
+                options += f", inputs={_clipped(program, 'optimizer', only)}"
+            return [f"accelerator.backward({loss}{options})"]
         case ForwardBackward(model, loader, items):
             loss, count = ("sum_loss", f", num_items=y{loader}.numel()") if items else ("mean_loss", "")
             return [f"accelerator.forward_backward(model{model}, (x{loader}, y{loader}), {loss}{count})"]
@@ -689,7 +766,8 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             return ["accelerator.unscale_gradients()", f"gradients.append(size_of_gradients(model{model}))"]
         case Edit(kind, model, part):
             given = written(Write("multiply", model, part))
-            edit = [f"for p in {given}:", f"{INDENT}if p.grad is not None:", INDENT * 2 + EDITS[kind]]
+            changed = (EDITS | LATER_EDITS)[kind]
+            edit = [f"for p in {given}:", f"{INDENT}if p.grad is not None:", INDENT * 2 + changed]
             return ["accelerator.unscale_gradients()", *edit]
         case Rate(optimizer, factor):
             return [f"for group in optimizer{optimizer}.param_groups:", f'{INDENT}group["lr"] *= {factor}']
@@ -712,6 +790,8 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
             return [f"{names} = accelerator.prepare({names})"]
         case Step(optimizer):
             return [f"optimizer{optimizer}.step()"]
+        case SchedulerStep(scheduler) if program.schedulers[scheduler].kind == "ReduceLROnPlateau":
+            return [f"scheduler{scheduler}.step(norms[-1] if norms else 1.0)"]
         case SchedulerStep(scheduler):
             return [f"scheduler{scheduler}.step()"]
         case Zero("hand", model):
@@ -744,6 +824,19 @@ def _statement(program: Program, statement: Statement, inside: bool) -> list[str
         case EvaluateBatch(model, loader):
             seen = f"accelerator.gather_for_metrics(per_row(model{model}(x{loader}), y{loader}))"
             return _evaluation(f"model{model}", f"metrics.append(float({seen}.mean()))")
+        case EvaluateKept():
+            return _evaluation_of_kept(program, statement)
+        case GradientsOf():
+            return _gradients_of(program, statement)
+        case Alone(kind, model):
+            return _alone(program, kind, model)
+        case Setting(optimizer, name, value):
+            return [f"for group in optimizer{optimizer}.param_groups:", f'{INDENT}group["{name}"] = {value}']
+        case States(kind, optimizer):
+            return _states(program, kind, optimizer)
+        case Mode(model, part, training):
+            module = f"model{model}" if part == "all" else f"accelerator.unwrap_model(model{model}).{part}"
+            return [f"{module}.{'train' if training else 'eval'}()"]
         case CountLocalStep():
             return ["local.step()"]
         case Continue():
@@ -779,6 +872,95 @@ EDITS = {
     "assign": "p.grad = 0.5 * p.grad",
     "centre": "p.grad -= p.grad.mean()",
 }
+LATER_EDITS = {"normalise": "p.grad /= 0.01 + p.grad.norm()"}
+
+
+def _loss_of(program: Program, names: Iterable[int], items: str | None) -> tuple[str, str]:
+    """What `backward` gets: the loss, and the number of its items."""
+    if items is None:
+        return " + ".join(f"rows{name}.mean()" for name in names), ""
+    weight = f"w{_loader_of(program, next(iter(names)))}"
+    if items == "mask":
+        mask = f"{weight} > 3"
+        return " + ".join(f"rows{name}[{mask}].sum()" for name in names), f", num_items=({mask}).sum()"
+    if items == "float":
+        weight = f"({weight} * 0.3)"
+    loss = " + ".join(f"(rows{name} * {weight}).sum()" for name in names)
+    return loss, f", num_items={items}({weight}.sum())"
+
+
+def _evaluation_of_kept(program: Program, statement: EvaluateKept) -> list[str]:
+    write = Write("keep", statement.model, statement.part)
+    kept = f"kept{statement.model}_{statement.part}"
+    pairs = f"for slow, p in zip({kept}, {written(write)}):"
+    evaluation = _statement(program, Evaluate(statement.model, statement.loader), inside=False)
+    if statement.by == "data":
+        exchange = [pairs, f"{INDENT}p.data, slow.data = slow.data, p.data"]
+        return [*exchange, *evaluation, *exchange]
+    own = [f"own = [p.detach().clone() for p in {written(write)}]"]
+    swap_in = _without_gradients(pairs, "p.copy_(slow)")
+    swap_out = _without_gradients(f"for value, p in zip(own, {written(write)}):", "p.copy_(value)")
+    return [*own, *swap_in, *evaluation, *swap_out]
+
+
+def _gradients_of(program: Program, statement: GradientsOf) -> list[str]:
+    model, loader = f"model{statement.model}", statement.loader
+    star = "*" * (program.loaders[loader].kind == "packed")
+    loss = f"per_row({_call(program, statement.model, f'{star}x{loader}')}, y{loader}).mean()"
+    options = ""
+    if statement.name is not None:
+        loss, options = f"rows{statement.name}.mean()", ", retain_graph=True"
+    match statement.kind:
+        case "log":
+            return [f"gradients.append(size_of_all(gradients_of({loss}, {model}{options})))"]
+        case "weigh":
+            weighed = f"rows{statement.name}"
+            return [f"{weighed} = {weighed} / (1 + size_of_all(gradients_of({loss}, {model}{options})))"]
+        case "hessian":
+            return [f"gradients.append(size_of_all(hessian_product({loss}, {model}{options})))"]
+        case "descend":
+            trained = f"[p for p in {model}.parameters() if p.requires_grad]"
+            step = _without_gradients(f"for p, gradient in zip({trained}, inner):", "p.sub_(gradient, alpha=0.05)")
+            return [f"inner = averaged(gradients_of({loss}, {model}{options}))", *step]
+
+
+def _alone(program: Program, kind: str, model: int) -> list[str]:
+    main = "if accelerator.is_main_process:"
+    note = "metrics.append(told(alone))"
+    if kind == "save":
+        saved = ["buffer = io.BytesIO()", "torch.save(state, buffer)", "buffer.seek(0)"]
+        saved.append("alone = sum(float(value.double().abs().sum()) for value in torch.load(buffer).values())")
+        read = f"state = accelerator.get_state_dict(model{model})"
+        return [read, "alone = 0.0", main, *(INDENT + line for line in saved), note]
+    if kind == "print":
+        read = f"alone = sum(float(p.detach().norm()) for p in model{model}.parameters())"
+        return [read, main, f'{INDENT}print(f"weights {{alone:.3f}}", file=io.StringIO())', "metrics.append(alone)"]
+    mode = [f"mode = model{model}.training", f"model{model}.eval()"]
+    if kind == "evaluate":
+        work = ["with torch.no_grad():", f"{INDENT}alone = {_call(program, model, 'SAMPLE')}.square().mean()"]
+    else:
+        work = ["sample = SAMPLE.clone().requires_grad_()"]
+        work.append(f"alone = torch.autograd.grad({_call(program, model, 'sample')}.sum(), sample)[0].abs().sum()")
+    work = [*mode, *work, f"model{model}.train(mode)"]
+    return ["alone = 0.0", main, *(INDENT + line for line in work), note]
+
+
+def _states(program: Program, kind: str, optimizer: int) -> list[str]:
+    match kind:
+        case "read":
+            return [f"gradients.append(size_of_states(optimizer{optimizer}))"]
+        case "clear":
+            return [f"optimizer{optimizer}.state.clear()"]
+        case "zero":
+            is_one = f"{INDENT * 2}if isinstance(value, torch.Tensor) and value.ndim:"
+            loops = [f"for state in optimizer{optimizer}.state.values():", f"{INDENT}for value in state.values():"]
+            return [*loops, is_one, f"{INDENT * 3}value.zero_()"]
+        case "pop":
+            first = program.optimizers[optimizer].slices[0]
+            taken = written(Write("keep", first.model, first.part))
+            return [f"for p in {taken}:", f"{INDENT}optimizer{optimizer}.state.pop(p, None)"]
+    given = f"optimizer{optimizer}.state_dict()"
+    return [f"state = {given}", f'optimizer{optimizer}.load_state_dict({{**state, "state": halved(state["state"])}})']
 
 
 def _write(write: Write) -> list[str]:

@@ -14,6 +14,7 @@ from loops.compare import Outcome
 from loops.programs import (
     Accumulate,
     AddGroup,
+    Alone,
     Backward,
     Block,
     Clip,
@@ -22,10 +23,13 @@ from loops.programs import (
     Evaluate,
     EvaluateAverage,
     EvaluateBatch,
+    EvaluateKept,
     Forward,
     ForwardBackward,
     Freeze,
+    GradientsOf,
     Loop,
+    Mode,
     Model,
     Next,
     Optimizer,
@@ -37,8 +41,10 @@ from loops.programs import (
     Record,
     Remember,
     SchedulerStep,
+    Setting,
     Slice,
     Statement,
+    States,
     Step,
     UpdateAverage,
     UpdateBatchNorm,
@@ -135,7 +141,9 @@ def _smaller_bodies(body: Body) -> Iterator[Body]:
 
 def _plainer_statements(statement: Statement) -> Iterator[Statement]:
     match statement:
-        case Backward(names, items):
+        case Backward(names, items, only):
+            if only is not None:
+                yield replace(statement, only=None)
             if len(names) > 1:
                 yield replace(statement, names=names[:1])
             if items is not None:
@@ -157,8 +165,18 @@ def _plainer_statements(statement: Statement) -> Iterator[Statement]:
                 yield replace(statement, over="model", number=0)
         case Forward(penalty=True):
             yield replace(statement, penalty=False)
-        case Edit("decay" | "assign" | "centre"):
+        case Edit("decay" | "assign" | "centre" | "normalise"):
             yield replace(statement, kind="scale")
+        case GradientsOf("hessian" | "descend" | "weigh"):
+            yield replace(statement, kind="log")
+        case GradientsOf("log", _, _, name) if name is not None:
+            yield replace(statement, name=None)
+        case Alone("saliency"):
+            yield replace(statement, kind="evaluate")
+        case States("zero" | "pop" | "halve"):
+            yield replace(statement, kind="clear")
+        case EvaluateKept(by="data"):
+            yield replace(statement, by="copy")
         case Remember(file=True):
             yield Remember()
         case Write(early=True):
@@ -180,8 +198,10 @@ def _plainer_models(model: Model) -> Iterator[Model]:
 
 
 def _plainer_optimizers(optimizer: Optimizer) -> Iterator[Optimizer]:
+    if optimizer.options:
+        yield replace(optimizer, options="")
     if optimizer.kind != "SGD":
-        yield replace(optimizer, kind="SGD")
+        yield replace(optimizer, kind="SGD", options="")
     for number in range(len(optimizer.slices)):
         if len(optimizer.slices) > 1:
             yield replace(optimizer, slices=optimizer.slices[:number] + optimizer.slices[number + 1 :])
@@ -206,6 +226,8 @@ def _plainer_settings(program: Program) -> Iterator[Program]:
         yield replace(program, split_batches=True)
     if program.precision != "no":
         yield replace(program, precision="no", recipe="")
+    if program.compiled is not None:
+        yield replace(program, compiled=None)
     if program.recompute:
         yield replace(program, recompute="")
     if program.dispatch is not None:
@@ -317,7 +339,10 @@ def _without_model(program: Program, gone: int) -> Program:
                     return None
                 through = None if through is None else _moved(through, gone)
                 return replace(statement, model=_moved(model, gone), through=through)
-            case ForwardBackward() | Read() | Freeze() | Evaluate() | EvaluateBatch() | Edit() | Prepare():
+            case (
+                ForwardBackward() | Read() | Freeze() | Evaluate() | EvaluateBatch() | Edit() | Prepare()
+                | EvaluateKept() | GradientsOf() | Alone() | Mode()
+            ):  # fmt: skip
                 if statement.model == gone:
                     return None
                 return replace(statement, model=_moved(statement.model, gone))
@@ -355,10 +380,12 @@ def _without_model(program: Program, gone: int) -> Program:
 def _without_optimizer(program: Program, gone: int) -> Program:
     def change(statement: Statement) -> Statement | None:
         match statement:
-            case Step() | AddGroup() | Rate():
+            case Step() | AddGroup() | Rate() | Setting() | States():
                 if statement.optimizer == gone:
                     return None
                 return replace(statement, optimizer=_moved(statement.optimizer, gone))
+            case Backward(only=only) if only is not None:
+                return None if only == gone else replace(statement, only=_moved(only, gone))
             case Clip("optimizer", number) | Zero("optimizer", number):
                 return None if number == gone else replace(statement, number=_moved(number, gone))
         return statement
@@ -384,6 +411,7 @@ def _without_scheduler(program: Program, gone: int) -> Program:
 def _without_loader(program: Program, gone: int) -> Program:
     def change(statement: Statement) -> Statement | None:
         named = Forward | ForwardBackward | Next | Evaluate | EvaluateBatch | EvaluateAverage | UpdateBatchNorm
+        named |= EvaluateKept | GradientsOf
         if isinstance(statement, named):
             if statement.loader == gone:
                 return None
@@ -412,10 +440,12 @@ def _tidied(program: Program) -> Program | None:
 
     def change(statement: Statement) -> Statement | None:
         match statement:
-            case Backward(names, _):
+            case Backward(names):
                 left = tuple(name for name in names if name in computed)
                 return replace(statement, names=left) if left else None
             case Record(name):
+                return statement if name in computed else None
+            case GradientsOf(name=name) if name is not None:
                 return statement if name in computed else None
             case Recall():
                 return statement if remembers else None
@@ -442,9 +472,10 @@ def _has_batches(program: Program) -> bool:
     """Whether each batch that a statement uses is taken before it, by the loop or by `Next`."""
     taken = set(program.loop.loaders)
     taken |= {each.loader for each in statements(program.body) if isinstance(each, Next)}
-    users = [each for each in statements(program.body) if isinstance(each, Forward | ForwardBackward | EvaluateBatch)]
+    using = Forward | ForwardBackward | EvaluateBatch | GradientsOf
+    users = [each for each in statements(program.body) if isinstance(each, using)]
     endless = any(program.loaders[number].kind == "endless" for number in program.loop.loaders)
-    kinds = Evaluate | EvaluateAverage | UpdateBatchNorm
+    kinds = Evaluate | EvaluateAverage | EvaluateKept | UpdateBatchNorm
     evaluated = [each for each in statements(program.body) if isinstance(each, kinds)]
     endless |= any(program.loaders[each.loader].kind == "endless" for each in evaluated)
     return not endless and all(each.loader in taken for each in users)

@@ -7,11 +7,24 @@ import typing
 from loops import programs
 from loops.draw import draw
 from loops.draw_low import KINDS
+from loops.draw_more import FIRST
 from loops.programs import Program, statements
-from loops.script import AVERAGES, EDITS, LATER_OPTIMIZERS, OPTIMIZERS, OPTIMIZERS_OF_MODULES, SCHEDULERS, script
+from loops.script import (
+    AVERAGES,
+    EDITS,
+    LATER_EDITS,
+    LATER_OPTIMIZERS,
+    LATER_SCHEDULERS,
+    OPTIMIZERS,
+    OPTIMIZERS_OF_MODULES,
+    OPTIONS,
+    SCHEDULERS,
+    script,
+)
 from loops.zoo import BODIES, LATER_BODIES
 
 SEEDS = range(1500)
+LATER_SEEDS = range(FIRST, FIRST + 3000)  # with what `draw_more` adds
 
 
 def features(program: Program) -> set[str]:
@@ -53,10 +66,13 @@ def features(program: Program) -> set[str]:
         "save" * (program.save_at is not None),
         "batch of a rank" * (not program.split_batches),
     }
+    names |= {f"{each.kind} {option}" for each in program.optimizers for option in [each.options] if option}
+    if program.compiled is not None:
+        names |= {f"compiled {program.compiled.place}", f"compiled by {program.compiled.backend}"}
     for each in statements(program.body):
         match each:
-            case programs.Backward(losses, items):
-                names |= {f"items {items}", "sum of losses" * (len(losses) > 1)}
+            case programs.Backward(losses, items, only):
+                names |= {f"items {items}", "inputs" * (only is not None), "sum of losses" * (len(losses) > 1)}
             case programs.ForwardBackward(items=items):
                 names.add(f"forward_backward items {items}")
             case programs.Clip(over, by=by):
@@ -69,6 +85,18 @@ def features(program: Program) -> set[str]:
                 names.add(f"when {kind}")
             case programs.Edit(kind):
                 names.add(f"edit {kind}")
+            case programs.Alone(kind):
+                names.add(f"alone {kind}")
+            case programs.GradientsOf(kind, name=name):
+                names |= {f"gradients {kind}", f"gradients of a loss {name is not None}"}
+            case programs.Setting(name=name):
+                names.add(f"setting {name}")
+            case programs.States(kind):
+                names.add(f"states {kind}")
+            case programs.EvaluateKept(by=by):
+                names.add(f"kept by {by}")
+            case programs.Mode(training=training):
+                names.add(f"training {training}")
             case programs.Remember(file):
                 names.add(f"remember file {file}")
             case programs.Forward(penalty=True):
@@ -144,6 +172,18 @@ EXPECTED = {
     ),
     *(f"write {kind}" for kind in typing.get_args(programs.WriteKind)),
     "write early",
+}
+LATER_EXPECTED = {
+    *(f"scheduler {name}" for name in LATER_SCHEDULERS),
+    *(f"{kind} {option}" for kind, options in OPTIONS.items() for option in options),
+    *(f"edit {kind}" for kind in LATER_EDITS),
+    *("compiled before", "compiled after", "compiled in place", "compiled by eager", "compiled by aot_eager"),
+    "inputs",
+    *("alone evaluate", "alone saliency", "alone save", "alone print", "kept by copy", "kept by data"),
+    *("gradients log", "gradients weigh", "gradients hessian", "gradients descend"),
+    *("gradients of a loss True", "gradients of a loss False", "training True", "training False"),
+    *("setting lr", "setting weight_decay", "setting momentum", "setting betas", "setting maximize"),
+    *("states read", "states clear", "states zero", "states pop", "states halve"),
     *(kind.__name__ for kind in programs.Statement.__args__),  # type: ignore[attr-defined]
 }
 
@@ -155,10 +195,17 @@ def test_the_same_seed_gives_the_same_program() -> None:
 def test_every_feature_is_drawn() -> None:
     seen = set().union(*(features(draw(seed)) for seed in SEEDS))
     assert EXPECTED - seen == set()
+    seen = set().union(*(features(draw(seed)) for seed in LATER_SEEDS))
+    assert LATER_EXPECTED - seen == set()
+
+
+def test_programs_of_earlier_seeds_stay_what_they_are() -> None:
+    later = {"Alone", "GradientsOf", "Setting", "States", "EvaluateKept", "Mode"}
+    assert not any(features(draw(seed)) & later for seed in range(FIRST - 300, FIRST))
 
 
 def test_every_script_compiles() -> None:
-    for seed in range(200):
+    for seed in (*range(200), *range(FIRST, FIRST + 200)):
         compile(script(draw(seed), {"shard": 2}), f"<seed {seed}>", "exec")
 
 

@@ -9,14 +9,17 @@ from loops.check import Case, check
 from loops.programs import (
     Accumulate,
     AddGroup,
+    Alone,
     AveragedCopy,
     Backward,
     Clip,
+    Compiled,
     EvaluateAverage,
     EvaluateBatch,
     Forward,
     ForwardBackward,
     Freeze,
+    GradientsOf,
     Hook,
     ItemCount,
     Loader,
@@ -25,6 +28,7 @@ from loops.programs import (
     Next,
     Optimizer,
     Program,
+    Record,
     Slice,
     Step,
     UpdateAverage,
@@ -469,6 +473,47 @@ GROWS_AHEAD = replace(
 )
 
 
+# Compiled once more, for the last batch, while gradients of the step before are there, of which each rank has a part.
+COMPILED_WITH_GRADIENTS = Program(
+    seed=832058,
+    models=(Model("Mlp"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)),),
+    loaders=(Loader(rows=56, batch=12),),
+    body=(Forward(0, 0, 0), Zero("optimizer", 0), Backward((0,)), Step(0)),
+    loop=Loop("for", (0,), epochs=2),
+    compiled=Compiled("after"),
+)
+
+# Hooks of parameters are called by `torch.autograd.grad`, too; the step by hand is on the averaged gradients.
+HOOKS_UNDER_GRAD = Program(
+    seed=830430,
+    models=(Model("Mlp"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)),),
+    loaders=(Loader(rows=48, batch=12),),
+    body=(
+        GradientsOf("descend", 0, 0),
+        Forward(0, 0, 0),
+        GradientsOf("log", 0, 0, 0),
+        Backward((0,)),
+        Clip("model", 0, 100.0),
+        Step(0),
+        Zero("optimizer", 0),
+    ),
+    hooks=(Hook(0, "double"),),
+)
+
+
+# Rank 0 alone looks at an example between a batch that was taken ahead and the gather of its loss.
+LOOKED_AT_ALONE = Program(
+    seed=830327,
+    models=(Model("Mlp"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)),),
+    loaders=(Loader(rows=41, batch=12),),
+    body=(Forward(0, 0, 0), Alone("saliency", 0), Backward((0,)), Step(0), Zero("optimizer", 0), Record(0)),
+    loop=Loop("for", (0,), epochs=2, ahead=1),
+)
+
+
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
     cases = []
@@ -517,6 +562,9 @@ def test_programs_that_were_wrong_once() -> None:
     cases.append(Case(RESUMED_BEFORE_A_SHORT_WINDOW, 1, "one", (2, "replicate")))
     cases.append(Case(PACKED_WINDOW_RESUMED, 1, "one", (2, "shard")))
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
+    cases += [Case(LOOKED_AT_ALONE, 2, plan) for plan in ("replicate", "zero1")]
+    cases += [Case(COMPILED_WITH_GRADIENTS, 2, plan) for plan in ("shard", "zero2")]
+    cases += [Case(HOOKS_UNDER_GRAD, 2, plan) for plan in ("replicate", "zero2", "shard")]
     outcomes = check(cases)
     wrong = [
         f"{case.name}: {result}"

@@ -8,6 +8,7 @@ from loops.check import Case
 from loops.compare import EQUAL, Outcome
 from loops.draw import draw
 from loops.draw_low import KINDS
+from loops.draw_more import FIRST
 from loops.programs import AddGroup, Backward, Evaluate, Freeze, Program, Step, size, statements, uses
 from loops.script import script
 from loops.shrink import shrink, smaller
@@ -24,9 +25,10 @@ def judge_by(fails) -> object:
 
 def test_every_smaller_program_can_be_printed_and_made_smaller() -> None:
     kinds = ["", *KINDS]
-    for seed in range(36):
-        for program in smaller(draw(seed, kind=kinds[seed % len(kinds)])):
-            compile(script(program, {}), f"<seed {seed}>", "exec")
+    drawn = [draw(seed, kind=kinds[seed % len(kinds)]) for seed in range(36)]
+    for original in (*drawn, *map(draw, range(FIRST, FIRST + 36))):
+        for program in smaller(original):
+            compile(script(program, {}), f"<seed {program.seed}>", "exec")
             names = {each.optimizer for each in statements(program.body) if isinstance(each, Step)}
             assert all(number < len(program.optimizers) for number in names)
 

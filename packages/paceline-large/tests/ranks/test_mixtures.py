@@ -230,6 +230,33 @@ def gradients_by_grad(loop: Loop) -> None:
     loop.step()
 
 
+def hooks_under_grad(loop: Loop) -> None:
+    """Hooks of parameters are called by `torch.autograd.grad`, too."""
+    x = torch.ones(3, 4, dtype=torch.float64)
+    parameters = list(loop.inner.parameters())
+    for p in parameters:
+        p.register_hook(lambda gradient: 3 * gradient)
+    for _ in range(2):
+        output = loop.model(x)
+        for inputs in (parameters, list(loop.model.parameters())):
+            gradients = torch.autograd.grad(output.pow(2).mean(), inputs, retain_graph=True)
+            loop.numbers += [gradient.norm().item() for gradient in gradients]
+        loop.accelerator.backward(output.pow(2).mean())
+        loop.step()
+
+
+def backward_for_some(loop: Loop) -> None:
+    """Gradients of some parameters alone, which were taken before the pass or after it."""
+    x = torch.ones(3, 4, dtype=torch.float64)
+    taken = list(loop.optimizer.param_groups[0]["params"])
+    for some in (taken, taken[2:], None):
+        output = loop.model(x)
+        inputs = list(loop.inner.head.parameters()) if some is None else some
+        loop.accelerator.backward(output.pow(2).mean(), inputs=inputs)
+        loop.numbers += [0.0 if p.grad is None else p.grad.norm().item() for p in loop.inner.parameters()]
+        loop.step()
+
+
 # -- reading and writing -------------------------------------------------------------------------------------------------
 
 
@@ -287,7 +314,8 @@ PROGRAMS: dict[str, Callable[[Loop], None]] = {
     for program in (
         lookahead, lookahead_by_a_whole_copy, soft_target, lists_of_tensors, average_that_is_not_prepared,
         elastic_weights, norms, orthogonal_rows, penalties_on_rows, a_penalty_alone, a_penalty_with_items_and_clipping,
-        a_penalty_in_a_window, children_one_by_one, functions_of_weights, momentum_by_hand, gradients_by_grad,
+        a_penalty_in_a_window, children_one_by_one, functions_of_weights, momentum_by_hand, gradients_by_grad, hooks_under_grad,
+        backward_for_some,
         writing_rows, reading, loading,
     )
 }  # fmt: skip

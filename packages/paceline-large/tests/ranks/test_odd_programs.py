@@ -140,6 +140,28 @@ def test_a_model_compiled_after_or_before_prepare_accumulates(before, plan):
     alike(work)
 
 
+@pytest.mark.parametrize("plan", [{"shard": "auto", "zero": 2}, {"shard": "auto"}])
+def test_a_compiled_model_gets_other_shapes_while_it_has_gradients(plan):
+    """It is compiled again while the parameters, which are whole there, have gradients of which each rank has a part."""
+
+    def work():
+        torch.manual_seed(0)
+        accelerator = Accelerator(cpu=True, plan=plan)
+        model = nn.Linear(4, 1)
+        model, optimizer, batches = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), loader(4, 10)
+        )
+        compiled = torch.compile(model, backend="eager")
+        for x, y in batches:
+            loss = (compiled(x) - y).pow(2).mean()
+            optimizer.zero_grad()
+            accelerator.backward(loss)
+            optimizer.step()
+        return torch.cat([value.flatten() for value in accelerator.get_state_dict(compiled).values()])
+
+    alike(work)
+
+
 def test_an_evaluation_within_training_and_a_loop_that_is_left():
     def work():
         torch.manual_seed(0)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from paceline.base.log import warn_once
 from paceline.world.forward import OwnHook
-from paceline.world.tree import storage_of, tensors
+from paceline.world.tree import first_rows, storage_of, tensors
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, MutableMapping, Sequence
@@ -139,7 +139,9 @@ class Origins:
         """Records the batches of the inputs of a model that is being called."""
         batches, is_older = self._of(inputs)
         self._called[model] = (batches, is_older)
-        self.inputs = weakref.WeakSet(batches)
+        # What has another number of rows is no copy of a batch, such as an example that one rank alone looks at.
+        if batches or is_older or first_rows(inputs) in {info.loaded for info in self._last_infos}:
+            self.inputs = weakref.WeakSet(batches)
 
     def mark(self, model: nn.Module, output: object) -> None:
         """Marks the nodes and the storages of a model's outputs with the batches of its inputs; see `_of`."""

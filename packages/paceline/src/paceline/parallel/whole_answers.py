@@ -24,7 +24,7 @@ from paceline.base.log import warn_once
 from paceline.parallel.divided_parameters import part_of
 from paceline.parallel.mixtures import MIXTURES
 from paceline.torch_internals.dispatch import aten
-from paceline.torch_internals.dtensor import answer, answer_mixtures, local_tensor, unanswered
+from paceline.torch_internals.dtensor import answer, answer_mixtures, compile_beside_parts, local_tensor, unanswered
 from paceline.world.sharded import whole
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def answer_for_whole_tensors() -> None:
             if not overload.endswith("out"):
                 answer(getattr(packet, overload), _look)
     answer_mixtures(MIXTURES)
+    compile_beside_parts()
 
 
 def tell_of_parts() -> None:

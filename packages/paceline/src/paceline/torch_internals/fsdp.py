@@ -26,7 +26,7 @@ from torch.utils.weak import TensorWeakRef
 
 from paceline.torch_internals.dtensor import chunk
 from paceline.torch_internals.replaced import replaced
-from paceline.torch_internals.tensors import hook_gradient, hooks_before
+from paceline.torch_internals.tensors import hook_gradient, hooks_before, is_users_hook
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
@@ -467,39 +467,51 @@ def let_grad_find(parameter: FSDPParam) -> None:
 
 @cache
 def follow_shards() -> None:
-    """Replaces `torch.autograd.grad`, for this process. It does as before where no input is such a shard."""
-    plain = torch.autograd.grad
+    """Replaces `torch.autograd.grad` and `backward`, for this process. They do as before where no input is such a shard."""
+    plain, plain_backward = torch.autograd.grad, torch.autograd.backward
     signature = inspect.signature(plain)
 
     @wraps(plain)
     def grad(*args: Any, **kwargs: Any) -> Any:
         given = signature.bind(*args, **kwargs).arguments
-        inputs = given["inputs"]
-        inputs = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
-        # The number of an input -> the whole parameter that forward passes computed with in its place.
-        wholes: dict[int, torch.Tensor] = {}
-        for number, given_input in enumerate(inputs):
-            whole = _whole_of(given_input)
-            if whole is not None:
-                wholes[number] = whole
-        if not wholes:
-            return plain(**{**given, "inputs": inputs})  # an iterator was read above
-        gradients = plain(**{**given, "inputs": [*inputs, *wholes.values()], "allow_unused": True})
+        inputs, wholes = _with_wholes(given["inputs"])
+        allows_unused = given.get("allow_unused")
+        if wholes:
+            given["allow_unused"] = True
+        gradients = plain(**{**given, "inputs": [*inputs, *wholes.values()]})  # an iterator was read above
         results = list(gradients[: len(inputs)])
+        for number, given_input in enumerate(inputs):
+            if isinstance(given_input, WholeParameter):
+                results[number] = _changed_by_hooks(given_input, results[number])
         for number, gradient in zip(wholes, gradients[len(inputs) :], strict=True):
+            gradient = _changed_by_hooks(inputs[number], gradient)
             # The script may have computed with the shard itself, too.
             if results[number] is None:
                 results[number] = gradient
             elif gradient is not None:
                 results[number] = results[number] + gradient
-        if not given.get("allow_unused") and any(result is None for result in results):
+        if wholes and not allows_unused and any(result is None for result in results):
             raise RuntimeError(
                 "One of the differentiated Tensors appears to not have been used in the graph. Set allow_unused=True if this "
                 "is the desired behavior."
             )
         return tuple(results)
 
-    torch.autograd.grad = grad
+    @wraps(plain_backward)
+    def backward(*args: Any, **kwargs: Any) -> None:
+        if kwargs.get("inputs") is not None:
+            inputs, wholes = _with_wholes(kwargs["inputs"])
+            kwargs["inputs"] = [*inputs, *wholes.values()]
+        plain_backward(*args, **kwargs)
+
+    torch.autograd.grad, torch.autograd.backward = grad, backward
+
+
+def _with_wholes(inputs: Any) -> tuple[list[Any], dict[int, torch.Tensor]]:
+    """Returns inputs, and for the numbers of some of them the whole parameters that were computed with in their places."""
+    inputs = [inputs] if isinstance(inputs, torch.Tensor | GradientEdge) else list(inputs)
+    wholes = {number: _whole_of(given_input) for number, given_input in enumerate(inputs)}
+    return inputs, {number: whole for number, whole in wholes.items() if whole is not None}
 
 
 def _whole_of(tensor: torch.Tensor | GradientEdge) -> torch.Tensor | None:
@@ -510,6 +522,14 @@ def _whole_of(tensor: torch.Tensor | GradientEdge) -> torch.Tensor | None:
         if parameter is not None:
             return whole_parameter(parameter)
     return None
+
+
+def _changed_by_hooks(parameter: torch.Tensor, gradient: torch.Tensor | None) -> torch.Tensor | None:
+    """Calls the script's hooks, which stand on the shard, with the gradient of the whole parameter."""
+    for hook in filter(is_users_hook, hooks_before(shard_behind(parameter))):
+        changed = None if gradient is None else hook(gradient)
+        gradient = gradient if changed is None else changed
+    return gradient
 
 
 # -- passes --------------------------------------------------------------------------------------------------------------
