@@ -34,7 +34,6 @@ press_tab paceline launch --watch-dir se
 """
 
 
-@pytest.mark.needs("lens")
 def test_bash_completes_commands_flags_and_files(tmp_path, capsys):
     for name in ("train.py", "test.csv", "run.yaml"):
         (tmp_path / name).touch()
@@ -48,7 +47,6 @@ def test_bash_completes_commands_flags_and_files(tmp_path, capsys):
     assert [line.strip() for line in done.stdout.splitlines()] == completed
 
 
-@pytest.mark.needs("lens")
 @pytest.mark.parametrize("shell", ["zsh", "fish", "tcsh"])
 def test_other_shells(shell, capsys):
     assert main(["completion", shell]) == 0
