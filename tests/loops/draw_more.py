@@ -192,6 +192,8 @@ def _compiled(program: Program, rng: random.Random) -> Program | None:
         return None
     if program.late is not None or program.afterwards or rng.random() < 0.5:
         return None
+    if program.loop.again or program.loop.ahead:
+        return None  # hooks see from which batch a loss is; the compiler leaves them out, and a warning says so
     # What `torch.compile` gives has other names than `get_state_dict`.
     loads = uses(program, Remember) or any(
         isinstance(each, Write) and each.kind == "load all" for each in _flat(program)

@@ -73,6 +73,10 @@ PHRASES: Phrases = (
         r"gather first, as in `indices, losses = accelerator\.gather_for_metrics\(\(indices, losses\)\)`",
         "gather it first, by `torch.distributed.all_gather_object`",
     ),
+    (
+        r"write `accelerator\.clip_grad_norm_\(model\.parameters\(\), 1\.0\)`, or call `accelerator\.unscale_gradients\(\)` before",
+        'let the engine clip them, by `"gradient_clipping": 1.0` in the config',
+    ),
     # Settings.
     (r"plan=\{'zero': 0, 'shard': 1\} without offload", '`"zero_optimization": {"stage": 0}` in the config'),
     (r"plan=\{'shard': n, 'zero': 2\}", '`"zero_optimization": {"stage": 2}` in the config'),
