@@ -74,7 +74,8 @@ PHRASES: Phrases = (
         "gather it first, by `torch.distributed.all_gather_object`",
     ),
     (
-        r"write `accelerator\.clip_grad_norm_\(model\.parameters\(\), 1\.0\)`, or call `accelerator\.unscale_gradients\(\)` before",
+        r"write `accelerator\.clip_grad_norm_\(model\.parameters\(\), 1\.0\)`, or call "
+        r"`accelerator\.unscale_gradients\(\)` before",
         'let the engine clip them, by `"gradient_clipping": 1.0` in the config',
     ),
     # Settings.
