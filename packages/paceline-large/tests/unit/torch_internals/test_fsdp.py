@@ -105,9 +105,14 @@ def test_grad_follows_shards_to_whole_parameters(model: nn.Module) -> None:
 def test_a_call_with_other_tensors_is_told_from_a_model_that_changed(model: nn.Module) -> None:
     parameter = parameters_of(model)[0]  # of the root, which holds the second layer
     seen = []
-    model[1].register_forward_pre_hook(lambda *_: seen.append(fsdp.is_called_with_another(parameter)))
+
+    def look(*_: object) -> None:
+        seen.append(fsdp.is_called_with_another(parameter))
+        raise InterruptedError  # before torch, or what answers in its place, computes with the mixture
+
+    model[1].register_forward_pre_hook(look)
     other = model[1].weight.detach()
-    with pytest.raises(RuntimeError, match="mixed"):
+    with pytest.raises(InterruptedError):
         torch.func.functional_call(model[1], {"weight": other}, (torch.ones(5, 4),))
     assert seen == [True] and not fsdp.is_called_with_another(parameter)
     del model[1].weight
