@@ -283,6 +283,39 @@ def test_a_front_that_is_frozen(schedule):
     check("gpt front", {"pp": 2}, {"schedule": schedule})
 
 
+def losses_with_other_fronts(schedule: str | None) -> list[float]:
+    """Freezes the front in every second step, from the first one on; without a schedule in plain PyTorch."""
+    model = module = made("gpt")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    accelerator = None
+    if schedule is not None:
+        accelerator = Accelerator(plan={"pp": 2}, options={"pipeline": {"schedule": schedule}}, cpu=True)
+    losses = []
+    for step in range(4):
+        for name, parameter in module.named_parameters():
+            parameter.requires_grad_(step % 2 == 1 or name.startswith(("blocks.3", "head")))
+        if step == 0 and accelerator is not None:
+            model, optimizer = accelerator.prepare(model, optimizer)
+            module = accelerator.unwrap_model(model)
+        data = batch("gpt", step)
+        if accelerator is None:
+            loss = mean_of(model(data[0]), data[1])
+            loss.backward()
+        else:
+            loss = accelerator.forward_backward(model, data, mean_of)
+        losses.append(float(loss.detach()))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_a_front_that_is_frozen_now_and_then(schedule):
+    want = losses_with_other_fronts(None)
+    for got in run_ranks(losses_with_other_fronts, world=2, args=(schedule,)):
+        assert got == pytest.approx(want, abs=2e-6)
+
+
 def test_a_sequence():
     check("sequence", {"pp": 2}, {"split": "parameters", "schedule": "interleaved"})
 

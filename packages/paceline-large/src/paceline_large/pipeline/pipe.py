@@ -101,6 +101,7 @@ class Pipe(Runner):
         self._shapes: dict[str, tuple[dict[str, list[Any]], list[_StageReport]]] = {}
         self._evaluated: set[str] = set()  # shapes of batches, and whether the model was in training
         self._built: OrderedDict[tuple[str, int, str], Any] = OrderedDict()
+        self._trained: list[bool] = []  # of each parameter of this rank, whether it was trained in the last call
         self._batch: Sequence[BatchPart] = []  # the micro-batches under way
         self._give_back_hooks: Callable[[], None] = lambda: None
         self._loss: Callable[[Any, Any], Tensor] | None = None
@@ -196,7 +197,20 @@ class Pipe(Runner):
             return loss * share
 
         self._loss = scaled_loss
+        self._forget_what_was_frozen()
         self._copies.begin()  # before a probe, after which FSDP2's unsharded parameters may be in place of the shards
+
+    def _forget_what_was_frozen(self) -> None:
+        """Begins anew where a script has frozen or unfrozen parameters since the last call: other stages get gradients then.
+
+        A rank sees those of its own stages only. Ranks: all along `pp`.
+        """
+        trained = [parameter.requires_grad for parameter in self.module.parameters()]
+        own = torch.tensor([[float(trained != self._trained)]], device=self.owners.device)
+        self._trained = trained
+        if self.owners.gather(own).any():
+            self._shapes.clear()
+            self._built.clear()
 
     def _total(self, mean: bool) -> Tensor:
         """Returns the loss of all micro-batches, from the rank of the last stage. Ranks: all along `pp`.

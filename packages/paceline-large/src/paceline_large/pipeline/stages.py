@@ -237,6 +237,7 @@ class Stages:
         if self._begin_at is not None:
             begin = self._begin_at(self.begins[visit.stage])
             visit.entered = True
+        self._follow_replaced()
         swaps = self._swaps_of(visit.stage, visit.recorded is not None)
         for slots, key, there, _ in swaps:
             slots[key] = there
@@ -256,6 +257,17 @@ class Stages:
         if starts_at_first_block:
             return (received,), {}
         return args, kwargs
+
+    def _follow_replaced(self) -> None:
+        """Takes the modules that a script has put in the places of units since the last pass, such as another head.
+
+        All ranks put it there, and one of them holds it: the others get their stubs back after the pass.
+        """
+        for unit in self.units:
+            there = unit.slots.get(unit.key)
+            if unit.stage in self.own and there is not None and there is not unit.module:
+                unit.module = self._real[unit.name] = there
+                self._swaps.clear()
 
     def _swaps_of(self, stage: int, record: bool) -> list[Swap]:
         """Returns the modules that are replaced while a stage runs.
