@@ -320,7 +320,7 @@ class Accumulation:
         return [parameter for parameter in parameters if self.ends([parameter])]
 
     def kept(self, parameters: Iterable[Tensor]) -> set[Tensor]:
-        """Returns those of the parameters whose gradients `zero_grad` must leave: they are parts of an open window."""
+        """Returns parameters, these and others, whose gradients `zero_grad` must leave: they are parts of an open window."""
         # Of a script that calls `loss.backward()` itself, passes are not known.
         if not (self.weighs_by_samples and self.began):
             return set() if self.sync else set(parameters)
