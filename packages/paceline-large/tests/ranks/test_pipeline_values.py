@@ -345,10 +345,11 @@ def set_block(model):
     return model.blocks[1].parameters()
 
 
-def changed_later(change, tied, plan, at=1):
+def changed_later(change, tied, plan, at=1, schedule=None):
     """Trains, changes the model, and trains on, at last with fewer rows: the state, or the code of what is raised."""
     torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, plan=plan)
+    options = {"pipeline": {"schedule": schedule}} if schedule else None
+    accelerator = Accelerator(cpu=True, plan=plan, options=options)
     model = Tiny(tied).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -371,13 +372,15 @@ def test_what_is_changed_after_prepare_is_followed_or_refused_on_all_ranks():
     refused = [(add_block, False), (set_weight, False), (set_weight, True)]
 
     def work():
-        states = [changed_later(change, False, {"pp": 2}) for change in followed]
+        states = []
+        for schedule in ("1f1b", "zero-bubble"):
+            states += [changed_later(change, False, {"pp": 2}, schedule=schedule) for change in followed]
         codes = [changed_later(change, tied, {"pp": 2}) for change, tied in refused]
         return states, [*codes, changed_later(add_block, False, {"pp": 2}, at=0)]
 
     want = [changed_later(change, False, None) for change in followed]
     for states, codes in run_ranks(work, 2):
-        torch.testing.assert_close(states, want, atol=1e-12, rtol=0)
+        torch.testing.assert_close(states, want * 2, atol=1e-12, rtol=0)
         assert codes == ["pipeline-changed"] * 4
 
 
