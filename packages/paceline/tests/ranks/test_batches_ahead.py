@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Subset, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 
 from paceline import Accelerator
 from paceline.base.log import forget_warnings
@@ -428,3 +428,53 @@ def test_rows_that_are_gathered_for_a_loss_are_those_of_the_batch_that_the_model
         return numbers
 
     assert run_ranks(rows, 2) == [[6, 6, 6, 1]] * 2
+
+
+class Rows(IterableDataset[Any]):
+    def __init__(self, data: TensorDataset) -> None:
+        self.data = data
+
+    def __iter__(self) -> Iterator[Any]:
+        return (self.data[number] for number in range(len(self.data)))
+
+
+def test_values_of_a_batch_beside_a_loop_whose_batch_leaves_ranks_idle() -> None:
+    """No prepared model has computed them, so that their number of rows alone shows from which batch they are."""
+
+    def gathered() -> list[float]:
+        _, _, data = parts(GLOBAL_BATCH)
+        accelerator = Accelerator(cpu=True, split_batches=True)
+        short = DataLoader(Rows(parts(5)[2]), 4 * GLOBAL_BATCH)
+        short, other = accelerator.prepare(short, DataLoader(data, GLOBAL_BATCH))
+        values = []
+        for _ in short:
+            _, y = next(iter(other))
+            values += accelerator.gather_for_metrics(2 * y).flatten().tolist()
+        return values
+
+    expected_rows = (2 * parts(GLOBAL_BATCH)[2].tensors[1]).flatten().tolist()
+    assert run_ranks(gathered, 3) == [expected_rows] * 3
+
+
+def test_values_of_a_batch_that_was_taken_ahead_are_gathered_after_an_evaluation() -> None:
+    """The last batch leaves a rank idle, and its loop is over by then; the evaluation has whole batches."""
+
+    def gathered() -> list[float]:
+        model, _, data = parts(20)
+        accelerator = Accelerator(cpu=True, split_batches=True)
+        loader, others = DataLoader(data, GLOBAL_BATCH), DataLoader(Subset(data, range(12)), 2 * GLOBAL_BATCH)
+        model, loader, others = accelerator.prepare(model, loader, others)
+        rows = []
+        for x, y in one_ahead(loader):
+            losses = (model(x) - y).square()
+            accelerator.backward(losses.mean())
+            with torch.no_grad():
+                for z, _ in others:
+                    accelerator.gather_for_metrics(model(z))
+            rows.append(accelerator.gather_for_metrics(losses.detach()))
+        return torch.cat(rows).flatten().tolist()
+
+    model, _, data = parts(20)
+    expected_losses = (model(data.tensors[0]) - data.tensors[1]).square().flatten().tolist()
+    for values in run_ranks(gathered, 3):
+        assert values == pytest.approx(expected_losses)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, namedtuple
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,7 @@ from paceline.base.errors import CollectiveError
 from paceline.testing import run_ranks
 from paceline.torch_internals.groups import timeout_of
 from paceline.world import exchange
+from paceline.world.arrived import CountsOf, RowCounts
 from paceline.world.collectives import Collectives
 from paceline.world.form import Form, Forms
 from paceline.world.layout import Layout
@@ -99,9 +100,14 @@ def rounds_and_collectives(ours: Collectives) -> Counter[str]:
     return counts
 
 
+def rows(real: Sequence[int], loaded: Sequence[int] | None = None) -> CountsOf:
+    """Counts of a batch with so many real rows on each rank."""
+    return lambda _: RowCounts(real, real if loaded is None else loaded)
+
+
 STEPS: dict[str, Callable[[Collectives], object]] = {
     "batch": lambda ours: ours.gather_rows(
-        (torch.ones(100, 5), torch.ones(100), torch.tensor(1.0)), real=(100,) * ours.size, local=100
+        (torch.ones(100, 5), torch.ones(100), torch.tensor(1.0)), rows((100,) * ours.size)
     ),
     "long": lambda ours: ours.gather([torch.ones(10_000) for _ in range(20)]),
     "long, one rank has more": lambda ours: ours.gather(torch.ones(200_000 + ours.rank)),
@@ -159,15 +165,17 @@ def test_rows_of_real_samples_in_sample_order() -> None:
 
     def work():
         ours = collectives()
-        rows = torch.arange(3) + 10 * ours.rank
+        samples = torch.arange(3) + 10 * ours.rank
         loaded = max(real[ours.rank], 1)
         found = ours.gather_rows(
-            {"p": (rows[:loaded], torch.tensor(ours.rank)), "text": [f"s{row}" for row in rows[:loaded].tolist()]},
-            real,
-            loaded,
+            {
+                "p": (samples[:loaded], torch.tensor(ours.rank)),
+                "text": [f"s{row}" for row in samples[:loaded].tolist()],
+            },
+            rows(real),
         )
-        tokens = ours.gather_rows(torch.full((5 + ours.rank,), ours.rank), real, loaded)
-        objects = ours.gather_rows([{"boxes": torch.ones(ours.rank, 4)}] * loaded, real, loaded, objects=True)
+        tokens = ours.gather_rows(torch.full((5 + ours.rank,), ours.rank), rows(real))
+        objects = ours.gather_rows([{"boxes": torch.ones(ours.rank, 4)}] * loaded, rows(real), objects=True)
         return found["p"][0].tolist(), found["p"][1].tolist(), found["text"], tokens.tolist(), len(objects)
 
     texts = ["s0", "s1", "s2", "s10", "s11"]
@@ -284,7 +292,7 @@ OPERATIONS: dict[str, Callable[[Collectives], object]] = {
     "reduce": lambda ours: ours.reduce(torch.tensor(1.0)),
     "reduce long": lambda ours: ours.reduce(torch.ones(30_000)).sum(),
     "reduce other": lambda ours: ours.reduce(torch.ones(30_001)).sum(),
-    "rows": lambda ours: ours.gather_rows((torch.ones(4, 2), ["a"] * 4), (4,) * ours.size, 4),
+    "rows": lambda ours: ours.gather_rows((torch.ones(4, 2), ["a"] * 4), rows((4,) * ours.size)),
     "object": lambda ours: ours.gather_object({"rank": "x" * 100 * ours.rank}),
     "long object": lambda ours: ours.gather_object("x" * 70_000),
     "broadcast": lambda ours: ours.broadcast(torch.ones(5), src=1),
@@ -386,7 +394,7 @@ def test_leaves_on_the_device_travel_beside_those_on_the_cpu(monkeypatch) -> Non
             assert found["d"][0].shape == (2 * length + 1, 3) and found["d"][1][:, 0].equal(found["d"][0][:, 0])
             assert found["d"][0][:length].eq(0.5).all() and found["d"][0][length:].eq(1.5).all()
             assert found["e"].shape == (0, 3)
-            alone = ours.gather_rows((device[:length],), (length, 1), length)[0]
+            alone = ours.gather_rows((device[:length],), rows((length, 1), (length, length)))[0]
             assert alone.shape == (length + 1, 3) and alone[-1, 0] == 1.5
             total, first = ours.reduce((cpu, cpu.double())), ours.broadcast((cpu, cpu.double() + 3))
             assert total[0].eq(1).all() and total[1].eq(1).all() and first[1].eq(3).all() and first[0].eq(0).all()

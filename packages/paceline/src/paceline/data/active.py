@@ -272,6 +272,11 @@ class ActiveLoaders:
                 return given.info
         return None if self.top is None else self.top.current
 
+    def kept(self) -> list[BatchInfo]:
+        """Returns the batches that the script still has, and those whose outputs it has, the newest first."""
+        batches = [known for known in self._by_storage.values() if len(known) == 1]
+        return [next(iter(known)).info for known in reversed(batches)]
+
     def created(self) -> CreatedIterator:
         """Called when an iterator of a loader is created, which passes the result to `push` as it starts."""
         iterator = CreatedIterator()

@@ -7,6 +7,7 @@ structure that holds all rows of the epoch on this rank is recognised by its len
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,7 @@ import torch
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
 from paceline.data.active import ActiveLoaders
+from paceline.world.arrived import RowCounts
 from paceline.world.collectives import Collectives
 from paceline.world.tree import Tree, has_only_tensors, map_tensors, tensors
 
@@ -40,13 +42,15 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     """
     info = active.gathered(tree)
     if info is not None:
-        beside = [other.current for other in active.beside_top]
-        if beside:
-            info = _batch_of(collectives, tree, [info, *filter(None, beside)])
+        together = [info]
+        for loader in active.beside_top:
+            if loader.current is not None:
+                together.append(loader.current)
         # One process has nothing to gather: it only drops filler.
         if collectives.size == 1 and not objects and has_only_tensors(tree):
-            return map_tensors(lambda leaf: _real_rows(leaf, info.loaded, info.real[0]), tree)
-        return collectives.gather_rows(tree, info.real, info.loaded, objects)
+            counts = _counts_of(active, together, [(len(leaf) if leaf.ndim else -1,) for leaf in tensors(tree)])
+            return map_tensors(lambda leaf: _real_rows(leaf, counts), tree)
+        return collectives.gather_rows(tree, partial(_counts_of, active, together), objects)
     if not objects and tensors(tree):
         return collectives.gather(_without_filler(active.finished, tree))
     if not isinstance(tree, (list, tuple)):
@@ -58,46 +62,43 @@ def gather_for_metrics(active: ActiveLoaders, collectives: Collectives, tree: Tr
     return list(chain.from_iterable(collectives.gather_object(tree)))
 
 
-def _batch_of(collectives: Collectives, tree: Tree, batches: Sequence[BatchInfo]) -> BatchInfo:
-    """Returns the batch to which values belong if several loaders advance together, as in `zip(first, second)`.
+def _counts_of(active: ActiveLoaders, together: Sequence[BatchInfo], rows: Sequence[Sequence[int]]) -> RowCounts:
+    """Returns the rows of the batch to which values belong: one of which all ranks have as many rows in some value.
 
-    Ranks: all; they communicate if one of the batches has filler.
+    Args:
+        active: the run's loaders; batches that the script has kept count if no other one fits.
+        together: the present batch, and those of the loops that advance together with it.
+        rows: of each value, on each rank.
 
     Raises:
-        DataError: `data-interleaved`, if the numbers of rows do not tell it.
+        DataError: `data-interleaved`, if the numbers of rows do not tell two batches apart that were taken together.
     """
-    first = batches[0]
-    # Without filler all rows are real, to whichever batch they belong.
-    if all(batch.real == batch.loaded_by_rank for batch in batches):
-        return first
-    lengths = {len(tensor) for tensor in tensors(tree) if tensor.dim()}
-    # Each rank knows only how many rows of filler it has itself. What fits on all ranks is the batch.
-    numbers = {number for number, batch in enumerate(batches) if batch.loaded in lengths}
-    for of_rank in collectives.gather_object(numbers):
-        numbers &= of_rank
-    matching = [batches[number] for number in sorted(numbers)]
-    for other in matching[1:]:
-        if matching[0].real != other.real:
+    present = [info.rows for info in together]
+    fitting = [counts for counts in present if any(map(counts.are_those_of, rows))]
+    for other in fitting[1:]:
+        if fitting[0].real != other.real:
             raise DataError(
                 "data-interleaved",
                 "it is not known to which of two loaders these values belong.",
                 why="the loops over them run together, as in `zip`, and the numbers of rows do not tell them apart; of one "
-                f"loader {sum(matching[0].real)} rows are no filler now, of the other {sum(other.real)}",
+                f"loader {sum(fitting[0].real)} rows are no filler now, of the other {sum(other.real)}",
                 fix="gather the values of each loader in a call of its own, and give the loaders different batch sizes",
             )
-    if matching:
-        return matching[0]
+    if fitting:
+        return fitting[0]
+    for info in active.kept():
+        if any(map(info.rows.are_those_of, rows)):
+            return info.rows
     # Values without a row for each sample: none is left out if one of the batches has samples on all ranks.
-    return max(batches, key=lambda batch: sum(map(bool, batch.real)))
+    return max(present, key=lambda counts: sum(map(bool, counts.real)))
 
 
-def _real_rows(leaf: torch.Tensor, loaded: int, real: int) -> torch.Tensor:
+def _real_rows(leaf: torch.Tensor, counts: RowCounts) -> torch.Tensor:
     """What gathering makes of one process's tensor: nothing has to be announced or sent, which would take 50 us."""
     if leaf.ndim == 0:
         return leaf.detach().reshape(1).clone()
-    if loaded != real and len(leaf) == loaded:
-        leaf = leaf[:real]
-    return leaf.detach().clone()
+    (num_kept,) = counts.num_kept([len(leaf)])
+    return leaf[:num_kept].detach().clone()
 
 
 def _without_filler(finished: PreparedLoader | None, tree: Tree) -> Tree:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from paceline.world.arrived import RowCounts
+
 Tail = Literal["divide", "pad", "drop"]
 
 
@@ -108,9 +110,9 @@ class BatchInfo:
         return self.ends() if callable(self.ends) else self.ends
 
     @property
-    def loaded_by_rank(self) -> tuple[int, ...]:
-        """Rows that lie in the batch of each data index, filler included; a rank without a sample has one of filler."""
-        return tuple(max(1, weight) for weight in self.weights)
+    def rows(self) -> RowCounts:
+        """The rows of each data index."""
+        return RowCounts(self.real, self.weights)
 
     @property
     def full(self) -> bool:

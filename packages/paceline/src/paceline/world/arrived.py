@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,12 +38,10 @@ class RankPayload:
     """What one rank sent.
 
     Attributes:
-        aux: a number of the operation's own.
         rows: dim-0 size of each leaf, -1 for a 0-dim one.
         cpu_bytes, device_bytes: how much data there is.
     """
 
-    aux: int
     rows: Sequence[int]
     cpu_bytes: int
     device_bytes: int = 0
@@ -86,11 +84,46 @@ class Arrived:
         """Says where the data of all ranks on the CPU is now."""
         self.cpu = place
 
+    def rows_of(self, number: int) -> list[int]:
+        """Returns the rows of one leaf on each rank, -1 where it has no dims."""
+        return [sent.rows[number] for sent in self.sent]
+
     def bytes_of(self, rank: int) -> Tensor:
         """Returns the bytes of one rank on the CPU, which must have arrived."""
         assert self.cpu is not None, "they were only announced"
         start = self.cpu.starts[rank]
         return self.cpu.buffer[start : start + self.sent[rank].cpu_bytes]
+
+
+class RowCounts(NamedTuple):
+    """The rows of one batch, for each rank.
+
+    Attributes:
+        real: how many are real samples. They stand first; the rest is filler.
+        loaded: how many lie in the batch, filler included; 0 where only the rank itself knows, since it has filler alone.
+    """
+
+    real: Sequence[int]
+    loaded: Sequence[int]
+
+    @property
+    def are_all_real(self) -> bool:
+        """Whether no rank has filler."""
+        return all(self.real) and tuple(self.real) == tuple(self.loaded)
+
+    def are_those_of(self, rows: Sequence[int]) -> bool:
+        """Returns whether a tensor or list with so many rows on each rank has a row for each one of the batch."""
+        return all(not loaded or count == loaded for count, loaded in zip(rows, self.loaded, strict=True))
+
+    def num_kept(self, rows: Sequence[int]) -> list[int]:
+        """Returns how many rows of each rank to keep: of a batch the real ones, of others all if the rank has a real one."""
+        if self.are_those_of(rows):
+            return [min(count, num_real) for count, num_real in zip(rows, self.real, strict=True)]
+        return [abs(count) if num_real else 0 for count, num_real in zip(rows, self.real, strict=True)]
+
+
+# Returns the rows of the batch to which some tensors and lists belong; it gets the rows of each on each rank (-1: no dims).
+CountsOf = Callable[[Sequence[Sequence[int]]], RowCounts]
 
 
 def fingerprint_of(content: bytes) -> int:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from paceline.base.errors import CollectiveError, PrepareError
-from paceline.world.arrived import Topic, unpickled
+from paceline.world.arrived import CountsOf, Topic, unpickled
 from paceline.world.mesh import Group, group_beside
 from paceline.world.tree import Tree
 from paceline.world.world import World
@@ -153,7 +153,7 @@ class Collectives:
         """
         return self._of_structures.gather(tree)
 
-    def gather_rows(self, tree: Tree, real: Sequence[int], local: int, objects: bool = False) -> Tree:
+    def gather_rows(self, tree: Tree, counts_of: CountsOf, objects: bool = False) -> Tree:
         """Gathers what was computed from a batch, over real samples only.
 
         A leaf with as many rows as the batch keeps the first `real[r]` rows of each rank r. A 0-dim tensor gives one
@@ -162,18 +162,18 @@ class Collectives:
 
         Args:
             tree: what this rank computed from its batch.
-            real: real rows of each rank, as in `BatchInfo.real`.
-            local: rows that lie in this rank's batch, filler included.
+            counts_of: returns the rows of the batch. Its argument is the same on all ranks: for each leaf its rows on each
+                rank, -1 where it has no dims, or is an object and no list.
             objects: take `tree` for a list of one object a row, and give one list of all.
 
         Shape:
-            With L = `local` and R = the sum of `real`: a tensor [L, ...] gives [R, ...], one of no dims [number of ranks
-            with a real row], and any other [N, ...] the N of those ranks together.
+            With L = the rows that lie in the rank's batch and R = the sum of `real`: a tensor [L, ...] gives [R, ...], one of
+            no dims [number of ranks with a real row], and any other [N, ...] the N of those ranks together.
 
         Raises:
             CollectiveError: `collective-mismatch`, `collective-leaf`, `collective-object`.
         """
-        return self._of_structures.gather_rows(tree, real, local, objects)
+        return self._of_structures.gather_rows(tree, counts_of, objects)
 
     def reduce(self, tree: Tree, reduction: Reduction = "sum", scale: float = 1.0) -> Tree:
         """Returns the sum or mean of each tensor over the ranks, times `scale`; with "none" it only multiplies by `scale`.

@@ -9,8 +9,8 @@ about to do (operation, structure, dtypes, shapes), the number of its bytes, and
 - Large data, and data on an accelerator, follows in one collective of the backend. The ranks first compare one number, a
   hash of the head of the message; only where it differs do they send each other the heads.
 
-    message   | size | fingerprint | aux | CPU bytes | device bytes | leaves | rows of each leaf | the CPU bytes ... |
-              `-------------------- head, 6 x int64 ---------------------'  `------- body, where it fits -------'
+    message   | size | fingerprint | CPU bytes | device bytes | leaves | rows of each leaf | the CPU bytes ... |
+              `-------------------- head, 5 x int64 ---------------------'  `------- body, where it fits -------'
 
     small data             gather(message)                                       everything has arrived
     other data, alike      combine(fingerprint of the head)                      data
@@ -40,7 +40,7 @@ from paceline.world.network.links import links_of
 from paceline.world.network.messages import WORD, Combination, Messages
 from paceline.world.transport import all_gather_single
 
-_HEAD = struct.Struct("<6q")
+_HEAD = struct.Struct("<5q")
 _NUMBER = 8  # bytes
 # Up to this many bytes a message takes as long as an empty one. The first limit is divided by the number of ranks, because
 # each rank receives a message from every other rank.
@@ -103,7 +103,7 @@ class Exchange:
         combined = self._combine(topic, topic.fingerprint, numbers_in_message, combine)
         if combined is None:
             # Some rank does something else. Gathering the heads raises the error that says which one.
-            self._gather(topic, RankPayload(0, (), 0))
+            self._gather(topic, RankPayload((), 0))
             raise AssertionError("ranks that do not agree have different topics")
         if fits:
             return combined
@@ -122,7 +122,7 @@ class Exchange:
             CollectiveError: `collective-mismatch`, on every rank, where the topics differ.
         """
         self._check(topic)
-        sent = RankPayload(0, (), _total(parts))
+        sent = RankPayload((), _total(parts))
         arrived = self._gather(topic, sent, parts)
         if arrived is None:
             # Another rank has combined, because it does something else. It gathers now too, so that all learn of it.
@@ -136,7 +136,6 @@ class Exchange:
         rows: Sequence[int],
         parts: Sequence[Tensor],
         device_parts: Sequence[Tensor] = (),
-        aux: int = 0,
         uneven: bool = False,
     ) -> Arrived:
         """Returns the bytes of all ranks, on the CPU and on the device.
@@ -145,14 +144,13 @@ class Exchange:
             topic: what must agree between ranks.
             rows: dim-0 size of each leaf.
             parts, device_parts: bytes to send.
-            aux: a number that may differ between ranks.
             uneven: whether ranks seldom have the same number of bytes. All ranks say the same.
 
         Raises:
             CollectiveError: `collective-mismatch`.
         """
         self._check(topic)
-        sent = RankPayload(aux, rows, _total(parts), _total(device_parts))
+        sent = RankPayload(rows, _total(parts), _total(device_parts))
         arrived: Arrived | None = None
         is_small = not device_parts and self.fits(len(rows), sent.cpu_bytes)
         if uneven or is_small:
@@ -264,19 +262,19 @@ class Exchange:
                 body = start + len(own_head) if own_inside else -1
                 received.append((own_fingerprint, own, body))
                 continue
-            size, fingerprint, aux, cpu_bytes, device_bytes, leaves = _HEAD.unpack_from(view, start)
+            size, fingerprint, cpu_bytes, device_bytes, leaves = _HEAD.unpack_from(view, start)
             rows: Sequence[int] = ()
             if self.fits(leaves, 0):
                 rows = struct.unpack_from(f"<{leaves}q", view, start + _HEAD.size)
             head_size = _HEAD.size + _NUMBER * len(rows)
             inside = size > head_size or not cpu_bytes
             body = start + head_size if inside else -1
-            received.append((fingerprint, RankPayload(aux, rows, cpu_bytes, device_bytes), body))
+            received.append((fingerprint, RankPayload(rows, cpu_bytes, device_bytes), body))
         return received
 
     def _head(self, topic: Topic, sent: RankPayload) -> bytes:
         """Returns the head of a message and the rows of each leaf; the size of the message is filled in later."""
-        numbers = (0, topic.fingerprint, sent.aux, sent.cpu_bytes, sent.device_bytes, len(sent.rows), *sent.rows)
+        numbers = (0, topic.fingerprint, sent.cpu_bytes, sent.device_bytes, len(sent.rows), *sent.rows)
         return struct.pack(f"<{len(numbers)}q", *numbers)
 
     def _mismatch(self, topic: Topic) -> CollectiveError:

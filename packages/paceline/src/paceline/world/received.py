@@ -7,25 +7,19 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from paceline.world.arrived import Arrived
+from paceline.world.arrived import Arrived, RowCounts
 from paceline.world.form import Form
 
 
-def concatenate(
-    leaves: Sequence[Tensor], form: Form, arrived: Arrived, real: Sequence[int] | None = None, whole_last: bool = False
-) -> list[Tensor]:
+def concatenate(leaves: Sequence[Tensor], form: Form, arrived: Arrived) -> list[Tensor]:
     """Returns each leaf of all ranks, concatenated along dim 0.
 
     Args:
         leaves: this rank's, for dtypes and the sizes of other dims.
         form: says which of them travelled on the device.
-        arrived: what each rank sent, its `aux` being the rows of its batch.
-        real: how many of these are real; None keeps all.
-        whole_last: whether the last leaf is kept whole all the same.
+        arrived: what each rank sent.
     """
-    # `alike` says that all ranks sent the same sizes, so the rows of rank 0's batch stand for those of every rank.
-    nothing_to_trim = real is None or min(real) >= arrived.sent[0].aux
-    if arrived.alike and nothing_to_trim:
+    if arrived.alike:
         return _concatenate_alike(leaves, form, arrived)
     # Where in the bytes of each rank the next leaf begins, on the CPU and on the device.
     cpu_offsets = [0] * len(arrived.sent)
@@ -37,21 +31,16 @@ def concatenate(
             place, offset = arrived.device, device_offsets
         shape = leaf.shape[1:]
         row_bytes = shape.numel() * leaf.element_size()
-        rows = [abs(sent.rows[number]) for sent in arrived.sent]  # -1 says 0-dim: one row
-        kept_rows = rows
-        if real is not None and not (whole_last and number == len(leaves) - 1):
-            is_batch = leaf.ndim > 0 and all(sent.rows[number] == sent.aux for sent in arrived.sent)
-            kept_rows = _real_rows(rows, real, is_batch)
+        rows = [abs(count) for count in arrived.rows_of(number)]  # -1 says 0-dim: one row
         # The empty tensor lets `torch.cat` work where no rank sent a byte.
         parts = [torch.empty(0, dtype=torch.uint8, device=leaf.device)]
         if place is not None:
-            for rank, count in enumerate(kept_rows):
+            for rank, count in enumerate(rows):
                 start = place.starts[rank] + offset[rank]
                 parts.append(place.buffer[start : start + count * row_bytes])
-                # The next leaf begins after all rows, filler included.
-                offset[rank] += rows[rank] * row_bytes
+                offset[rank] += count * row_bytes
         data = torch.cat(parts)
-        joined.append(data.view(leaf.dtype).view(sum(kept_rows), *shape))
+        joined.append(data.view(leaf.dtype).view(sum(rows), *shape))
     return joined
 
 
@@ -79,15 +68,23 @@ def _concatenate_alike(leaves: Sequence[Tensor], form: Form, arrived: Arrived) -
     return joined
 
 
-def _real_rows(rows: Sequence[int], real: Sequence[int], is_batch: bool) -> list[int]:
-    """Returns how many rows of each rank to keep: of a batch the real ones, of anything else all if the rank has a real one."""
-    kept_rows = []
-    for count, num_real in zip(rows, real, strict=True):
-        if is_batch:
-            kept_rows.append(min(count, num_real))
-        else:
-            kept_rows.append(count if num_real else 0)
-    return kept_rows
+def real_rows(gathered: Sequence[Tensor], arrived: Arrived, counts: RowCounts) -> list[Tensor]:
+    """Returns what `concatenate` has gathered, without filler.
+
+    Args:
+        gathered: the leaves of all ranks, and no others before them.
+        arrived: what each rank sent.
+        counts: the rows of the batch from which they were computed.
+    """
+    if counts.are_all_real:
+        return list(gathered)
+    real = []
+    for number, leaf in enumerate(gathered):
+        sent_rows = arrived.rows_of(number)
+        parts = leaf.split([abs(count) for count in sent_rows])
+        kept = counts.num_kept(sent_rows)
+        real.append(torch.cat([part[:count] for part, count in zip(parts, kept, strict=True)]))
+    return real
 
 
 def tensors_from(data: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from paceline.base.errors import CollectiveError
 from paceline.world import tree as trees
-from paceline.world.arrived import Arrived, ByteLayout, RankPayload, as_bytes, unpickled
+from paceline.world.arrived import Arrived, ByteLayout, CountsOf, RankPayload, RowCounts, as_bytes, unpickled
 from paceline.world.form import Form, Forms, described, dtype_name
-from paceline.world.received import concatenate, tensors_from
+from paceline.world.received import concatenate, real_rows, tensors_from
 from paceline.world.tree import Tree
 
 if TYPE_CHECKING:
@@ -59,32 +59,33 @@ class StructureOperations:
         leaves, form = self._form("gather", tree)
         return trees.unflatten(tree, concatenate(leaves, form, self._gather(leaves, form)))
 
-    def gather_rows(self, tree: Tree, real: Sequence[int], local: int, objects: bool = False) -> Tree:
+    def gather_rows(self, tree: Tree, counts_of: CountsOf, objects: bool = False) -> Tree:
         """See `Collectives.gather_rows`."""
-        assert len(real) == self._ranks.size, "`real` has one entry a rank"
         op = "gather_for_metrics"
         if not objects and trees.has_only_tensors(tree):
             leaves, form = self._form(op, tree)
-            arrived = self._gather(leaves, form, local)
-            return trees.unflatten(tree, concatenate(leaves, form, arrived, real))
+            arrived = self._gather(leaves, form)
+            counts = counts_of([arrived.rows_of(number) for number in range(len(leaves))])
+            gathered = concatenate(leaves, form, arrived)
+            return trees.unflatten(tree, real_rows(gathered, arrived, counts))
         # The objects of all leaves travel as one tensor of bytes, after the tensors.
         boxed = _Box(list(tree)) if objects else _box(tree)
         boxes = [leaf.value for leaf in trees.leaves(boxed) if isinstance(leaf, _Box)]
         leaves = [*trees.tensors(boxed), self._ranks.pickled(op, boxes)]
         _, form = self._form(f"{op} {trees.structure(boxed)}", leaves)
         # Pickles seldom have the same size on each rank, so the ranks exchange their sizes without trying to agree first.
-        arrived = self._gather(leaves, form, local, uneven=True)
-        # The tensor of pickles is kept whole: its rows are bytes, and `_join` drops the objects of filler rows.
-        tensors = concatenate(leaves, form, arrived, real, whole_last=True)
-        pickles = torch.split(tensors.pop(), [sent.rows[-1] for sent in arrived.sent])
-        boxes_by_rank = [unpickled(data) for data in pickles]
-        lists = _join(boxes_by_rank, [sent.aux for sent in arrived.sent], real)
-        merged = iter(tensors)
+        arrived = self._gather(leaves, form, uneven=True)
+        *gathered, pickles = concatenate(leaves, form, arrived)
+        boxes_by_rank = [unpickled(data) for data in torch.split(pickles, arrived.rows_of(-1))]
+        rows = [arrived.rows_of(number) for number in range(len(gathered))]
+        counts = counts_of([*rows, *_lengths(boxes_by_rank)])
+        lists = _join(boxes_by_rank, counts)
+        merged = iter(real_rows(gathered, arrived, counts))
 
-        def gathered(leaf: object) -> Any:
+        def next_real(leaf: object) -> Any:
             return next(merged) if isinstance(leaf, Tensor) else next(lists)
 
-        return trees.map_leaves(gathered, boxed)
+        return trees.map_leaves(next_real, boxed)
 
     def reduce(self, tree: Tree, reduction: Literal["sum", "mean", "none"] = "sum", scale: float = 1.0) -> Tree:
         """See `Collectives.reduce`."""
@@ -165,12 +166,11 @@ class StructureOperations:
             fix="use gather_object (or gather_for_metrics) for other objects; `.full_tensor()` for a DTensor",
         )
 
-    def _gather(self, leaves: list[Tensor], form: Form, aux: int = 0, uneven: bool = False) -> Arrived:
+    def _gather(self, leaves: list[Tensor], form: Form, uneven: bool = False) -> Arrived:
         """Sends the bytes of all leaves to all ranks.
 
         Args:
             leaves, form: as `_form` has returned them.
-            aux: a number of the operation's own, which is sent too.
             uneven: whether the sizes of the leaves probably differ between ranks.
         """
         # The numbers of rows travel with the bytes; -1 stands for a tensor without dims.
@@ -179,8 +179,8 @@ class StructureOperations:
             on_cpu = [as_bytes(leaves[place]) for place in form.on_cpu]
             on_device = [as_bytes(leaves[place]) for place in form.on_device]
             if self._exchange is None:
-                return _arrived_alone(rows_of_leaves, on_cpu, on_device, aux)
-            return self._exchange.gather(form.topic, rows_of_leaves, on_cpu, on_device, aux, uneven)
+                return _arrived_alone(rows_of_leaves, on_cpu, on_device)
+            return self._exchange.gather(form.topic, rows_of_leaves, on_cpu, on_device, uneven)
 
     def _sum_of_gathered(self, exchange: Exchange, leaves: list[Tensor], form: Form) -> list[Tensor]:
         """Sums small tensors: they travel inside the message, and each rank adds them up in the same order."""
@@ -207,13 +207,13 @@ class StructureOperations:
         return total
 
 
-def _arrived_alone(rows: Sequence[int], on_cpu: list[Tensor], on_device: list[Tensor], aux: int) -> Arrived:
+def _arrived_alone(rows: Sequence[int], on_cpu: list[Tensor], on_device: list[Tensor]) -> Arrived:
     """Returns the bytes of a single process in the form in which an exchange returns those of several."""
     # The empty tensor lets `torch.cat` work where no leaf lies on the CPU.
     no_bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
     cpu_bytes = torch.cat([no_bytes, *on_cpu])
     device_place = ByteLayout(torch.cat(on_device), [0]) if on_device else None
-    sent = RankPayload(aux, rows, cpu_bytes.numel())
+    sent = RankPayload(rows, cpu_bytes.numel())
     return Arrived([sent], alike=True, cpu=ByteLayout(cpu_bytes, [0]), device=device_place)
 
 
@@ -239,24 +239,27 @@ def _box(tree: Tree) -> Tree:
     return trees.rebuild(tree, [_box(child) for child in children])
 
 
-def _join(boxes: list[list[Any]], loaded: Sequence[int], real: Sequence[int]) -> Iterator[list[Any]]:
+def _lengths(boxes: list[list[Any]]) -> list[list[int]]:
+    """Returns the length of each box on each rank, -1 for what is no list."""
+    lengths = []
+    for values in zip(*boxes, strict=True):
+        lengths.append([len(value) if isinstance(value, list | tuple) else -1 for value in values])
+    return lengths
+
+
+def _join(boxes: list[list[Any]], counts: RowCounts) -> Iterator[list[Any]]:
     """Yields for each box one list with the objects of all ranks, by the rules of `gather_rows`.
 
     Args:
         boxes: the values of the boxes, for each rank.
-        loaded: rows in the batch of each rank, filler included.
-        real: real rows of each rank.
+        counts: the rows of the batch.
     """
-    for values in zip(*boxes, strict=True):
-        are_lists = all(isinstance(value, list | tuple) for value in values)
-        is_batch = are_lists and all(len(value) == rows for value, rows in zip(values, loaded, strict=True))
+    for values, lengths in zip(zip(*boxes, strict=True), _lengths(boxes), strict=True):
         merged: list[Any] = []
-        for value, num_real in zip(values, real, strict=True):
-            if is_batch:
-                merged += value[:num_real]
-            elif num_real and are_lists:
-                merged += value
-            elif num_real:
+        for value, num_kept in zip(values, counts.num_kept(lengths), strict=True):
+            if min(lengths) >= 0:
+                merged += value[:num_kept]
+            elif num_kept:
                 merged.append(value)
         yield merged
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import contextlib
 import gc
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from paceline import DataError
 from paceline.data import prefetch
 from paceline.data.active import ActiveLoaders
-from paceline.data.metrics import _batch_of
 from paceline.data.prefetch import on_device
 from paceline.data.prepare import prepare_loader
-from paceline.plan.data import BatchInfo
 
 
 @pytest.fixture
@@ -152,19 +148,6 @@ def test_a_rank_is_idle_where_the_batch_of_the_model_has_no_sample_for_it():
         model(x[:, None])
         model(y[:, None])
     assert idle[-2:] == [False, True]
-
-
-@pytest.mark.parametrize("index", [0, 1])
-def test_values_belong_to_the_batch_that_fits_on_all_ranks(index):
-    """Rank 1 has no sample of the first batch; its filler has as many rows as its part of the second one."""
-    short = BatchInfo(index, (2, 0), (2, 0), (2, 6)[index], True)
-    full = BatchInfo(index, (6, 6), (6, 6), 6, True)
-    fitting = SimpleNamespace(gather_object=lambda numbers: [{1}, {0, 1}])
-    assert _batch_of(fitting, torch.zeros(6), [short, full]) is full
-    padded = BatchInfo(index, (6, 4), (6, 6), 6, True)
-    alike = SimpleNamespace(gather_object=lambda numbers: [{0, 1}, {0, 1}])
-    with pytest.raises(DataError, match="data-interleaved"):
-        _batch_of(alike, torch.zeros(6), [padded, full])
 
 
 def test_a_finished_loader_is_not_kept_alive(pair):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from paceline.base.errors import CollectiveError
+from paceline.world.arrived import RowCounts
 from paceline.world.collectives import Collectives
 from paceline.world.form import Forms
 from paceline.world.world import World
@@ -60,22 +61,27 @@ def test_inference_mode(alone) -> None:
     assert torch.equal(alone.gather(inside), torch.ones(2))
 
 
+def rows(real: int, loaded: int):
+    """Counts of a batch with so many real rows."""
+    return lambda _: RowCounts((real,), (loaded,))
+
+
 def test_rows_drop_filler(alone) -> None:
     pred, target, loss = torch.arange(8).view(4, 2), torch.arange(4), torch.tensor(0.5)
-    found = alone.gather_rows({"p": (pred, target), "l": loss, "stats": torch.ones(3)}, real=(3,), local=4)
+    found = alone.gather_rows({"p": (pred, target), "l": loss, "stats": torch.ones(3)}, rows(3, 4))
     assert torch.equal(found["p"][0], pred[:3]) and torch.equal(found["p"][1], target[:3])
     assert torch.equal(found["l"], torch.tensor([0.5])) and found["stats"].shape == (3,)
 
 
 def test_rows_of_other_objects(alone) -> None:
-    found = alone.gather_rows({"text": ["a", "b"], "x": torch.ones(2), "n": 3, "none": None}, real=(1,), local=2)
+    found = alone.gather_rows({"text": ["a", "b"], "x": torch.ones(2), "n": 3, "none": None}, rows(1, 2))
     assert found["text"] == ["a"] and found["x"].shape == (1,) and found["n"] == [3] and found["none"] == [None]
     boxes = [{"box": torch.ones(k, 4)} for k in range(3)]
-    assert len(alone.gather_rows(boxes, real=(2,), local=3, objects=True)) == 2
+    assert len(alone.gather_rows(boxes, rows(2, 3), objects=True)) == 2
 
 
 def test_a_rank_without_a_real_row_adds_nothing(alone) -> None:
-    found = alone.gather_rows((torch.ones(1, 2), torch.tensor(1.0), "s"), real=(0,), local=1)
+    found = alone.gather_rows((torch.ones(1, 2), torch.tensor(1.0), "s"), rows(0, 1))
     assert found[0].shape == (0, 2) and found[1].shape == (0,) and found[2] == []
 
 
@@ -119,7 +125,7 @@ def test_leaves_that_cannot_be_sent_are_named(alone, leaf, said) -> None:
 
 def test_objects_that_cannot_be_sent(alone) -> None:
     with pytest.raises(CollectiveError, match="pickle says") as caught:
-        alone.gather_rows([lambda: 1], real=(1,), local=1)
+        alone.gather_rows([lambda: 1], rows(1, 1))
     assert caught.value.code == "collective-object"
 
 
