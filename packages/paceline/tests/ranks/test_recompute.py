@@ -195,3 +195,49 @@ def test_two_backward_passes_through_a_block() -> None:
     (((plain, _), (again, _), (_, code)),) = run_ranks(all_passed_twice, world=1)
     torch.testing.assert_close(again, plain)
     assert code == "recompute-twice"
+
+
+class Normed(nn.Module):
+    """A block whose numbers depend on its mode, and not only by what it drops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear, self.drop = nn.BatchNorm1d(4), nn.Linear(4, 4), nn.Dropout(0.3)
+
+    def forward(self, x):
+        return x + self.drop(torch.tanh(self.linear(self.norm(x))))
+
+
+def changed_between_passes(plan: dict[str, Any]) -> list[torch.Tensor]:
+    """A GAN's critic is frozen for the forward pass of the generator, and in evaluation mode for some passes."""
+    torch.manual_seed(2)
+    accelerator = Accelerator(plan=plan, cpu=True)
+    generator, critic = accelerator.prepare(nn.Sequential(Normed(), Normed()), nn.Sequential(Normed(), Normed()))
+    x = torch.randn(8, 4)
+    inner = accelerator.unwrap_model(critic)
+    for is_training in (True, False):
+        inner.requires_grad_(False).train(is_training)
+        generated = critic(generator(x)).square().mean()
+        inner.requires_grad_(True).train(not is_training)
+        accelerator.backward(generated)
+        judged = critic(x).square().mean()
+        inner.train(is_training)
+        accelerator.backward(judged)
+    found = []
+    for parameter in (*generator.parameters(), *critic.parameters()):
+        assert parameter.requires_grad and parameter.grad is not None
+        found.append(parameter.grad.full_tensor() if hasattr(parameter.grad, "full_tensor") else parameter.grad)
+    return found
+
+
+def all_changed_between_passes(plans: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
+    return [changed_between_passes(plan) for plan in plans]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_block_is_computed_again_as_it_was_in_the_forward_pass(world: int) -> None:
+    plans = [{}, {"recompute": "blocks"}, {"recompute": "blocks", "shard": world}]
+    plain, *others = run_ranks(all_changed_between_passes, world, args=(plans,))[0]
+    for gradients_of_plan in others:
+        for mine, expected in zip(gradients_of_plan, plain, strict=True):
+            torch.testing.assert_close(mine, expected)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ def _override(block: nn.Module, how: dict[str, Any]) -> None:
             keywords["use_reentrant"] = False
         vars(block)[_RAN_BEFORE] = True
         # A compiled block changes its buffers once in any case.
-        if not torch.compiler.is_compiling() and ("context_fn" in keywords or next(block.buffers(), None) is not None):
+        if not torch.compiler.is_compiling():
             keywords["context_fn"] = partial(_contexts, block, keywords.get("context_fn"))
         return checkpoint(original, *args, **keywords)
 
@@ -102,7 +102,59 @@ def _contexts(
         # Masks and tables of positions are large, and do not change.
         if not is_lazy(buffer) and buffer.numel() <= _LARGEST_THAT_CHANGES:
             before[id(buffer)] = (buffer, buffer.clone())
-    return first, _Again(partial(_second_pass, block, before, second))
+    flags = _Flags.of(block)
+
+    @contextmanager
+    def compute_again() -> Iterator[None]:
+        with flags.set(), _second_pass(block, before, second):
+            yield
+
+    return first, _Again(compute_again)
+
+
+class _Flags(NamedTuple):
+    """What a script may change between the forward pass and the backward pass, as GANs do: modes, and what is frozen.
+
+    Attributes:
+        modes: which modules were in training mode.
+        trained: which parameters had gradients. They are known by their names, since FSDP2 replaces them.
+    """
+
+    modes: list[tuple[nn.Module, bool]]
+    trained: list[tuple[nn.Module, str, bool]]
+
+    @classmethod
+    def of(cls, block: nn.Module) -> _Flags:
+        """Returns the flags of all modules of a block."""
+        flags = cls([], [])
+        for module in block.modules():
+            flags.modes.append((module, module.training))
+            for name, parameter in module._parameters.items():
+                if parameter is not None:
+                    flags.trained.append((module, name, parameter.requires_grad))
+        return flags
+
+    @contextmanager
+    def set(self) -> Iterator[None]:
+        """Gives the block these flags, and afterwards its own again."""
+        changed_modes = [module for module, is_training in self.modes if module.training != is_training]
+        changed: list[nn.Parameter] = []
+        for module, name, requires_grad in self.trained:
+            parameter = module._parameters.get(name)
+            if parameter is not None and parameter.requires_grad != requires_grad:
+                changed.append(parameter)
+        self._swap(changed_modes, changed)
+        try:
+            yield
+        finally:
+            self._swap(changed_modes, changed)
+
+    @staticmethod
+    def _swap(modules: Iterable[nn.Module], parameters: Iterable[nn.Parameter]) -> None:
+        for module in modules:
+            module.training = not module.training
+        for parameter in parameters:
+            parameter.requires_grad_(not parameter.requires_grad)
 
 
 class _Again(AbstractContextManager[None]):
