@@ -14,6 +14,7 @@ from loops.programs import (
     Backward,
     Clip,
     Compiled,
+    Continue,
     EvaluateAverage,
     EvaluateBatch,
     Forward,
@@ -513,6 +514,23 @@ LOOKED_AT_ALONE = Program(
     loop=Loop("for", (0,), epochs=2, ahead=1),
 )
 
+# A batch that is left out changes the size of a window that was known. The head is in no optimizer, and its gradient is older
+# than the window, so that it is no part of the mean.
+LEFT_OUT_OF_A_KNOWN_WINDOW = Program(
+    seed=861911,
+    models=(Model("Mlp"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "body"),)),),
+    loaders=(Loader(rows=29, batch=12),),
+    body=(
+        When("every", 4, 0, (Continue(),)),
+        Accumulate(
+            (0,), (Forward(0, 0, 0), Zero("optimizer", 0), Backward((0,)), Clip("model", 0, 100.0), Step(0))
+        ),
+    ),
+    loop=Loop("for", (0,), epochs=2),
+    window=2,
+)
+
 
 @pytest.mark.timeout(240)
 def test_programs_that_were_wrong_once() -> None:
@@ -565,6 +583,7 @@ def test_programs_that_were_wrong_once() -> None:
     cases += [Case(LOOKED_AT_ALONE, 2, plan) for plan in ("replicate", "zero1")]
     cases += [Case(COMPILED_WITH_GRADIENTS, 2, plan) for plan in ("shard", "zero2")]
     cases += [Case(HOOKS_UNDER_GRAD, 2, plan) for plan in ("replicate", "zero2", "shard")]
+    cases += [Case(LEFT_OUT_OF_A_KNOWN_WINDOW, *place) for place in ((1, "one"), (2, "replicate"), (2, "shard"))]
     outcomes = check(cases)
     wrong = [
         f"{case.name}: {result}"

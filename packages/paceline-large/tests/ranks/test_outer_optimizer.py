@@ -166,6 +166,26 @@ def test_after_an_average_the_saved_optimizer_is_that_of_one_rank(tmp_path):
     assert torch.equal(loaded, first) and torch.equal(loaded_by_second, first)
 
 
+def after_a_pass_without_a_step():
+    accelerator = Accelerator(cpu=True)
+    model = net()
+    model, optimizer = accelerator.prepare(model, inner_of("sgd", model))
+    with LocalSGD(accelerator, model, 1, outer=OUTER) as local:
+        accelerator.backward(model(ROWS[:8]).square().mean())
+        optimizer.step()
+        local.step()
+        after_step = flat(model).clone()
+        accelerator.backward(model(ROWS[:8]).square().mean())
+    return after_step.tolist(), flat(model).tolist()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_end_takes_no_outer_step_where_no_rank_took_an_inner_one(world):
+    """A backward pass alone moves nothing, and the momentum of the outer optimizer should not either."""
+    for after_step, at_end in run_ranks(after_a_pass_without_a_step, world):
+        assert after_step == at_end
+
+
 def test_what_is_no_outer_optimizer_is_refused():
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(net())

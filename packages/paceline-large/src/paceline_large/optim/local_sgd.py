@@ -175,12 +175,12 @@ class LocalSGD:
         # After an error the other ranks may never arrive, and nobody needs the average.
         are_apart = self.steps % self.local_sgd_steps or not self.accelerator.gradients.replicas_equal
         if self.enabled and kind is None and are_apart:
-            self._average()
+            self._average(at_end=True)
 
     @torch.no_grad()
-    def _average(self) -> None:
+    def _average(self, *, at_end: bool = False) -> None:
         if self._outer is not None:
-            self._outer.step()
+            self._outer.step(moves_alone=not at_end)
         else:
             trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
             values = [parameter.detach() for parameter in trained]
@@ -231,14 +231,19 @@ class OuterStep:
             )
         self.optimizer: Optimizer = optimizer
 
-    def step(self) -> None:
-        """Takes a step along the mean difference of all ranks, after which all have the same parameters. Ranks: all."""
+    def step(self, *, moves_alone: bool = True) -> None:
+        """Takes a step along the mean difference of all ranks, after which all have the same parameters. Ranks: all.
+
+        Args:
+            moves_alone: whether it takes a step, by its momentum, where there is no difference.
+        """
         # Differences are small, so that their mean has more digits than that of the parameters.
         differences = [copy - parameter for copy, parameter in zip(self._copies, self._trained, strict=True)]
         means = self._accelerator.reduce(differences, reduction="mean")
-        torch.autograd.backward(self._copies, means)  # which become the gradients
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        if moves_alone or any(bool(mean.any()) for mean in means):
+            torch.autograd.backward(self._copies, means)  # which become the gradients
+            self.optimizer.step()
+            self.optimizer.zero_grad()
         for copy, parameter in zip(self._copies, self._trained, strict=True):
             parameter.copy_(copy)
 

@@ -406,7 +406,9 @@ class Accumulation:
             mean, part = self._samples(window, source, batch)
         else:
             mean, part = self._micro_batches(window)
-        if not mean.is_exact and not mean.parameters:
+        # A batch that the script leaves out makes an estimate of what was known, too.
+        may_change = not mean.is_exact or not window.sync
+        if may_change and not mean.parameters:
             self._keep_older(window)
         self._mean = mean
         factor = 0.0 if is_idle else part / mean.divisor
