@@ -145,7 +145,8 @@ def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iter
                 continue
             if program.compiled is not None and plan.startswith(("tp", "ep", "pp")):
                 continue
-            if is_whole and not plan.startswith(("one", "replicate", "zero")):
+            is_divided = _divides_on_disk(program, world) or not plan.startswith(("one", "replicate", "zero"))
+            if is_whole and is_divided:
                 continue
             divided = _BODIES.get(plan[:2])
             if divided and any(model.body not in divided for model in program.models):
@@ -158,6 +159,11 @@ def cases_of(program: Program, worlds: Iterable[int] = (1, 2, 3, 4), plans: Iter
                 own = program if program.local is None else replace(program, replicas=world)
                 cases.append(_case(own, world, plan, len(cases)))
     return cases
+
+
+def _divides_on_disk(program: Program, world: int) -> bool:
+    """Whether each rank has a part of the parameters and states on disk, under every plan."""
+    return world > 1 and program.offload == "all=disk"
 
 
 def _of_all_stages(statement: Statement) -> bool:
@@ -175,6 +181,8 @@ def _case(program: Program, world: int, plan: str, number: int) -> Case:
     """One of the cases of a program. What a run writes by `torch.save` is whole where no plan divides it."""
     if program.plain_save:
         saved = [(1, "one"), (2, "replicate")][number % 2]
+        if _divides_on_disk(program, saved[0]):
+            saved = (1, "one")
         return Case(program, *saved, then=(world, plan))
     if program.local is not None:
         return Case(program, world, plan, (world, plan))
