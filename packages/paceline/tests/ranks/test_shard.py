@@ -606,6 +606,30 @@ def test_hooks_that_are_registered_where_gradients_are_held_see_their_mean(regis
         torch.testing.assert_close(weights, expected)
 
 
+def grad_after_freezing(plan: dict[str, Any]) -> torch.Tensor:
+    """A layer is frozen for another forward pass, and trained again before the graph of the first one is used."""
+    from paceline import Accelerator
+
+    torch.manual_seed(0)
+    accelerator = Accelerator(plan=plan, cpu=True)
+    model = accelerator.prepare(Routed())
+    x = torch.ones(2, 5)
+    loss = model(x, 0, 1).square().mean()
+    inner = accelerator.unwrap_model(model)
+    inner.requires_grad_(False)
+    model(x.clone().requires_grad_(), 0, 1)
+    inner.requires_grad_(True)
+    parameters = [inner.blocks[0][0].weight, inner.blocks[1][0].weight]
+    first, second = torch.autograd.grad(loss, parameters, retain_graph=True)
+    return torch.cat([first, second])
+
+
+def test_the_graph_of_a_layer_that_was_frozen_since_gives_gradients() -> None:
+    (expected,) = run_ranks(grad_after_freezing, world=1, args=({},))
+    for got in run_ranks(grad_after_freezing, world=2, args=({"shard": 2},)):
+        torch.testing.assert_close(got, expected)
+
+
 def test_hooks_and_second_derivatives_are_refused() -> None:
     def body() -> None:
         from paceline import Accelerator

@@ -520,7 +520,11 @@ def _whole_of(tensor: torch.Tensor | GradientEdge) -> torch.Tensor | None:
     for hook in hooks_before(tensor):
         parameter = getattr(hook, "group_parameter", lambda: None)()
         if parameter is not None:
-            return whole_parameter(parameter)
+            whole = whole_parameter(parameter)
+            # FSDP2 lets it follow a layer that is unfrozen with the next forward pass only.
+            if whole is not None and tensor.requires_grad and not whole.requires_grad:
+                whole.requires_grad_()
+            return whole
     return None
 
 
