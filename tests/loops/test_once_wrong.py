@@ -523,9 +523,7 @@ LEFT_OUT_OF_A_KNOWN_WINDOW = Program(
     loaders=(Loader(rows=29, batch=12),),
     body=(
         When("every", 4, 0, (Continue(),)),
-        Accumulate(
-            (0,), (Forward(0, 0, 0), Zero("optimizer", 0), Backward((0,)), Clip("model", 0, 100.0), Step(0))
-        ),
+        Accumulate((0,), (Forward(0, 0, 0), Zero("optimizer", 0), Backward((0,)), Clip("model", 0, 100.0), Step(0))),
     ),
     loop=Loop("for", (0,), epochs=2),
     window=2,

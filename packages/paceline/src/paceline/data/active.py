@@ -272,10 +272,17 @@ class ActiveLoaders:
                 return given.info
         return None if self.top is None else self.top.current
 
-    def kept(self) -> list[BatchInfo]:
-        """Returns the batches that the script still has, and those whose outputs it has, the newest first."""
-        batches = [known for known in self._by_storage.values() if len(known) == 1]
-        return [next(iter(known)).info for known in reversed(batches)]
+    def earlier(self) -> Iterator[BatchInfo]:
+        """Yields the batch of the last loss, and those that the script still has, the newest first.
+
+        Of the latter those with several rows on a rank: one row on each may be a number that each rank has computed.
+        """
+        if self._used is not None:
+            yield self._used.info
+        for batches in reversed(list(self._by_storage.values())):
+            info = next(iter(batches)).info
+            if len(batches) == 1 and max(info.weights) > 1:
+                yield info
 
     def created(self) -> CreatedIterator:
         """Called when an iterator of a loader is created, which passes the result to `push` as it starts."""

@@ -66,7 +66,7 @@ def _counts_of(active: ActiveLoaders, together: Sequence[BatchInfo], rows: Seque
     """Returns the rows of the batch to which values belong: one of which all ranks have as many rows in some value.
 
     Args:
-        active: the run's loaders; batches that the script has kept count if no other one fits.
+        active: the run's loaders; earlier batches count if no present one fits.
         together: the present batch, and those of the loops that advance together with it.
         rows: of each value, on each rank.
 
@@ -86,7 +86,7 @@ def _counts_of(active: ActiveLoaders, together: Sequence[BatchInfo], rows: Seque
             )
     if fitting:
         return fitting[0]
-    for info in active.kept():
+    for info in active.earlier():
         if any(map(info.rows.are_those_of, rows)):
             return info.rows
     # Values without a row for each sample: none is left out if one of the batches has samples on all ranks.
