@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from paceline.precision.policy import unwrap_forward
-from paceline.torch_internals.modules import compiled_original, with_compiled_original
+from paceline.torch_internals.modules import compiled_original
+from paceline_accelerate.torch_internals.kept import with_compiled_original
 
 _WRAPPERS = (DataParallel, DistributedDataParallel)
 

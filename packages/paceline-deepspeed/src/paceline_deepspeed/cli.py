@@ -147,9 +147,9 @@ def _check(args: argparse.Namespace) -> None:
 
 def _given(args: argparse.Namespace, env: Mapping[str, str], notices: list[str]) -> tuple[list[Given], bool]:
     """Translates the flags into Paceline's settings, and returns whether processes are started on other hosts."""
-    from paceline.launch.host import is_this_host
     from paceline_hosts import hostfile
     from paceline_hosts.hostfile import text_of
+    from paceline_hosts.network.addresses import is_this_host
 
     served = [library for library in env.get("PACELINE_COMPAT", "").split(",") if library not in ("", "deepspeed")]
     # Libraries that are used with DeepSpeed import accelerate, as peft does. Without that part they fail by themselves.

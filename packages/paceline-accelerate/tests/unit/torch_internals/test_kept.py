@@ -3,6 +3,7 @@
 import torch
 from torch import nn
 
+from paceline.torch_internals import modules
 from paceline_accelerate.torch_internals import kept
 
 
@@ -27,3 +28,12 @@ def test_a_wrap_policy_knows_its_classes() -> None:
     classes = kept.wrapped_classes(ModuleWrapPolicy({nn.Linear}))
     assert classes is not None and set(classes) == {nn.Linear}
     assert kept.wrapped_classes(lambda module, recurse, nonwrapped_numel: True) is None
+
+
+def test_a_copy_of_a_compiled_module_has_another_original() -> None:
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
+    compiled = torch.compile(first, backend="eager")
+    assert modules.compiled_original(compiled) is first and modules.compiled_original(first) is None
+    copied = kept.with_compiled_original(compiled, second)
+    assert modules.compiled_original(copied) is second and modules.compiled_original(compiled) is first
+    assert copied.weight is second.weight

@@ -10,10 +10,10 @@ import shlex
 import shutil
 import sys
 
-from paceline.launch import host
 from paceline.launch.job import Job
 from paceline.launch.launcher import Hosts, Rendered
 from paceline_hosts.assignment import assignment_of
+from paceline_hosts.network.addresses import is_this_host
 from paceline_hosts.remote.channels import HostChannels
 
 REMOTE = "paceline_hosts.remote"
@@ -60,8 +60,8 @@ def connections(job: Job, module: str = REMOTE) -> list[tuple[str, ...]]:
     # At another port than ssh's own, the name of this host may reach a container on it.
     is_usual_port = job.reach.port in (None, 22)
     for at in assignment_of(job).hosts:
-        is_this_host = is_usual_port and host.is_this_host(at.host)
-        commands.append(here(job, module) if is_this_host else connect(job, at.host, module))
+        is_here = is_usual_port and is_this_host(at.host)
+        commands.append(here(job, module) if is_here else connect(job, at.host, module))
     return commands
 
 

@@ -1,4 +1,4 @@
-"""Addresses of launchers: where a run may be found, and where this launcher listens."""
+"""Addresses of hosts and launchers: which host is this one, where a run may be found, and where this launcher listens."""
 
 from __future__ import annotations
 
@@ -18,6 +18,21 @@ from paceline_hosts.network.ports import listen_at
 
 _POD_RETRY_S = 0.5
 _CONNECT_TIMEOUT_S = 2.0
+
+
+def is_this_host(address_or_name: str) -> bool:
+    """Returns whether a name, or the address to which it resolves, belongs to this host."""
+    own = host.name()
+    if address_or_name in ("localhost", "127.0.0.1", own, own.partition(".")[0]):
+        return True
+    try:
+        address = socket.gethostbyname(address_or_name)
+        # A socket can only be bound to an address of this host.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.bind((address, 0))
+    except (OSError, UnicodeError):
+        return False  # a UnicodeError means that a part of the name is longer than DNS allows
+    return not address.startswith("127.")
 
 
 def await_main_address(job: Job, env: Mapping[str, str], timeout_s: float) -> None:

@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from paceline.base.errors import TrainError
-from paceline.world.forward import evaluating
 from paceline.world.tree import tensors
 from paceline_large.context.attention_calls import AttentionCalls
 from paceline_large.context.block_calls import BlockCall
 from paceline_large.context.sequence_split import SequenceDivision, SequenceRegion, Sizes, sequence_dim
+from paceline_large.evaluation import evaluating
 
 _TRIED = 16  # positions on each rank, at most
 

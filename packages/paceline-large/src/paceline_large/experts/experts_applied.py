@@ -13,7 +13,7 @@ from paceline.base.errors import TrainError
 from paceline.parallel.data.division import step_by_owners
 from paceline.parallel.data.shard import STRATEGY as SHARD
 from paceline.parallel.data.shard import param_dtype
-from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, take_whole_values, whole_parameters
+from paceline.parallel.divided_parameters import refuse_tools, take_whole_values, whole_parameters
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context
 from paceline.parallel.whole_answers import answer_for_whole_tensors
@@ -24,6 +24,7 @@ from paceline.world.forward import override_forward
 from paceline.world.sharded import is_sharded
 from paceline_large.experts.listed import ListedExperts
 from paceline_large.experts.travel import ExpertRanks
+from paceline_large.removed_parameters import refuse_removed
 
 
 def apply(model: nn.Module, context: Context) -> AppliedStrategy:

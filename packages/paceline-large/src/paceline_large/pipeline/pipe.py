@@ -33,8 +33,12 @@ from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import Runner
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision
-from paceline.torch_internals.fsdp import kept_gathered
-from paceline.torch_internals.tensors import has_users_gradient_hooks, put_hooks_by
+from paceline.torch_internals.tensors import (
+    are_hooks_taken_over,
+    has_hooks_after,
+    has_users_gradient_hooks,
+    take_over_hooks,
+)
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
@@ -47,6 +51,7 @@ from paceline_large.pipeline.specs import Described, Spec, empty, specs
 from paceline_large.pipeline.split import SCHEDULES, choose, rank_of
 from paceline_large.pipeline.stages import EndOfStage, Hidden, Stage, Stages, Visit
 from paceline_large.pipeline.timing import Meter
+from paceline_large.torch_internals.gathered import kept_gathered
 from paceline_large.torch_internals.hooks import FORWARD, FORWARD_PRE
 from paceline_large.torch_internals.pipelining import stage_class
 
@@ -242,7 +247,7 @@ class Pipe(Runner):
         # Hooks on gradients see that of the batch, and not that of a micro-batch.
         self._give_back_hooks()
         give_back_before = _put_gradient_hooks_by(self.module.parameters())
-        give_back_after = put_hooks_by(self.module.parameters())
+        give_back_after = _put_later_hooks_by(self.module.parameters())
 
         def give_back() -> None:
             give_back_before()
@@ -659,6 +664,31 @@ def _put_gradient_hooks_by(parameters: Iterable[nn.Parameter]) -> Callable[[], N
                 hooks.call()
                 hooks.put_back()
             hooks.release()
+        put_by.clear()
+
+    return give_back
+
+
+def _put_later_hooks_by(tensors: Iterable[Tensor]) -> Callable[[], None]:
+    """Keeps autograd from calling what `register_post_accumulate_grad_hook` has got, for several backward passes.
+
+    Tensors whose hooks were taken over already are left out.
+
+    Returns:
+        A function that gives the hooks back and calls those of tensors that got a gradient, once each.
+    """
+    reached: set[Tensor] = set()
+    put_by: list[tuple[Tensor, dict[int, Callable[[Tensor], None]], Callable[[], None]]] = []
+    for tensor in tensors:
+        if has_hooks_after(tensor) and not are_hooks_taken_over(tensor):
+            put_by.append((tensor, *take_over_hooks(tensor, reached.add)))
+
+    def give_back() -> None:
+        for tensor, hooks, end in put_by:
+            end()
+            if tensor in reached:
+                for hook in list(hooks.values()):
+                    hook(tensor)
         put_by.clear()
 
     return give_back

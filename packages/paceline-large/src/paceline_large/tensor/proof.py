@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from paceline.base.log import logger
 from paceline.parallel.divided_parameters import whole_parameters
-from paceline.world.forward import evaluating
+from paceline_large.evaluation import evaluating
 from paceline_large.products import product_of
 from paceline_large.tensor.styles import Region, is_divided
 

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from paceline.base.errors import PlanError, TrainError
 from paceline.parallel.data.averages import broadcast_tensors
 from paceline.parallel.data.division import step_by_owners
-from paceline.parallel.divided_parameters import refuse_removed, refuse_tools, take_whole_values, whole_parameters
+from paceline.parallel.divided_parameters import refuse_tools, take_whole_values, whole_parameters
 from paceline.parallel.mixtures import divide_gradient
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import AppliedStrategy, Context
@@ -27,6 +27,7 @@ from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 from paceline_large.hooks_on_parts import ALL_HOOKS, ON_INPUTS, ON_OUTPUTS, HooksOnParts
 from paceline_large.random_streams import RandomStreams
+from paceline_large.removed_parameters import refuse_removed
 from paceline_large.same_inputs import SameInputs
 from paceline_large.tensor import styles
 from paceline_large.tensor.names import GROUPS, HEADS, KV_HEADS, LOCAL_HEADS, LayerGroup, shape

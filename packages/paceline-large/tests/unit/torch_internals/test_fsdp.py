@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from paceline.torch_internals import fsdp
-from paceline_large.torch_internals import shards
+from paceline_large.torch_internals import gathered, shards
 
 
 @pytest.fixture
@@ -280,7 +280,7 @@ def test_before_parameters_are_gathered_the_mode_of_the_script_can_be_seen(model
 
 def test_parameters_stay_whole_while_they_are_kept_gathered(model: nn.Module) -> None:
     first = parameters_of(model)[2]
-    with fsdp.kept_gathered([model, model[0]]):
+    with gathered.kept_gathered([model, model[0]]):
         output = model(torch.ones(5, 3))
         assert fsdp.whole_parameter(first) is model[0].weight
         output.sum().backward()

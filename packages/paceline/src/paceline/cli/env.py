@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import platform
 import re
 import sys
@@ -19,6 +18,7 @@ from paceline.config.dialects import dialects
 from paceline.config.libraries import LIBRARIES
 from paceline.config.places import own_default
 from paceline.config.settings import settings_of
+from paceline.launch import host
 from paceline.world import torch_version
 from paceline.world.world import World
 
@@ -104,8 +104,7 @@ def _devices() -> dict[str, Any]:
     import torch
     import torch.distributed
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    machine: dict[str, Any] = {"cpu cores": cores, "torch threads": torch.get_num_threads()}
+    machine: dict[str, Any] = {"cpu cores": host.cores(), "torch threads": torch.get_num_threads()}
     if torch.accelerator.is_available():
         device = torch.accelerator.current_accelerator(check_available=True)
         kind = device.type if device else "unknown"

@@ -198,17 +198,11 @@ ADDRESSES = Kind("host names or IP addresses, each with or without :PORT, joined
 YES_NO = Kind("yes or no", parse_bool)
 
 
-def yes_no_or(*words: str) -> Kind:
-    """Accepts yes, no, or one of a few words."""
-
-    def parse(text: str) -> bool | str:
-        return text.lower() if text.lower() in words else parse_bool(text)
-
-    *first, last = choices = ["yes", "no", *words]
-    return Kind(f"{', '.join(first)} or {last}", parse, "|".join(choices))
+def _yes_no_auto(text: str) -> bool | str:
+    return "auto" if text.lower() == "auto" else parse_bool(text)
 
 
-YES_NO_AUTO = yes_no_or("auto")
+YES_NO_AUTO = Kind("yes, no or auto", _yes_no_auto, "yes|no|auto")
 
 
 def _no_text(text: str) -> Any:

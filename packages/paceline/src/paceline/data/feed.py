@@ -162,7 +162,43 @@ class Source:
     scalar: bool = False
 
 
-class MapFeed:
+class SeededWorkers:
+    """What feeds around an inner DataLoader have in common: the seed of its workers is drawn when torch would draw it."""
+
+    plan: DataPlan
+    _loader: DataLoader[Any]  # the user's
+    _inner: DataLoader[Any]
+    _keeps_seed = False  # whether workers that were made before, maybe in an earlier run, keep their seed
+
+    def _own_generators(self) -> list[torch.Generator]:
+        """Returns the generators from which the loader draws besides the process's own streams."""
+        raise NotImplementedError
+
+    def _draws_for_rank_0(self, note: Mapping[str, Any]) -> bool:
+        """Draws the seed of the workers that rank 0 draws, on a rank that does not read. Returns whether this is one."""
+        if not self.plan.index or not self.plan.drawn or "order" in note:
+            return False
+        if not self._keeps_seed:
+            torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
+        self._keeps_seed = self._inner.persistent_workers
+        return True
+
+    def state(self) -> Mapping[str, Any]:
+        """Returns the states of these generators, and whether the seed of the workers is drawn already."""
+        if not self.plan.drawn:
+            return NOTHING
+        keeps_seed = self._inner.persistent_workers and (self._keeps_seed or has_iterator(self._inner))
+        generators = [generator.get_state() for generator in self._own_generators()]
+        return {"drawn": 1, "streams_now": {"generators": generators, "keeps_seed": int(keeps_seed)}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Takes over what `state` returned where the position was saved."""
+        self._keeps_seed = bool(state.get("keeps_seed"))
+        for generator, saved in zip(self._own_generators(), state.get("generators", []), strict=False):
+            generator.set_state(saved)
+
+
+class MapFeed(SeededWorkers):
     """A feed (see `Feed`) of an indexed dataset.
 
     Args:
@@ -188,7 +224,6 @@ class MapFeed:
         if everyone:
             self._indexes = range(plan.width)
         self._scalar = source.scalar
-        self._keeps_seed = False  # whether workers that were made before, maybe in an earlier run, keep their seed
         self._build()
 
     def _build(self) -> None:
@@ -211,12 +246,8 @@ class MapFeed:
         A rank that does not read draws from its own streams what rank 0 draws, as far as that is known.
         """
         schedule = self._rest(start, note)
-        if self.plan.index and self.plan.drawn and "order" not in note:
-            if not self._keeps_seed:
-                torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-            self._keeps_seed = self._inner.persistent_workers
-            if isinstance(self.order, Shuffled):
-                torch.empty((), dtype=torch.int64).random_()
+        if self._draws_for_rank_0(note) and isinstance(self.order, Shuffled):
+            torch.empty((), dtype=torch.int64).random_()
         return None if schedule.steps is None or self.group else schedule
 
     def _rest(self, start: Position, note: Mapping[str, Any]) -> BatchSchedule:
@@ -292,19 +323,6 @@ class MapFeed:
             generator.set_state(state)
 
     # -- the state --------------------------------------------------------------------------------------------
-
-    def state(self) -> Mapping[str, Any]:
-        """Returns the states of the loader's own generators, and whether the seed of its workers is drawn already."""
-        if not self.plan.drawn:
-            return NOTHING
-        keeps_seed = self._inner.persistent_workers and (self._keeps_seed or has_iterator(self._inner))
-        generators = [generator.get_state() for generator in self._own_generators()]
-        return {"drawn": 1, "streams_now": {"generators": generators, "keeps_seed": int(keeps_seed)}}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._keeps_seed = bool(state.get("keeps_seed"))
-        for generator, saved in zip(self._own_generators(), state.get("generators", []), strict=False):
-            generator.set_state(saved)
 
     def _own_generators(self) -> list[torch.Generator]:
         own = list(getattr(self.order, "generators", ()))

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from paceline.base.errors import DataError
 from paceline.base.log import warn_once
-from paceline.data.feed import NOTHING, GlobalBatch, Mark, Steps, resized, rewired
+from paceline.data.feed import NOTHING, GlobalBatch, Mark, SeededWorkers, Steps, resized, rewired
 from paceline.data.order import mix
 from paceline.data.share import Counted, Share
 from paceline.data.streams import captured
@@ -29,7 +29,7 @@ from paceline.world.tree import map_tensors
 Part = tuple[int, Mapping[str, Any], Any]  # rows, note, batch
 
 
-class StreamFeed:
+class StreamFeed(SeededWorkers):
     """Batches of an iterable dataset.
 
     Args:
@@ -61,7 +61,6 @@ class StreamFeed:
         self._generator = torch.Generator()
         self._all_ranks = all_ranks
         self._is_compared = False
-        self._keeps_seed = False  # whether workers that were made before, maybe in an earlier run, keep their seed
         self._build()
 
     def _build(self) -> None:
@@ -268,10 +267,7 @@ class StreamFeed:
 
         A rank that does not read draws from its own stream the seed of the workers, as rank 0 does.
         """
-        if self.plan.index and self.plan.drawn and "order" not in note:
-            if not self._keeps_seed:
-                torch.empty((), dtype=torch.int64).random_(generator=self._loader.generator)
-            self._keeps_seed = self._inner.persistent_workers
+        self._draws_for_rank_0(note)
 
     def global_batches(self, start: Position, note: Mapping[str, Any] = NOTHING) -> Iterator[GlobalBatch]:
         """Yields the batches of all ranks, step by step, if this feed reads for all ranks."""
@@ -403,21 +399,7 @@ class StreamFeed:
         self.share.seed = seed
         self.share.drawn = drawn
 
-    def state(self) -> Mapping[str, Any]:
-        """Returns the state of the loader's own generator, and whether the seed of its workers is drawn already."""
-        if not self.plan.drawn:
-            return NOTHING
-        keeps_seed = self._inner.persistent_workers and (self._keeps_seed or has_iterator(self._inner))
-        generators = [generator.get_state() for generator in self._generators()]
-        return {"drawn": 1, "streams_now": {"generators": generators, "keeps_seed": int(keeps_seed)}}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `state` returned where the position was saved."""
-        self._keeps_seed = bool(state.get("keeps_seed"))
-        for generator, saved in zip(self._generators(), state.get("generators", []), strict=False):
-            generator.set_state(saved)
-
-    def _generators(self) -> list[torch.Generator]:
+    def _own_generators(self) -> list[torch.Generator]:
         """Returns the generators of the loader and of its dataset."""
         holders = (self._loader, self._dataset)
         generators = [getattr(holder, "generator", None) for holder in holders]

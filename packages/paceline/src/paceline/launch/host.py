@@ -46,21 +46,6 @@ def name() -> str:
     return socket.gethostname()
 
 
-def is_this_host(address_or_name: str) -> bool:
-    """Returns whether a name, or the address to which it resolves, belongs to this host."""
-    own = name()
-    if address_or_name in ("localhost", "127.0.0.1", own, own.partition(".")[0]):
-        return True
-    try:
-        address = socket.gethostbyname(address_or_name)
-        # A socket can only be bound to an address of this host.
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.bind((address, 0))
-    except (OSError, UnicodeError):
-        return False  # a UnicodeError means that a part of the name is longer than DNS allows
-    return not address.startswith("127.")
-
-
 def accelerators() -> Accelerators:
     """Returns the accelerators of this host. It imports torch; with a CPU build the process can still be forked afterwards."""
     with fast_imports():

@@ -34,14 +34,8 @@ class Across:
     elsewhere: Container[int]
 
 
-def _list(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
-    if isinstance(parameters, Tensor):
-        return [parameters]
-    return list(parameters)
-
-
 def clip_grad_norm(
-    parameters: Tensor | Iterable[Tensor],
+    parameters: Iterable[Tensor],
     max_norm: float,
     norm_type: float = 2.0,
     across: Across | None = None,
@@ -67,7 +61,7 @@ def clip_grad_norm(
     Raises:
         TrainError: `clip-norm-type`; `clip-nonfinite`, on all ranks and before anything is scaled.
     """
-    parameters = [parameter for parameter in _list(parameters) if parameter.grad is not None]
+    parameters = [parameter for parameter in parameters if parameter.grad is not None]
     gradients = _gradients(parameters)
     is_divided = across is not None or any_sharded(gradients)
     if norm_type == 0 and is_divided:
@@ -177,8 +171,8 @@ def _gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
-def clip_grad_value(parameters: Tensor | Iterable[Tensor], clip_value: float) -> None:
+def clip_grad_value(parameters: Iterable[Tensor], clip_value: float) -> None:
     """Clamps gradients in place to [-clip_value, clip_value]. It does not communicate under any layout."""
-    with_gradients = [parameter for parameter in _list(parameters) if parameter.grad is not None]
+    with_gradients = [parameter for parameter in parameters if parameter.grad is not None]
     if with_gradients:
         torch.nn.utils.clip_grad_value_(with_gradients, clip_value)

@@ -70,7 +70,7 @@ def rebind(
     after: list[nn.Module],
     tied: Sequence[Sequence[Sequence[str]]] | None = None,
     sharing: Sequence[Optimizer] = (),
-) -> dict[Tensor, str]:
+) -> None:
     """Replaces the parameters with which the optimizer was constructed by the prepared ones.
 
     Args:
@@ -81,14 +81,11 @@ def rebind(
             Parameters of other stages are removed from the optimizer.
         sharing: optimizers inside of it that have the same groups, and states of their own.
 
-    Returns:
-        The name of each of its parameters: "number.name" where there are several models, else the name.
-
     Raises:
         PrepareError: `optimizer-parameters` where it holds parameters of no prepared model.
     """
     current = [dict(model.named_parameters()) for model in after]
-    names: dict[Tensor, str] = {}
+    held: list[Tensor] = []
     foreign = 0
     # First, so that the loop below does not take parameters of other stages for foreign ones.
     if tied is not None:
@@ -103,42 +100,39 @@ def rebind(
                 continue
             number, name = key
             new = current[number][name]
-            names[new] = name
-            if len(after) > 1:
-                names[new] = f"{number}.{name}"
+            held.append(new)
             if new is not old:
                 group["params"][place] = new
                 for holder in (optimizer, *sharing):
                     if old in holder.state:
                         holder.state[new] = _carried(holder.state.pop(old), group, new)
     # On one stage of a pipeline an optimizer may have no parameters: all that it holds are on other stages.
-    if names or tied is None:
-        _check(optimizer, names, foreign)
-    return names
+    if held or tied is None:
+        _check(optimizer, held, foreign)
 
 
-def _check(optimizer: Optimizer, names: Mapping[Tensor, str], foreign: int) -> None:
+def _check(optimizer: Optimizer, held: Sequence[Tensor], foreign: int) -> None:
     kind = type(optimizer).__name__
     if foreign:
         fix = (
             "pass the model of these parameters to `prepare`, in the same call or before; parameters that are in no model "
             "are passed themselves: `prepare(optimizer, log_alpha)`"
         )
-        if names:  # a part of the model was replaced, or one of several models is missing
+        if held:  # a part of the model was replaced, or one of several models is missing
             fix = (
                 "pass all its models to `prepare`, and parameters that are in no model: `prepare(model, optimizer, log_alpha)`"
                 "; if a layer was replaced after it was constructed, construct it after that"
             )
         raise PrepareError(
             "optimizer-parameters",
-            f"of the {foreign + len(names)} parameters of {kind}, {foreign} belong to no prepared model.",
+            f"of the {foreign + len(held)} parameters of {kind}, {foreign} belong to no prepared model.",
             why="an optimizer steps the parameters with which it was constructed; these would never get a gradient",
             fix=fix,
         )
-    if not any(parameter.requires_grad for parameter in names):
+    if not any(parameter.requires_grad for parameter in held):
         warn_once(
             "optim",
-            f"{kind} has nothing to train yet: requires_grad is False for each of its {len(names)} parameters. It trains those "
+            f"{kind} has nothing to train yet: requires_grad is False for each of its {len(held)} parameters. It trains those "
             "that are unfrozen later.",
         )
 

@@ -4,7 +4,6 @@ part_of, divided         this rank's part of an unsharded tensor; no communicati
 carry_gradients          the gradients that parameters had before they were divided
 whole_parameters         while it is open, parameters are unsharded plain tensors
 refuse_tools             lets torch's pruning and parametrizations refuse divided parameters
-refuse_removed           lets forward passes refuse that a divided parameter was removed
 take_whole_values        lets `load_state_dict` of a model take unsharded tensors; `take_whole_states` does so for an optimizer
 units, groups            the FSDP2 modules of a model, and their parameter groups
 """
@@ -117,27 +116,7 @@ def whole_parameters(model: nn.Module, writeback: bool = False) -> Iterator[None
             if writeback and changed is not None:
                 local(parameter.detach()).copy_(part_of(changed.detach(), parameter))
         if removed:
-            raise _removed(removed[0])
-
-
-def refuse_removed(model: nn.Module) -> None:
-    """Makes forward passes of the model refuse that a divided parameter was removed from its module, as pruning does.
-
-    The hook raises PlanError: `shard-changed`.
-    """
-    places = [
-        (module_name, parameter_table(module), name)
-        for module_name, module in model.named_modules()
-        for name, parameter in parameter_table(module).items()
-        if is_sharded(parameter)
-    ]
-
-    def check(*_: object) -> None:
-        for module_name, slots, name in places:
-            if name not in slots:
-                raise _removed(f"{module_name}.{name}".lstrip("."))
-
-    model.register_forward_pre_hook(check, prepend=True)
+            raise removed_error(removed[0])
 
 
 def refuse_tools() -> None:
@@ -153,7 +132,8 @@ def _refuse_divided(parameter: object) -> None:
         raise _changed(f"a parameter of shape {list(parameter.shape)} cannot be pruned or parametrized.")
 
 
-def _removed(name: str) -> PlanError:
+def removed_error(name: str) -> PlanError:
+    """Returns the error for a divided parameter that is no longer in its module."""
     return _changed(f"{name} is no longer a parameter of its module.")
 
 

@@ -85,7 +85,6 @@ class ModelFacts:
         tied: groups of names that share one parameter.
         dtypes: dtypes of the trainable parameters, as text.
         half_names: trainable parameters held in float16; gradients of such cannot be unscaled.
-        buffers: number of buffers.
         batch_norms: names of the modules that keep batch statistics of their own.
         batch_layers: name and kind of other modules whose training pass depends on the whole batch, or changes them by it:
             embeddings with `max_norm` or `scale_grad_by_freq`, and instance norms with running statistics.
@@ -115,7 +114,6 @@ class ModelFacts:
     tied: tuple[tuple[str, ...], ...] = ()
     dtypes: tuple[str, ...] = ()
     half_names: tuple[str, ...] = ()
-    buffers: int = 0
     batch_norms: tuple[str, ...] = ()
     batch_layers: tuple[tuple[str, str], ...] = ()
     spectral_norms: tuple[str, ...] = ()
@@ -178,8 +176,7 @@ def model_facts(model: torch.nn.Module, experts: Sequence[str] = ()) -> ModelFac
     bytes_of |= {row.name: row.bytes for row in quantised}
 
     modules = list(model.named_modules())
-    buffers = list(model.buffers())
-    tensors = [*names, *buffers]
+    tensors = [*names, *model.buffers()]
     # The values of such a model are on other ranks, so that nothing has to be initialized here.
     apart = bool(getattr(model, "pipeline_apart", False))
     return ModelFacts(
@@ -192,7 +189,6 @@ def model_facts(model: torch.nn.Module, experts: Sequence[str] = ()) -> ModelFac
         tied=tuple(tuple(group) for group in names.values() if len(group) > 1),
         dtypes=_sorted_text(parameter.dtype for parameter in names if parameter.requires_grad),
         half_names=tuple(name for name, parameter in trained.items() if str(parameter.dtype) == "torch.float16"),
-        buffers=len(buffers),
         # Those that never train (`FrozenBatchNorm2d`) are none.
         batch_norms=tuple(name for name, module in modules if "_BatchNorm" in _class_names(module)),
         batch_layers=_rows(modules, _seen_of_batch),

@@ -8,7 +8,6 @@ and of which classes may have one of their own (`nn.RNNBase`). The public `named
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,7 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 
 BatchNormBase = _BatchNorm  # the class of all batch norms, of any number of dims
 InstanceNormBase = _InstanceNorm
-_ORIGINAL = "_orig_mod"  # the child of a module that `torch.compile` has made
+ORIGINAL = "_orig_mod"  # the child of a module that `torch.compile` has made
 
 
 def parameter_table(module: nn.Module) -> dict[str, Tensor | None]:
@@ -52,15 +51,7 @@ def loading_functions(module: nn.Module) -> list[Callable[..., Any]]:
 
 def compiled_original(module: object) -> nn.Module | None:
     """Returns the module that `torch.compile` has wrapped; None of anything that is no such wrapper."""
-    return module._modules.get(_ORIGINAL) if isinstance(module, nn.Module) else None
-
-
-def with_compiled_original(compiled: nn.Module, original: nn.Module) -> nn.Module:
-    """Returns a copy of a wrapper of `torch.compile` around another module; the wrapper itself stays as it is."""
-    wrapper = copy.copy(compiled)
-    # The dictionary is written, because the wrapper passes attributes that are set on it to the module inside.
-    vars(wrapper)["_modules"] = {**compiled._modules, _ORIGINAL: original}
-    return wrapper
+    return module._modules.get(ORIGINAL) if isinstance(module, nn.Module) else None
 
 
 def computes_weight(module: nn.Module) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -41,6 +41,11 @@ def hooks_before(tensor: Tensor) -> list[Callable[..., Any]]:
 def has_hooks_after(tensor: Tensor) -> bool:
     """Whether `register_post_accumulate_grad_hook` has got a function on the tensor."""
     return bool(tensor._post_accumulate_grad_hooks)
+
+
+def are_hooks_taken_over(tensor: Tensor) -> bool:
+    """Whether `take_over_hooks` has got those hooks of the tensor."""
+    return isinstance(tensor._post_accumulate_grad_hooks, _OneHook)
 
 
 def _hooks_of(table: Any) -> list[Callable[..., Any]]:
@@ -122,32 +127,6 @@ def take_over_gradient_hooks(
             tensor._backward_hooks = OrderedDict(others)
 
     return others, give_back
-
-
-def put_hooks_by(tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Keeps autograd from calling what `register_post_accumulate_grad_hook` has got, for several backward passes.
-
-    Tensors whose hooks were taken over already are left out.
-
-    Returns:
-        A function that gives the hooks back and calls those of tensors that got a gradient, once each.
-    """
-    reached: set[Tensor] = set()
-    put_by: list[tuple[Tensor, dict[int, Callable[[Tensor], None]], Callable[[], None]]] = []
-    for tensor in tensors:
-        hooks = tensor._post_accumulate_grad_hooks
-        if hooks and not isinstance(hooks, _OneHook):
-            put_by.append((tensor, *take_over_hooks(tensor, reached.add)))
-
-    def give_back() -> None:
-        for tensor, hooks, end in put_by:
-            end()
-            if tensor in reached:
-                for hook in list(hooks.values()):
-                    hook(tensor)
-        put_by.clear()
-
-    return give_back
 
 
 def without_torch_function() -> AbstractContextManager[Any]:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import os
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from paceline.base.errors import WorldError
+from paceline.base.process_name import process_fields
 
 if TYPE_CHECKING:
     from paceline.torch_internals.groups import Store
@@ -61,13 +61,8 @@ def _ancestors() -> set[int]:
     """Returns the process ids of the parent of this process, of its parent, and so on; only the parent's outside of Linux."""
     ancestors = [os.getppid()]
     while len(ancestors) < _MOST_ANCESTORS:
-        try:
-            stat = Path(f"/proc/{ancestors[-1]}/stat").read_text(encoding="utf-8", errors="replace")
-        except OSError:
-            break
-        # The name of the program, in parentheses, may have spaces and parentheses of its own.
-        fields = stat.rpartition(")")[2].split()
-        parent = int(fields[1])
+        fields = process_fields(ancestors[-1])
+        parent = int(fields[1]) if fields else 0
         if parent <= 1:
             break
         ancestors.append(parent)

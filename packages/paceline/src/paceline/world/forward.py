@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import wraps
 from inspect import Parameter, signature
 from types import MethodType
@@ -83,15 +83,3 @@ class OwnHook:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return getattr, (nullcontext(), "__exit__")  # who loads the file may not have Paceline
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """While it is open, all modules are in evaluation; each is what it was after it."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

@@ -52,11 +52,6 @@ class World:
         return self.rank == 0
 
     @property
-    def is_local_main(self) -> bool:
-        """Whether this is the first process of its host."""
-        return self.local_rank == 0
-
-    @property
     def is_last(self) -> bool:
         """Whether this is the last rank."""
         return self.rank == self.size - 1

@@ -43,15 +43,6 @@ def test_batch_norms_of_all_kinds_have_one_base_class() -> None:
     assert modules.BatchNormBase.__name__ == "_BatchNorm"  # by which `plan/facts.py` knows it without torch
 
 
-def test_a_copy_of_a_compiled_module_has_another_original() -> None:
-    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
-    compiled = torch.compile(first, backend="eager")
-    assert modules.compiled_original(compiled) is first and modules.compiled_original(first) is None
-    copied = modules.with_compiled_original(compiled, second)
-    assert modules.compiled_original(copied) is second and modules.compiled_original(compiled) is first
-    assert copied.weight is second.weight
-
-
 def test_compiled_modules_are_seen() -> None:
     plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)
     wrapped = torch.compile(plain, backend="eager")

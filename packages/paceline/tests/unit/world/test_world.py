@@ -10,14 +10,14 @@ from paceline.world.world import DETECTORS, SIGNS, World
 
 def test_alone_is_first_and_last() -> None:
     world = World()
-    assert (world.is_main, world.is_local_main, world.is_last) == (True, True, True)
+    assert (world.is_main, world.is_last) == (True, True)
     assert world.source == "single"
     assert world.device == ""
 
 
 def test_flags_by_rank() -> None:
-    flags = [(one.is_main, one.is_local_main, one.is_last) for one in worlds(4, local_size=2)]
-    assert flags == [(True, True, False), (False, False, False), (False, True, False), (False, False, True)]
+    flags = [(one.is_main, one.is_last) for one in worlds(4, local_size=2)]
+    assert flags == [(True, False), (False, False), (False, False), (False, True)]
 
 
 def test_frozen() -> None:

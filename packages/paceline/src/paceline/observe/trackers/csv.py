@@ -19,9 +19,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, SupportsFloat
 
-from paceline.base.errors import TrackerError
 from paceline.observe.trackers.library import LibraryTracker
-from paceline.observe.trackers.tracker import Status, flatten
+from paceline.observe.trackers.tracker import Status, flatten, refused
 
 _HEADER = ("time", "step", "name", "value")
 
@@ -74,12 +73,7 @@ def _plain(name: str, value: SupportsFloat | str) -> str | int | float:
     try:
         return float(value)  # a number of numpy, or a tensor of one element
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises either of the last two
-        raise TrackerError(
-            "tracker-value",
-            f"the csv tracker cannot write {name}, a {type(value).__name__}.",
-            why="it writes numbers, text and dicts of these",
-            fix=f"log a number instead, such as {name}.mean().item()",
-        ) from None
+        raise refused("csv", name, value, "numbers, text and dicts of these") from None
 
 
 TRACKER = CsvTracker

@@ -17,9 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from paceline.base.errors import TrackerError
 from paceline.base.log import warn_once
-from paceline.observe.trackers.tracker import not_open
+from paceline.observe.trackers.tracker import not_open, refused
 
 
 class JsonlTracker:
@@ -85,15 +84,7 @@ def _plain(name: str, value: Any) -> Any:
         return {str(key): _plain(f"{name}/{key}", item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(name, item) for item in value]
-    why = "it writes numbers, text and lists or dicts of these"
-    if shape is not None:
-        why += f"; {name} has shape {tuple(shape)}"
-    raise TrackerError(
-        "tracker-value",
-        f"the jsonl tracker cannot write {name}, a {type(value).__name__}.",
-        why=why,
-        fix=f"log a number instead, such as {name}.mean().item()",
-    )
+    raise refused("jsonl", name, value, "numbers, text and lists or dicts of these")
 
 
 TRACKER = JsonlTracker

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, SupportsFloat
 
-from paceline.base.errors import TrackerError
 from paceline.observe.trackers.library import LibraryTracker
-from paceline.observe.trackers.tracker import Status, flatten, plain_value
+from paceline.observe.trackers.tracker import Status, flatten, plain_value, refused
 
 
 class TensorBoardTracker(LibraryTracker):
@@ -62,16 +61,8 @@ def _number(name: str, value: SupportsFloat | str) -> float:
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):  # a tensor of several elements raises either of the last two
-        why = "it writes numbers, text and dicts of numbers"
-        shape = getattr(value, "shape", None)
-        if shape is not None:
-            why += f"; shape {tuple(shape)}"
-        raise TrackerError(
-            "tracker-value",
-            f"the tensorboard tracker cannot write {name}, a {type(value).__name__}.",
-            why=why,
-            fix='log a number, or use get_tracker("tensorboard", unwrap=True) for histograms and images',
-        ) from None
+        fix = 'log a number, or use get_tracker("tensorboard", unwrap=True) for histograms and images'
+        raise refused("tensorboard", name, value, "numbers, text and dicts of numbers", fix) from None
 
 
 TRACKER = TensorBoardTracker

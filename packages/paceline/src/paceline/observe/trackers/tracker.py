@@ -72,6 +72,25 @@ def plain_value(value: object) -> bool | int | float | str:
     return value if isinstance(value, bool | int | float | str) else str(value)
 
 
+def refused(tracker: str, name: str, value: object, takes: str, fix: str = "") -> TrackerError:
+    """Returns the error for a value that a tracker cannot write.
+
+    Args:
+        tracker: its name.
+        name: of the value.
+        value: the value.
+        takes: what it writes, in words.
+        fix: what to do, where it is not to log a number.
+    """
+    shape = getattr(value, "shape", None)
+    return TrackerError(
+        "tracker-value",
+        f"the {tracker} tracker cannot write {name}, a {type(value).__name__}.",
+        why=f"it writes {takes}" + ("" if shape is None else f"; {name} has shape {tuple(shape)}"),
+        fix=fix or f"log a number instead, such as {name}.mean().item()",
+    )
+
+
 def not_open(name: str) -> TrackerError:
     """Returns the error for a tracker that is used before `start` or after `finish`."""
     return TrackerError(
