@@ -23,6 +23,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import listed
 from paceline.plan.options import option
 from paceline.plan.plan import Decision, Plan
+from paceline_large.divided_bytes import with_divided
 
 
 @dataclass(frozen=True)
@@ -77,7 +78,7 @@ class ExpertParallel(Strategy):
 
     def cost(self, plan: Plan, facts: ModelFacts, before: Bytes) -> Bytes:
         """Counts the experts of one rank. What is sent depends on the tokens of a batch, and is not counted."""
-        return before.with_divided(facts.elements_of(facts.experts), facts, plan.layout.ep)
+        return with_divided(before, facts.elements_of(facts.experts), facts, plan.layout.ep)
 
 
 STRATEGY = ExpertParallel()

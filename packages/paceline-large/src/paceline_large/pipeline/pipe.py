@@ -33,8 +33,7 @@ from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.strategy import Runner
 from paceline.plan.facts import ModelFacts
 from paceline.plan.plan import Decision
-from paceline.torch_internals.fsdp import kept_gathered
-from paceline.torch_internals.tensors import has_users_gradient_hooks, put_hooks_by
+from paceline.torch_internals.tensors import has_users_gradient_hooks
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
 from paceline.world.pending_gradients import PendingGradients
@@ -47,8 +46,9 @@ from paceline_large.pipeline.specs import Described, Spec, empty, specs
 from paceline_large.pipeline.split import SCHEDULES, choose, rank_of
 from paceline_large.pipeline.stages import EndOfStage, Hidden, Stage, Stages, Visit
 from paceline_large.pipeline.timing import Meter
-from paceline_large.torch_internals.hooks import FORWARD, FORWARD_PRE
+from paceline_large.torch_internals.hooks import FORWARD, FORWARD_PRE, put_hooks_by
 from paceline_large.torch_internals.pipelining import stage_class
+from paceline_large.torch_internals.shards import kept_gathered
 
 _KEPT = 4  # how many schedules are kept with their buffers: those of the last shapes
 

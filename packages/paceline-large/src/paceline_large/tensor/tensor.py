@@ -22,6 +22,7 @@ from paceline.plan.facts import ModelFacts
 from paceline.plan.fqn import listed, within_some
 from paceline.plan.plan import Decision, Plan
 from paceline.plan.rules import origin
+from paceline_large.divided_bytes import with_divided
 from paceline_large.tensor.options import TensorOptions
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Tensor(Strategy):
         """Counts one part of each divided parameter. What is sent depends on the tokens of a batch, and is not counted."""
         from paceline_large.tensor.plan import divided_elements
 
-        return before.with_divided(divided_elements(self._division(plan, facts), facts), facts, plan.layout.tp)
+        return with_divided(before, divided_elements(self._division(plan, facts), facts), facts, plan.layout.tp)
 
 
 STRATEGY = Tensor()

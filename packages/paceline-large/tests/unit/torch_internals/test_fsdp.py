@@ -280,7 +280,7 @@ def test_before_parameters_are_gathered_the_mode_of_the_script_can_be_seen(model
 
 def test_parameters_stay_whole_while_they_are_kept_gathered(model: nn.Module) -> None:
     first = parameters_of(model)[2]
-    with fsdp.kept_gathered([model, model[0]]):
+    with shards.kept_gathered([model, model[0]]):
         output = model(torch.ones(5, 3))
         assert fsdp.whole_parameter(first) is model[0].weight
         output.sum().backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from paceline.plan.facts import ModelFacts
 
@@ -45,23 +45,6 @@ class Bytes:
             activations: bytes that are kept between forward and backward.
         """
         return cls(facts.parameter_bytes, facts.trainable_bytes, int(states * 4 * facts.trainable), activations)
-
-    def with_divided(self, elements: int, facts: ModelFacts, parts: int) -> Bytes:
-        """Returns these bytes where some elements of a model, and their gradients and states, are divided.
-
-        Args:
-            elements: how many are divided.
-            facts: the model.
-            parts: of which the rank holds one.
-        """
-        everything = max(1, facts.parameters)
-
-        def left(size: int) -> int:
-            return size - size * elements * (parts - 1) // (everything * parts)
-
-        return replace(
-            self, parameters=left(self.parameters), gradients=left(self.gradients), optimizer=left(self.optimizer)
-        )
 
     @property
     def parts(self) -> dict[str, int]:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 import torch
 from torch import nn
 from torch.autograd.graph import GradientEdge
-from torch.utils.weak import TensorWeakRef
 
 from paceline.torch_internals.dtensor import chunk
 from paceline.torch_internals.replaced import replaced
@@ -158,7 +157,7 @@ def without_taking_up(parameters: Iterable[FSDPParam]) -> Iterator[None]:
 
 # Groups while a schedule runs that splits their backward passes: torch's second half reads and writes the whole parameters'
 # own gradients, between the passes of autograd.
-_SPLITTING: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
+SPLITTING: weakref.WeakSet[FSDPParamGroup] = weakref.WeakSet()
 
 
 class WholeParameter(nn.Parameter):
@@ -179,7 +178,7 @@ class WholeParameter(nn.Parameter):
     def _shard(self) -> nn.Parameter | None:
         """Returns the shard for which this parameter stands at the moment."""
         parameter, group = self._parameter(), self._group()
-        if parameter is None or group is None or group in _SPLITTING:
+        if parameter is None or group is None or group in SPLITTING:
             return None
         if group._training_state.name not in ("IDLE", "FORWARD"):
             return None
@@ -208,7 +207,7 @@ class WholeParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        own = _own_gradient(self)
+        own = own_gradient(self)
         shard = self._shard() if own is None else None
         return own if shard is None else shard.grad
 
@@ -387,7 +386,8 @@ _PLAIN_REGISTER_HOOK: Any = nn.Parameter.register_hook
 _PLAIN_REGISTER_LATER_HOOK: Any = nn.Parameter.register_post_accumulate_grad_hook
 
 
-def _own_gradient(whole: torch.Tensor) -> torch.Tensor | None:
+def own_gradient(whole: torch.Tensor) -> torch.Tensor | None:
+    """Returns the gradient of a whole parameter itself, not the shard's."""
     own: torch.Tensor | None = _PLAIN_GRADIENT.__get__(whole)
     return own
 
@@ -401,7 +401,7 @@ def pending_gradient(parameter: FSDPParam) -> torch.Tensor | None:
     if _accumulates_apart(parameter) and parameter.unsharded_accumulated_grad is not None:
         return parameter.unsharded_accumulated_grad
     whole = whole_parameter(parameter)
-    return None if whole is None else _own_gradient(whole)
+    return None if whole is None else own_gradient(whole)
 
 
 def equalise_pending(group: FSDPParamGroup) -> None:
@@ -665,57 +665,3 @@ def communication_classes() -> tuple[type[AllGather], type[ReduceScatter]]:
     from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
     return AllGather, ReduceScatter
-
-
-@contextmanager
-def kept_gathered(units: Iterable[FSDPModule]) -> Iterator[None]:
-    """Keeps the parameters of these units whole inside the context: no forward or backward pass reshards them.
-
-    Split backward passes write the gradients of weights without autograd. The hooks on accumulated gradients are called for
-    these at the end.
-
-    The public `set_reshard_after_forward` cannot restore the setting afterwards if it was a mesh of its own, which a width
-    for `reshard` makes.
-    """
-    units = list(units)
-    # Modules that were sharded together share a group, which then appears under several units. `setdefault` saves its
-    # settings the first time, before they are changed, and not again.
-    before: dict[FSDPParamGroup, tuple[Any, bool]] = {}
-    for unit in units:
-        for group in parameter_groups(unit):
-            before.setdefault(group, (group.post_forward_mesh_info, group.reshard_after_backward))
-            group.post_forward_mesh_info = None
-            group.reshard_after_backward = False
-    for unit in units:
-        unit.unshard()
-    wholes = [whole_parameter(parameter) for group in before for parameter in group_parameters(group)]
-    trained = [whole for whole in wholes if whole is not None and whole.requires_grad]
-    gradients = [_state_of_gradient(whole) for whole in trained]
-    _SPLITTING.update(before)
-    try:
-        yield
-        for whole, gradient in zip(trained, gradients, strict=True):
-            if _was_written(whole, gradient):
-                for hook in list((whole._post_accumulate_grad_hooks or {}).values()):
-                    hook(whole)
-    finally:
-        _SPLITTING.difference_update(before)
-        for group, (forward, backward) in before.items():
-            group.post_forward_mesh_info = forward
-            group.reshard_after_backward = backward
-
-
-def _state_of_gradient(whole: torch.Tensor) -> tuple[TensorWeakRef, int] | None:
-    """Returns which tensor the gradient is and how often it was written; None if there is none."""
-    gradient = _own_gradient(whole)
-    return None if gradient is None else (TensorWeakRef(gradient), gradient._version)
-
-
-def _was_written(whole: torch.Tensor, before: tuple[TensorWeakRef, int] | None) -> bool:
-    """Returns whether the gradient is another one than before, or was written since."""
-    gradient = _own_gradient(whole)
-    if gradient is None or before is None:
-        return gradient is not None
-    reference, version = before
-    # A new tensor may lie where the old one was, so that its `id` would say nothing.
-    return reference() is not gradient or gradient._version != version

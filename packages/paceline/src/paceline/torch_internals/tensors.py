@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -44,10 +44,10 @@ def has_hooks_after(tensor: Tensor) -> bool:
 
 
 def _hooks_of(table: Any) -> list[Callable[..., Any]]:
-    return list((table.others if isinstance(table, _OneHook) else table or {}).values())
+    return list((table.others if isinstance(table, OneHook) else table or {}).values())
 
 
-class _OneHook(dict[int, Callable[[Tensor], Any]]):
+class OneHook(dict[int, Callable[[Tensor], Any]]):
     """A table of a tensor's hooks: autograd sees one of them, the others are put by."""
 
     def __init__(self, hook: Callable[[Tensor], Any], others: dict[int, Callable[[Tensor], None]]) -> None:
@@ -76,11 +76,11 @@ def take_over_hooks(
     """
     others: dict[int, Callable[[Tensor], None]] = {}
     before = tensor._post_accumulate_grad_hooks
-    if isinstance(before, _OneHook):
+    if isinstance(before, OneHook):
         others = before.others
     elif before:
         others.update(before)
-    table = _OneHook(hook, others)
+    table = OneHook(hook, others)
     tensor._post_accumulate_grad_hooks = table
 
     def give_back() -> None:
@@ -114,7 +114,7 @@ def take_over_gradient_hooks(
         ends all this.
     """
     others: dict[int, Callable[..., Any]] = tensor._backward_hooks or {}
-    table: Any = _OneHook(hook, others)
+    table: Any = OneHook(hook, others)
     tensor._backward_hooks = table
 
     def give_back() -> None:
@@ -122,32 +122,6 @@ def take_over_gradient_hooks(
             tensor._backward_hooks = OrderedDict(others)
 
     return others, give_back
-
-
-def put_hooks_by(tensors: Iterable[Tensor]) -> Callable[[], None]:
-    """Keeps autograd from calling what `register_post_accumulate_grad_hook` has got, for several backward passes.
-
-    Tensors whose hooks were taken over already are left out.
-
-    Returns:
-        A function that gives the hooks back and calls those of tensors that got a gradient, once each.
-    """
-    reached: set[Tensor] = set()
-    put_by: list[tuple[Tensor, dict[int, Callable[[Tensor], None]], Callable[[], None]]] = []
-    for tensor in tensors:
-        hooks = tensor._post_accumulate_grad_hooks
-        if hooks and not isinstance(hooks, _OneHook):
-            put_by.append((tensor, *take_over_hooks(tensor, reached.add)))
-
-    def give_back() -> None:
-        for tensor, hooks, end in put_by:
-            end()
-            if tensor in reached:
-                for hook in list(hooks.values()):
-                    hook(tensor)
-        put_by.clear()
-
-    return give_back
 
 
 def without_torch_function() -> AbstractContextManager[Any]:
