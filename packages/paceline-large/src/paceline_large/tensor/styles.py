@@ -28,10 +28,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from paceline.base.errors import TrainError
 from paceline.parallel.differentiable import Differentiable
-from paceline.parallel.mixtures import share_of_features
+from paceline.parallel.mixtures import averaged_dims
 from paceline.torch_internals.dtensor import mixtures_refused
 from paceline.torch_internals.modules import parameter_table
-from paceline.world.sharded import is_sharded
+from paceline.world.sharded import is_sharded, quietly
 from paceline.world.transport import transport_of
 from paceline_large.module_shell import Shell
 from paceline_large.products import linear, product_of
@@ -39,7 +39,7 @@ from paceline_large.random_streams import RandomStreams
 from paceline_large.torch_internals.hooks import is_seen_by_a_mode
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import DTensor, Placement
 
 _PARTIAL = "_tensor_partial"  # an attribute of modules, see `mark`
 SEQUENCE = 1  # the dimension of positions: activations are [batch, positions, features]
@@ -205,6 +205,26 @@ def _linear(layer: nn.Module, x: Tensor, weight: Tensor, transposed: bool, bias:
     return linear(layer, x, weight, bias)
 
 
+def _share_of_features(parameter: DTensor) -> Tensor:
+    """Returns what a rank of tensor parallelism has of a parameter, gathered over the ranks that read different samples.
+
+    The gradient that comes back is the mean over these.
+    """
+    mesh = parameter.device_mesh
+    averaged = averaged_dims(mesh)
+    if not any(averaged):
+        return parameter.to_local()
+    from torch.distributed.tensor import Partial, Replicate
+
+    whole_rows: list[Placement] = []
+    of_gradient: list[Placement] = []
+    for is_averaged, placement in zip(averaged, parameter.placements, strict=True):
+        whole_rows.append(Replicate() if is_averaged else placement)
+        of_gradient.append(Partial("avg") if is_averaged else placement)
+    with quietly():
+        return parameter.redistribute(mesh, whole_rows).to_local(grad_placements=of_gradient)
+
+
 def _matrix(layer: nn.Module) -> Tensor:
     """Returns this rank's share of a weight as a plain tensor, through which gradients flow back to the DTensor.
 
@@ -212,12 +232,12 @@ def _matrix(layer: nn.Module) -> Tensor:
     """
     weight = layer.weight
     assert is_sharded(weight)
-    return share_of_features(weight)
+    return _share_of_features(weight)
 
 
 def _plain(parameter: DTensor) -> Tensor:
     """Returns this rank's share of a parameter that is used in any way, as `_matrix` does."""
-    return _OwnGradient.call(share_of_features(parameter))
+    return _OwnGradient.call(_share_of_features(parameter))
 
 
 def _bias(layer: nn.Module) -> Tensor | None:

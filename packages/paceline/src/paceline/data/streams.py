@@ -14,6 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from paceline.world import generators as process_streams
+
 Generators = Sequence[torch.Generator]
 States = dict[str, Any]
 
@@ -23,26 +25,19 @@ def captured(generators: Generators = ()) -> States:
 
     The positions of loaders are saved with them, and such a file can hold nothing else.
     """
-    version, words, gauss = random.getstate()
-    numpy_states: Any = np.random.get_state(legacy=False)
+    states = process_streams.capture(torch.device("cpu"))
     # numpy's words are uint32, for which torch has few operations.
-    key = torch.from_numpy(numpy_states["state"]["key"].astype(np.int64))
-    return {
-        "python": {"version": version, "words": torch.tensor(words, dtype=torch.int64), "gauss": gauss},
-        "numpy": {**numpy_states, "state": {**numpy_states["state"], "key": key}},
-        "torch": torch.get_rng_state(),
-        "generators": [generator.get_state() for generator in generators],
-    }
+    words = states["numpy"]["state"]
+    words["key"] = torch.from_numpy(words["key"].astype(np.int64))
+    return {**states, "generators": [generator.get_state() for generator in generators]}
 
 
 def restore(states: Mapping[str, Any], generators: Generators = ()) -> None:
     """Sets the process's streams, and some generators, to states that `captured` returned."""
-    python = states["python"]
-    random.setstate((python["version"], tuple(python["words"].tolist()), python["gauss"]))
-    numpy_states = states["numpy"]
-    words = numpy_states["state"]["key"].numpy().astype(np.uint32)
-    np.random.set_state({**numpy_states, "state": {**numpy_states["state"], "key": words}})
-    torch.set_rng_state(states["torch"])
+    words = states["numpy"]["state"]
+    key = words["key"].numpy().astype(np.uint32)
+    numpy_states = {**states["numpy"], "state": {**words, "key": key}}
+    process_streams.restore({**states, "numpy": numpy_states}, torch.device("cpu"))
     # Not strict: this script may have another number of generators than the one that was saved.
     for generator, state in zip(generators, states.get("generators", ()), strict=False):
         generator.set_state(state)

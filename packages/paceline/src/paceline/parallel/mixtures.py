@@ -150,27 +150,7 @@ def divides_gradient(tensor: DTensor) -> bool:
     return has_gradient_hook(tensor, "divide_gradient.<locals>.divide")
 
 
-def share_of_features(parameter: DTensor) -> Tensor:
-    """Returns what a rank of tensor parallelism has of a parameter, gathered over the ranks that read different samples.
-
-    The gradient that comes back is the mean over these.
-    """
-    mesh = parameter.device_mesh
-    averaged = _averaged_dims(mesh)
-    if not any(averaged):
-        return parameter.to_local()
-    from torch.distributed.tensor import Partial, Replicate
-
-    whole_rows: list[Placement] = []
-    of_gradient: list[Placement] = []
-    for is_averaged, placement in zip(averaged, parameter.placements, strict=True):
-        whole_rows.append(Replicate() if is_averaged else placement)
-        of_gradient.append(Partial("avg") if is_averaged else placement)
-    with quietly():
-        return parameter.redistribute(mesh, whole_rows).to_local(grad_placements=of_gradient)
-
-
-def _averaged_dims(mesh: DeviceMesh) -> list[bool]:
+def averaged_dims(mesh: DeviceMesh) -> list[bool]:
     """Returns for each dim of a mesh whether gradients are averaged along it."""
     # A dim of several axes has all of their names.
     axes = [AXES[name.split("_")[0]] for name in mesh.mesh_dim_names or ()]
@@ -181,7 +161,7 @@ def _mean(gradient: Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
     given: list[Placement] = []
-    for is_averaged in _averaged_dims(mesh):
+    for is_averaged in averaged_dims(mesh):
         given.append(Partial("avg") if is_averaged else Replicate())
     with quietly():
         return DTensor.from_local(gradient, mesh, given, run_check=False).redistribute(mesh, placements)

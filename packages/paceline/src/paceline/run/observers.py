@@ -26,7 +26,12 @@ _ASKED: dict[str, Callable[[RunSettings], bool]] = {
 
 
 class Observer(Protocol):
-    """Looks at runs: a module with this function."""
+    """Looks at runs: a module with this function.
+
+    One that has an argument of `Accelerator` also has `Options`, a dataclass with a field for each option (`--option
+    NAME.field=value`); `overrides(argument, overrides)`, which returns the settings of a script with what its argument asks
+    for; and `flattened(block)`, which returns a block of options by the names of the fields of `Options`.
+    """
 
     def join(self, run: Run, states: States, joined: Mapping[str, Any]) -> Any:
         """Begins to look at a run. Ranks: all.
@@ -39,24 +44,6 @@ class Observer(Protocol):
         Returns:
             What measures; None where it measures nothing after all.
         """
-        ...
-
-
-class ObserverWithOptions(Observer, Protocol):
-    """Looks at runs, and has an argument of `Accelerator` and a block of options by its name.
-
-    Attributes:
-        Options: a dataclass with a field for each option (`--option NAME.field=value`).
-    """
-
-    Options: type
-
-    def overrides(self, argument: Any, overrides: Overrides) -> Overrides:
-        """Returns the settings of a script together with what its argument asks for."""
-        ...
-
-    def flattened(self, block: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a block of options by the names of the fields of `Options`."""
         ...
 
 

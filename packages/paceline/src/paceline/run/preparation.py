@@ -534,6 +534,9 @@ class Preparation:
         tied = None
         # A rank of a pipeline has only the parameters of its stages. A tied one may be there under any of its names.
         if any(strategy.removes_parameters for strategy in strategies_of(self.run.plan)):
+            from paceline.parallel.sums import refuse_sums  # few plans have stages
+
+            refuse_sums(optimizer, self.run.device)
             tied = [model.facts.tied for model in prepared.models]
         modules = [model.module for model in prepared.models]
         own_groups = set(map(id, optimizer.param_groups))

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 from torch.optim.swa_utils import update_bn
 
 Hook = Callable[..., None]
@@ -43,6 +45,20 @@ def step_inside_of_hooks(optimizer: Optimizer, step: Callable[[], Any], begin: H
 def step_without_hooks(optimizer: Optimizer) -> None:
     """Calls the step of the optimizer's class without the hooks that torch has wrapped around it."""
     type(optimizer).step.__wrapped__(optimizer)
+
+
+@contextmanager
+def global_hooks_left_out() -> Iterator[None]:
+    """While it is open, steps run no hooks that are registered for all optimizers."""
+    tables: list[Any] = [_global_optimizer_pre_hooks, _global_optimizer_post_hooks]
+    hooks = [table.copy() for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, registered in zip(tables, hooks, strict=True):
+            table.update(registered)
 
 
 def mark_as_stepped(optimizer: Optimizer) -> None:

@@ -30,6 +30,7 @@ from paceline.parallel.data.owned_states import mark_states
 from paceline.parallel.divided_parameters import part_of
 from paceline.parallel.optimizer_adapter import OptimizerAdapter
 from paceline.parallel.stand_ins import stand_in, stand_ins
+from paceline.parallel.sums import refuse_sums
 from paceline.parallel.whole_answers import answer_for_whole_tensors
 from paceline.plan.plan import Decision
 from paceline.torch_internals.dtensor import mixtures_refused
@@ -377,10 +378,8 @@ class ByParameters(_Divided):
         """As in the base class. Parameters of other ranks have no gradient meanwhile.
 
         Raises:
-            TrainError: `zero-no-gradient`, if the optimizer does not skip such parameters; `optimizer-sums`, if it computes
-                numbers over all parameters.
+            TrainError: `zero-no-gradient`, if the optimizer does not skip such parameters.
         """
-        before = _numbers(optimizer)
         try:
             with super().stepping(optimizer), mixtures_refused(_mixed_alone):
                 yield
@@ -394,32 +393,9 @@ class ByParameters(_Divided):
                 f"into the class {kind}, if it treats each element by itself",
             ) from error
         if not type(optimizer).__module__.startswith("torch."):
-            self._compare(optimizer, before)
             states = _StatesOfOwners(dict, optimizer.state)
             states.keeps = lambda parameter: not self.covers(parameter) or self.keeps(parameter)
             optimizer.state = states
-
-    def _compare(self, optimizer: Optimizer, before: dict[str, float]) -> None:
-        """Refuses an optimizer whose step has written other numbers into its groups on other ranks. Ranks: all."""
-        after = _numbers(optimizer)
-        values = torch.tensor(
-            [*after.values()], dtype=torch.float64, device=torch.device(self.mesh.device_type)
-        ).nan_to_num()
-        if not len(values):
-            return
-        bounds = torch.cat([values, -values])
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX, group=self.group)
-        largest, smallest = bounds.split(len(values))
-        for name, same in zip(after, (largest == -smallest).tolist(), strict=True):
-            if not same and after[name] != before.get(name):
-                kind = type(optimizer).__name__
-                raise TrainError(
-                    "optimizer-sums",
-                    f"{kind} computes {name!r} over all parameters, of which each rank steps some.",
-                    why=f"after the step it is {after[name]:.6g} here, and another number on other ranks",
-                    fix="use plan={'replicate': 'auto'}, under which every rank steps all parameters; or an optimizer that "
-                    "looks at one parameter at a time",
-                )
 
     def stepped_state(self, state: DTensor) -> Tensor:
         """Returns the whole state. Ranks: all."""
@@ -586,23 +562,17 @@ def _without_memory(parameter: Tensor) -> Tensor:
     return torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
 
 
-def _numbers(optimizer: Optimizer) -> dict[str, float]:
-    """Returns the numbers in the groups of an optimizer that are no whole numbers, by their names."""
-    numbers: dict[str, float] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        for name, value in group.items():
-            is_one = isinstance(value, Tensor) and value.numel() == 1 and value.is_floating_point()
-            if type(value) is float or is_one:
-                numbers[name if not number else f"{name} of group {number}"] = float(value)
-    return numbers
-
-
 def step_divided(adapter: OptimizerAdapter, division: ByRows | ByParameters) -> None:
     """Makes an optimizer step what this rank has of a division, and keep its states so.
 
     `state_dict` returns divided states as DTensors then, and `load_state_dict` takes DTensors or unsharded tensors.
+
+    Raises:
+        PrepareError: `optimizer-sums`.
     """
     optimizer = adapter.optimizer
+    if isinstance(division, ByParameters) and division.ranks > 1:
+        refuse_sums(optimizer, torch.device(division.mesh.device_type))
 
     def converted(
         state_dict: dict[str, Any], change: Callable[[Tensor, object], object], *, only_kept: bool
