@@ -508,6 +508,61 @@ def test_rank_0_that_evaluates_alone_is_refused_whatever_the_others_do(others):
     assert run_ranks(work, 2, timeout_s=60) == ["shard-evaluation", of_others]
 
 
+def of_sample(model):
+    sample = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(model(sample).sum(), sample)
+
+
+def of_sample_in_eval(model):
+    model.eval()
+    of_sample(model)
+
+
+USES = {
+    "gradients of a sample": of_sample,
+    "gradients of a sample, in eval": of_sample_in_eval,
+    "a training pass": lambda model: model(torch.ones(2, 4)).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("world", "plan"), [(2, PLAN), (2, {"offload": "all=disk"}), (4, {"replicate": 2, "shard": 2})]
+)
+def test_rank_0_that_uses_a_divided_model_alone_is_refused_with_gradients_too(world, plan, use, tmp_path):
+    def work(plan):
+        options = {"offload": {"always": True}} if "offload" in plan else {}
+        accelerator = Accelerator(cpu=True, plan=plan, options=options)
+        model, optimizer = prepared(accelerator)
+        codes = []
+        for _ in range(2):  # after a refusal, the ranks can go on together
+            model.train()
+            train(accelerator, model, optimizer)
+            if accelerator.is_main_process:
+                codes.append(code_of(lambda: USES[use](model)))
+            else:
+                codes.append(code_of(lambda: accelerator.reduce(torch.ones(()))))
+        return codes
+
+    if "offload" in plan:
+        plan = {"offload": f"all=disk:{tmp_path}"}
+    codes = run_ranks(work, world, args=(plan,), timeout_s=60)
+    assert codes == [["shard-diverged"] * 2] + [["collective-mismatch"] * 2] * (world - 1)
+
+
+def test_a_backward_pass_of_rank_0_alone_is_refused():
+    def work():
+        accelerator = Accelerator(cpu=True, plan=PLAN)
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer)
+        loss = model(torch.ones(2, 4)).sum()
+        if accelerator.is_main_process:
+            return code_of(loss.backward)
+        return code_of(accelerator.wait_for_everyone)
+
+    assert run_ranks(work, 2, timeout_s=60) == ["shard-diverged", "collective-mismatch"]
+
+
 def test_a_frozen_model_gives_up_whole_parameters_after_a_pass_with_gradients_on():
     def work():
         accelerator = Accelerator(cpu=True, plan=PLAN)
