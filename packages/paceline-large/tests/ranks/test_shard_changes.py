@@ -588,6 +588,34 @@ def test_whole_gradients_that_the_script_assigns_are_divided(plan):
         torch.testing.assert_close(state, want)
 
 
+EXTREMES = (
+    lambda gradient: gradient.abs().max(),
+    lambda gradient: gradient.min(),
+    lambda gradient: gradient.amax(0),
+    lambda gradient: gradient.argmax(),
+    lambda gradient: gradient.median(),
+    lambda gradient: torch.aminmax(gradient).max,
+    lambda gradient: gradient.norm(float("inf")),
+    lambda gradient: torch._foreach_norm([gradient], float("inf"))[0],
+)
+
+
+def test_the_largest_element_is_found_where_some_rank_has_none():
+    def work():
+        accelerator = Accelerator(cpu=True, plan={"shard": 3})
+        torch.manual_seed(0)
+        model = accelerator.prepare(nn.Linear(4, 2))  # no row of it is on the last rank
+        accelerator.backward(model(torch.arange(8.0).reshape(2, 4)).square().sum())
+        whole = model.weight.grad.full_tensor()
+        answers = []
+        for extreme in EXTREMES:
+            answer = extreme(model.weight.grad)
+            answers.append(torch.equal(answer.full_tensor(), extreme(whole)))
+        return answers
+
+    assert run_ranks(work, 3, timeout_s=60) == [[True] * len(EXTREMES)] * 3
+
+
 def test_a_frozen_model_gives_up_whole_parameters_after_a_pass_with_gradients_on():
     def work():
         accelerator = Accelerator(cpu=True, plan=PLAN)

@@ -100,7 +100,9 @@ def _diverged(does: str, error: CollectiveError) -> PlanError:
     """Returns the error of a rank that `does` something else than other ranks, which `error` lists."""
     reasons = error.problems[0].why
     reasons = [reasons] if isinstance(reasons, str) else list(reasons)
-    alone = "For one rank alone, let all ranks call `accelerator.get_state_dict(model)`, and load the result into a second "
+    alone = (
+        "For one rank alone, let all ranks call `accelerator.get_state_dict(model)`, and load the result into a second "
+    )
     alone += "model on that rank"
     if does == EVALUATE or any(EVALUATE in reason for reason in reasons):
         return PlanError(
