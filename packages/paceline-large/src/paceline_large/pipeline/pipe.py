@@ -407,8 +407,8 @@ class Pipe(Runner):
             raise PlanError(
                 "pipeline-draws",
                 "random numbers were drawn inside `full_parameters` for parameters that stages of a pipeline hold.",
-                why=f"pp={self.owners.size}; each stage draws for its own parameters only, so the first parameter of each stage "
-                "gets the numbers that one process gives to the first parameter of the model",
+                why=f"pp={self.owners.size}; each stage draws for its own parameters only, so its first parameter gets "
+                "the numbers that one process gives to the first parameter of the model",
                 fix="on all ranks draw the values of the whole model in a plain copy, made before `prepare`, and load them: "
                 "`model.load_state_dict(copy.state_dict())`",
             )

@@ -17,7 +17,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -194,7 +194,7 @@ def _answer_extremes(operation: Any) -> None:
     before = answer(operation, of_elements)
 
 
-def _has_empty_part(tensor: Tensor) -> bool:
+def _has_empty_part(tensor: Tensor) -> TypeGuard[DTensor]:
     """Returns whether some rank has no element of a tensor that is not empty."""
     if not is_sharded(tensor) or not tensor.numel():
         return False
