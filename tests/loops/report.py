@@ -20,6 +20,8 @@ JUDGEMENTS = {
     "shard-double-backward": "partly: a gradient penalty under FSDP2; the error names stage 2, which works",
     "batch-norm-double-backward": "partly: local statistics work, but are not those of one process",
     "pipeline-blocks": "no: there are more stages than blocks",
+    "pipeline-draws": "partly: a stage has only its own parameters; a whole copy that is drawn and loaded works",
+    "shard-diverged": "partly: rank 0 alone calls a divided model; the error names a way that works",
     "local-sgd-plan": "no: no rank has a whole model, or whole states, that it could step alone",
     "offload-elementwise": "no: Muon needs whole matrices, and a part of a step would be another step",
     "fp8-layers": "no: no layer has sizes that float8 products allow",

@@ -485,6 +485,20 @@ COMPILED_WITH_GRADIENTS = Program(
     compiled=Compiled("after"),
 )
 
+# Hooks wait for the gradients of each pass, which are reduced in mid-window: also of an expert that only others have used.
+HOOKS_BESIDE_EXPERTS = Program(
+    seed=860524,
+    models=(Model("ListedMixture"),),
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)),),
+    loaders=(Loader(rows=48, batch=12),),
+    body=(
+        Accumulate((0,), (Forward(0, 0, 0), Backward((0,), "float"), Step(0), Zero("optimizer", 0))),
+        EvaluateBatch(0, 0),
+    ),
+    hooks=(Hook(0, "double"),),
+    window=2,
+)
+
 # Hooks of parameters are called by `torch.autograd.grad`, too; the step by hand is on the averaged gradients.
 HOOKS_UNDER_GRAD = Program(
     seed=830430,
@@ -580,6 +594,8 @@ def test_programs_that_were_wrong_once() -> None:
     cases.append(Case(TWO_MODELS_RESUMED, 2, "shard", (2, "shard")))
     cases += [Case(LOOKED_AT_ALONE, 2, plan) for plan in ("replicate", "zero1")]
     cases += [Case(COMPILED_WITH_GRADIENTS, 2, plan) for plan in ("shard", "zero2")]
+    cases += [Case(HOOKS_BESIDE_EXPERTS, 2, plan) for plan in ("replicate", "zero2", "shard")]
+    cases.append(Case(HOOKS_BESIDE_EXPERTS, 3, "shard"))
     cases += [Case(HOOKS_UNDER_GRAD, 2, plan) for plan in ("replicate", "zero2", "shard")]
     cases += [Case(LEFT_OUT_OF_A_KNOWN_WINDOW, *place) for place in ((1, "one"), (2, "replicate"), (2, "shard"))]
     outcomes = check(cases)

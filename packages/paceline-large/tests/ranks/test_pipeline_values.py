@@ -411,3 +411,29 @@ def test_lists_with_an_entry_for_each_sample_are_divided():
     (expected,) = run_ranks(losses_of_lists, 1, args=({},))
     for losses in run_ranks(losses_of_lists, 2, args=({"pp": 2},)):
         assert losses == pytest.approx(expected, rel=1e-5)
+
+
+def test_random_numbers_in_full_parameters_are_refused_and_can_be_loaded():
+    def work():
+        accelerator = Accelerator(cpu=True, plan={"pp": 2})
+        torch.manual_seed(0)
+        model, spare = Residual(), Residual()
+        model = accelerator.prepare(model)
+        with accelerator.full_parameters(model, writeback=True):
+            for parameter in model.parameters():
+                nn.init.constant_(parameter, 0.5)
+
+        def draw(models):
+            torch.manual_seed(3)
+            for parameter in models.parameters():
+                nn.init.normal_(parameter)
+
+        with pytest.raises(PlanError) as caught, accelerator.full_parameters(model, writeback=True):
+            # Only one rank has the head, but all ranks are told.
+            draw(nn.ModuleList(module for name, module in model.named_modules() if name.endswith("head")))
+        draw(spare)
+        model.load_state_dict(spare.state_dict())
+        state = accelerator.get_state_dict(model)
+        return caught.value.code, all(torch.equal(state[name], value) for name, value in spare.state_dict().items())
+
+    assert run_ranks(work, 2) == [("pipeline-draws", True)] * 2

@@ -508,6 +508,114 @@ def test_rank_0_that_evaluates_alone_is_refused_whatever_the_others_do(others):
     assert run_ranks(work, 2, timeout_s=60) == ["shard-evaluation", of_others]
 
 
+def of_sample(model):
+    sample = torch.ones(2, 4, requires_grad=True)
+    torch.autograd.grad(model(sample).sum(), sample)
+
+
+def of_sample_in_eval(model):
+    model.eval()
+    of_sample(model)
+
+
+USES = {
+    "gradients of a sample": of_sample,
+    "gradients of a sample, in eval": of_sample_in_eval,
+    "a training pass": lambda model: model(torch.ones(2, 4)).sum().backward(),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+@pytest.mark.parametrize(
+    ("world", "plan"), [(2, PLAN), (2, {"offload": "all=disk"}), (4, {"replicate": 2, "shard": 2})]
+)
+def test_rank_0_that_uses_a_divided_model_alone_is_refused_with_gradients_too(world, plan, use, tmp_path):
+    def work(plan):
+        options = {"offload": {"always": True}} if "offload" in plan else {}
+        accelerator = Accelerator(cpu=True, plan=plan, options=options)
+        model, optimizer = prepared(accelerator)
+        codes = []
+        for _ in range(2):  # after a refusal, the ranks can go on together
+            model.train()
+            train(accelerator, model, optimizer)
+            if accelerator.is_main_process:
+                codes.append(code_of(lambda: USES[use](model)))
+            else:
+                codes.append(code_of(lambda: accelerator.reduce(torch.ones(()))))
+        return codes
+
+    if "offload" in plan:
+        plan = {"offload": f"all=disk:{tmp_path}"}
+    codes = run_ranks(work, world, args=(plan,), timeout_s=60)
+    assert codes == [["shard-diverged"] * 2] + [["collective-mismatch"] * 2] * (world - 1)
+
+
+def test_a_backward_pass_of_rank_0_alone_is_refused():
+    def work():
+        accelerator = Accelerator(cpu=True, plan=PLAN)
+        model, optimizer = prepared(accelerator)
+        train(accelerator, model, optimizer)
+        loss = model(torch.ones(2, 4)).sum()
+        if accelerator.is_main_process:
+            return code_of(loss.backward)
+        return code_of(accelerator.wait_for_everyone)
+
+    assert run_ranks(work, 2, timeout_s=60) == ["shard-diverged", "collective-mismatch"]
+
+
+@pytest.mark.parametrize("plan", [PLAN, {"tp": 2}])
+def test_whole_gradients_that_the_script_assigns_are_divided(plan):
+    def work(plan):
+        options = {"tensor": {"plan": {"body": "colwise_gather"}}} if plan and "tp" in plan else {}
+        accelerator = Accelerator(cpu=True, plan=plan, options=options)
+        model, optimizer = prepared(accelerator)
+        norms = []
+        for clips in (None, accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+            accelerator.backward(model(torch.ones(2, 4)).square().mean())
+            accelerator.unscale_gradients()
+            for number, parameter in enumerate(model.parameters()):
+                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
+                parameter.grad = parameter.grad + noise
+            if clips is not None:
+                norms.append(clips(model.parameters(), 0.5))
+            optimizer.step()
+            optimizer.zero_grad()
+        return float(norms[0]), accelerator.get_state_dict(model)
+
+    ((want_norm, want),) = run_ranks(work, 1, args=(None,))
+    for norm, state in run_ranks(work, 2, args=(plan,)):
+        assert norm == pytest.approx(want_norm)
+        torch.testing.assert_close(state, want)
+
+
+EXTREMES = (
+    lambda gradient: gradient.abs().max(),
+    lambda gradient: gradient.min(),
+    lambda gradient: gradient.amax(0),
+    lambda gradient: gradient.argmax(),
+    lambda gradient: gradient.median(),
+    lambda gradient: torch.aminmax(gradient).max,
+    lambda gradient: gradient.norm(float("inf")),
+    lambda gradient: torch._foreach_norm([gradient], float("inf"))[0],
+)
+
+
+def test_the_largest_element_is_found_where_some_rank_has_none():
+    def work():
+        accelerator = Accelerator(cpu=True, plan={"shard": 3})
+        torch.manual_seed(0)
+        model = accelerator.prepare(nn.Linear(4, 2))  # no row of it is on the last rank
+        accelerator.backward(model(torch.arange(8.0).reshape(2, 4)).square().sum())
+        whole = model.weight.grad.full_tensor()
+        answers = []
+        for extreme in EXTREMES:
+            answer = extreme(model.weight.grad)
+            answers.append(torch.equal(answer.full_tensor(), extreme(whole)))
+        return answers
+
+    assert run_ranks(work, 3, timeout_s=60) == [[True] * len(EXTREMES)] * 3
+
+
 def test_a_frozen_model_gives_up_whole_parameters_after_a_pass_with_gradients_on():
     def work():
         accelerator = Accelerator(cpu=True, plan=PLAN)

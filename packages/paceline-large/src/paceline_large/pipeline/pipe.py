@@ -41,6 +41,7 @@ from paceline.torch_internals.tensors import (
 )
 from paceline.world.collectives import Collectives
 from paceline.world.forward import override_forward
+from paceline.world.generators import generator_states
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.tree import Tree, children, describe, first_rows, map_tensors, rebuild, tensors
 from paceline_large.hooks_on_parts import HooksOnParts
@@ -392,6 +393,34 @@ class Pipe(Runner):
         # The model's own keys come first, in its order; then whatever a rank has added.
         in_order = (*self._names, *full)
         return {name: full[name] for name in in_order if name in full}
+
+    @contextmanager
+    def full_parameters(self, writeback: bool) -> Iterator[None]:
+        """Refuses random numbers that are written into a stage's parameters. Ranks: all along `pp`.
+
+        Raises:
+            PlanError: `pipeline-draws`.
+        """
+        if not writeback:
+            yield
+            return
+        before = generator_states(self._device())
+        yield
+        after = generator_states(self._device())
+        drew = not all(map(torch.equal, before, after))
+        if self._others_answer and self.owners.any(drew):
+            raise PlanError(
+                "pipeline-draws",
+                "random numbers were drawn inside `full_parameters` for parameters that stages of a pipeline hold.",
+                why=f"pp={self.owners.size}; each stage draws for its own parameters only, so its first parameter gets "
+                "the numbers that one process gives to the first parameter of the model",
+                fix="on all ranks draw the values of the whole model in a plain copy, made before `prepare`, and load them: "
+                "`model.load_state_dict(copy.state_dict())`",
+            )
+
+    def _device(self) -> torch.device:
+        """Returns where the parameters of this rank lie."""
+        return next((parameter.device for parameter in self.module.parameters()), torch.device("cpu"))
 
     # -- shapes, and evaluation ----------------------------------------------------------------------------------
 

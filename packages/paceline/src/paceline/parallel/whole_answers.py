@@ -2,6 +2,7 @@
 
     `grad.norm().item()`, `float`, `if`     torch reads this rank's part of a sum, or of the elements, without a word
     `.tolist()`, `.numpy()`, f"{norm:.3f}"  torch refuses them
+    `.max()`, `.norm(inf)`                  torch fails on a rank without a row of the tensor, and the other ranks would wait
     `parameter.data.normal_()`              torch draws into each part by itself; on the CPU all parts get the same numbers
     `torch.save(model.state_dict(), path)`  torch writes this rank's part, without a word; a warning says so
 
@@ -12,12 +13,15 @@ same place stands what runs where a divided tensor meets a whole one (`mixtures.
 from __future__ import annotations
 
 import copyreg
+import math
+from collections import Counter
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from paceline.base.errors import CheckpointError
 from paceline.base.log import warn_once
@@ -25,7 +29,8 @@ from paceline.parallel.divided_parameters import part_of
 from paceline.parallel.mixtures import MIXTURES
 from paceline.torch_internals.dispatch import aten
 from paceline.torch_internals.dtensor import answer, answer_mixtures, compile_beside_parts, local_tensor, unanswered
-from paceline.world.sharded import whole
+from paceline.world.sharded import is_sharded, whole
+from paceline.world.tree import map_tensors
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -36,6 +41,9 @@ PICKLED_BY_ONE_RANK = (
     "save with `save_state()` on all ranks and load with `load_state`, or let each rank write and read its own file"
 )
 _DRAWS_LIKE = ("rand_like", "randn_like", "randint_like")
+# They have no value for no element; the norms, if they are that of the largest.
+_EXTREMES = ("max", "min", "amax", "amin", "argmax", "argmin", "aminmax", "_foreach_max", "median", "nanmedian")
+_NORMS = ("linalg_vector_norm", "_foreach_norm")
 
 
 @cache
@@ -60,6 +68,11 @@ def answer_for_whole_tensors() -> None:
         for overload in packet.overloads():
             if not overload.endswith("out"):
                 answer(getattr(packet, overload), _look)
+    for name in (*_EXTREMES, *_NORMS):
+        packet = aten(name)
+        for overload in packet.overloads():
+            if not overload.endswith(("out", "other")):
+                _answer_extremes(getattr(packet, overload))
     answer_mixtures(MIXTURES)
     compile_beside_parts()
 
@@ -149,8 +162,6 @@ def __str__(tensor: DTensor) -> str:
 
 def _look(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
     """Gives another look at a divided tensor, such as `flatten`: of the whole where torch has none of the parts. Ranks: all."""
-    from torch.distributed.tensor import DTensor, Replicate
-
     tensor: DTensor = args[0]
     try:
         return unanswered(operation, args, keywords)
@@ -158,9 +169,45 @@ def _look(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> An
         # Rows that are divided unevenly, or twice, or along the dim that disappears.
         if not _is_cut(tensor.placements):
             raise
+    return operation(_everywhere(tensor), *args[1:], **keywords)
+
+
+def _everywhere(tensor: DTensor) -> DTensor:
+    """Returns the tensor with the whole of it on each rank. Ranks: all."""
+    from torch.distributed.tensor import DTensor, Replicate
+
     mesh = tensor.device_mesh
-    everywhere = DTensor.from_local(whole(tensor.detach()), mesh, [Replicate()] * mesh.ndim, run_check=False)
-    return operation(everywhere, *args[1:], **keywords)
+    return DTensor.from_local(whole(tensor.detach()), mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
+def _answer_extremes(operation: Any) -> None:
+    """Lets an operator look at whole tensors where some rank has no element. Ranks: all that have a part."""
+    is_norm = operation._schema.name.removeprefix("aten::") in _NORMS
+
+    def of_elements(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        order = args[1] if len(args) > 1 else keywords.get("ord", 2)
+        if is_norm and abs(order) != math.inf:
+            return before(operation, args, keywords)
+        looked_at = map_tensors(lambda tensor: _everywhere(tensor) if _has_empty_part(tensor) else tensor, args[0])
+        return before(operation, (looked_at, *args[1:]), keywords)
+
+    before = answer(operation, of_elements)
+
+
+def _has_empty_part(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Returns whether some rank has no element of a tensor that is not empty."""
+    if not is_sharded(tensor) or not tensor.numel():
+        return False
+    ranks_along: Counter[int] = Counter()
+    for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
+        if hasattr(placement, "dim"):
+            ranks_along[placement.dim] = max(1, ranks_along[placement.dim]) * size
+    for dim, ranks in ranks_along.items():
+        rows = tensor.shape[dim]
+        rows_of_part = -(-rows // ranks)
+        if rows_of_part * (ranks - 1) >= rows and ranks > 1:
+            return True
+    return False
 
 
 def _is_cut(placements: Sequence[Placement]) -> bool:

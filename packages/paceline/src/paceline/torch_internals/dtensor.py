@@ -76,16 +76,22 @@ def strided_shard(dim: int, split_factor: int) -> Placement:
     return _StridedShard(dim, split_factor=split_factor)
 
 
-def answer(operation: Any, function: Callable[..., Any]) -> None:
+def answer(operation: Any, function: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a function run in the place of an operator of torch's, for arguments that are DTensors.
 
     Args:
         operation: such as `aten("normal_").default`.
         function: gets the operator, its arguments and its keyword arguments.
+
+    Returns:
+        What has run there before, with the same arguments.
     """
     from torch.distributed.tensor import DTensor
 
-    DTensor._op_dispatcher._custom_op_handlers[operation] = function
+    handlers: dict[Any, Callable[..., Any]] = DTensor._op_dispatcher._custom_op_handlers
+    before = handlers.get(operation, unanswered)
+    handlers[operation] = function
+    return before
 
 
 def answer_mixtures(answers: Answers) -> None:

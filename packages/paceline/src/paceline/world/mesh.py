@@ -22,7 +22,7 @@ Group = Any
 
 # By the group and not by the mesh: meshes that cover all ranks share the default group, and so its tags. Not of all groups
 # together: the stages of a pipeline register other numbers of units, each in a group of its own.
-_unit_names: weakref.WeakKeyDictionary[Group, list[str]] = weakref.WeakKeyDictionary()
+_num_units: weakref.WeakKeyDictionary[Group, int] = weakref.WeakKeyDictionary()
 # Of this process and not of one `Accelerator`: a group has threads, sockets and buffers of its own until the default group is
 # destroyed, so that a script which creates one `Accelerator` after another (folds, trials, a notebook) uses its groups again.
 _meshes: dict[tuple[Layout, World, str], Mesh] = {}
@@ -214,23 +214,17 @@ class Mesh:
         return self._groups[axes]
 
 
-def register_unit(group: Group, name: str) -> int:
+def register_unit(group: Group) -> int:
     """Returns a number for a unit that ranks gather or reduce separately. The number is the tag of its messages.
 
     Args:
         group: the ranks that exchange messages of the unit.
-        name: of the unit, for errors.
 
     Ranks: all of the group register the same units, in the same order.
     """
-    names = _unit_names.setdefault(group, [])
-    names.append(name)
-    return len(names) - 1
-
-
-def unit_name(group: Group, number: int) -> str:
-    """Returns the name with which `register_unit` was called."""
-    return _unit_names[group][number]
+    number = _num_units.get(group, 0)
+    _num_units[group] = number + 1
+    return number
 
 
 def backend_name(group: dist.ProcessGroup, device_type: str) -> str:

@@ -34,7 +34,6 @@ from paceline.plan.plan import Decision
 from paceline.torch_internals import fsdp as internals
 from paceline.torch_internals.tensors import has_hooks_after, has_users_gradient_hooks, take_over_hooks, times_written
 from paceline.world.layout import GRADIENT_AXES
-from paceline.world.mesh import cpu_group
 from paceline.world.param_groups import parameters_of
 from paceline.world.pending_gradients import PendingGradients
 from paceline.world.sharded import is_sharded, part_like
@@ -416,6 +415,9 @@ class Units(AppliedStrategy):
         """Leaves out parameters whose gradients the backward pass has only reduced, and forgets what that has computed."""
         only_reduced = self._noted - self._computed
         self._computed.clear()
+        # For the script's hooks each pass is reduced by itself: no gradient waited, and other ranks have computed the rest.
+        if self._holding and self._has_hooks():
+            return changed
         return changed.difference(self.shards_of(only_reduced))
 
     def shards_of(self, parameters: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -456,17 +458,14 @@ class Units(AppliedStrategy):
                 gradient = part_like(gradient, internals.whole_parameter(parameter), placements)
             internals.set_pending_gradient(parameter, gradient)
 
-    def agree(self, collectives: Collectives | None, with_statements: bool, others_answer: bool) -> None:
-        """From now on the ranks check that they evaluate together. Ranks: all of the group.
+    def agree(self, collectives: Collectives, checks_units: bool, others_answer: bool) -> None:
+        """From now on the ranks check that they use the model together. Ranks: all of the group.
 
         Args:
-            collectives: of all ranks, which begin an evaluation together; None if some of them begin later than others.
-            with_statements: whether they also check that all of them gather and reduce the same unit.
-            others_answer: see `Agreement`.
+            collectives, checks_units, others_answer: see `Agreement`.
         """
         kind = type(self.module).__name__.removeprefix("FSDP")
-        hosts = cpu_group(self._group) if with_statements else None
-        self._agreement = Agreement(kind, hosts, collectives, others_answer)
+        self._agreement = Agreement(kind, self._group, collectives, checks_units, others_answer)
         names = {module: name for name, module in self.module.named_modules()}
         for group in self._groups:
             unit_name = kind

@@ -82,7 +82,7 @@ class Reducer(AppliedStrategy):
         # Votes are small and are read on the host at once, so they travel over the CPU.
         self.hosts = cpu_group(form.group)
         self._votes = PairwiseTransport(self.hosts)
-        self._tag = register_unit(self.hosts, f"votes on gradients of {type(model).__name__}")
+        self._tag = register_unit(self.hosts)
         self._others_answer = context.runtime.others_answer
         # A pipeline holds gradients in the middle of a batch, where no hook is to see them.
         self._is_stage = context.runner is not None

@@ -29,12 +29,11 @@ class Rows(ReductionForm):
     Args:
         mesh: of the run.
         cap_mb: small gradients are packed up to this many MiB, and at most this many MiB are being reduced at a time.
-        name: of the model, for error messages.
     """
 
     bounds_memory = True
 
-    def __init__(self, mesh: Mesh, cap_mb: float, name: str) -> None:
+    def __init__(self, mesh: Mesh, cap_mb: float) -> None:
         self._mesh = mesh.along("shard")
         self._rows_group = self._mesh.get_group()
         self.group: dist.ProcessGroup = mesh.gradient_group
@@ -46,7 +45,7 @@ class Rows(ReductionForm):
         self._replicas = None
         if self._width > self._ranks:
             self._replicas = mesh.along(("replicate", "cp")).get_group()
-        self._tag = register_unit(self.group, f"gradients of {name}")
+        self._tag = register_unit(self.group)
         self.earlier: dict[Tensor, Any] = {}  # gradients that were reduced in earlier windows, and not cleared since
         self._outputs: dict[Bucket, Tensor] = {}  # what is summed over the replicas at the end
 

@@ -60,8 +60,9 @@ def apply(model: nn.Module, context: Context) -> AppliedStrategy:
     if plan.offloads_parameters and context.runtime.has_own_memory:
         _show_on_host(model, context.events.kept_on_host)
     # The stages of a pipeline begin one after the other: the first would wait for the last before it sends anything.
-    collectives = context.collectives if plan.layout.pp == 1 else None
-    is_pairwise = transport_of(context.mesh.gradient_group, context.device).is_pairwise
+    group = context.mesh.gradient_group
+    collectives = context.collectives if plan.layout.pp == 1 else context.collectives.over(group)
+    is_pairwise = transport_of(group, context.device).is_pairwise
     applied.agree(collectives, is_pairwise or context.collectives.debug, context.runtime.others_answer)
     # Before the hooks that divide what is loaded: they need shards in the place of whole parameters.
     model.register_load_state_dict_pre_hook(lambda *_: _reshard_divided(model, applied))

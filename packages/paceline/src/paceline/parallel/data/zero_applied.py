@@ -86,7 +86,7 @@ class DividedGradients(Reducer):
 
     def __init__(self, model: nn.Module, context: Context) -> None:
         options: ZeroOptions = context.options
-        self._rows = Rows(context.mesh, options.bucket_cap_mb, type(model).__name__)
+        self._rows = Rows(context.mesh, options.bucket_cap_mb)
         super().__init__(model, context, self._rows)
         self._states = DividedStates(model, context)
         forget_with(model, lambda _: self._rows.forget(model.parameters()))
