@@ -41,6 +41,8 @@ _AS_THERE = {
     "zero.broadcast_buffers": False,
 }
 
+_WORDS = {torch.float16: "fp16", torch.bfloat16: "bf16"}  # what `mixed_precision` calls them
+
 
 def build(
     args: object = None,
@@ -105,8 +107,10 @@ def build(
 
     half = _half_dtype(parsed, model, is_stepped=optimizer is not None or parsed["optimizer.type"] is not None)
     settings = [*_settings(parsed, batch), *engine_class.settings(model, batch, training_data, collate_fn)]
-    if half is torch.bfloat16 and not parsed["bf16.enabled"]:
-        settings.append(Given("mixed_precision", "bf16", "code", "parameters of the model are bfloat16"))
+    is_asked = parsed["fp16.enabled"] or parsed["bf16.enabled"]
+    if half is not None and not is_asked:
+        place = f"parameters of the model are {str(half).removeprefix('torch.')}"
+        settings.append(Given("mixed_precision", _WORDS[half], "code", place))
     trains = engine_class.trains(parsed, optimizer)
     accelerator = _accelerator(model, parsed, batch, settings, trains, half)
     checkpointing.follow(parsed)
@@ -172,7 +176,7 @@ def _accelerator(
     if engine_before is None:
         if half is not None:
             _set_dtypes(model, half, trains)
-        scaler = scaler_options(parsed) if parsed["fp16.enabled"] else None
+        scaler = scaler_options(parsed) if half is torch.float16 else None
         new = start_accelerator(RunArguments(overrides=Overrides(plan=settings), scaler=scaler, semantics=DEEPSPEED))
         if half is not None and _engine_of(model) is DeepSpeedEngine:  # a pipeline runs its layers itself
             around_forward.compute_alike(model, new.autocast)
@@ -247,7 +251,8 @@ def _half_dtype(config: DeepSpeedConfig, model: nn.Module, *, is_stepped: bool) 
     """Returns the dtype of 16 bits in which a model is computed; None where it is computed in that of its parameters.
 
     ZeRO steps float32 copies of the parameters, also where the config says nothing and the script has loaded its model in
-    bfloat16. Stage 0 steps them as they are.
+    16 bits; for float16 it then scales the loss too, by the config's `fp16` block or its defaults. Stage 0 steps parameters as
+    they are.
 
     Args:
         config: what was asked for.
@@ -262,7 +267,10 @@ def _half_dtype(config: DeepSpeedConfig, model: nn.Module, *, is_stepped: bool) 
     if is_said or not (is_stepped and config["zero_optimization.stage"]):
         return None
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
-    return torch.bfloat16 if dtypes == {torch.bfloat16} else None
+    if len(dtypes) != 1:
+        return None
+    (dtype,) = dtypes
+    return dtype if dtype in _WORDS else None
 
 
 def _set_dtypes(model: nn.Module, half: torch.dtype, trains: bool) -> None:

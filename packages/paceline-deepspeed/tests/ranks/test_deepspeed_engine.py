@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from paceline import ConfigError, TrainError
+from paceline import ConfigError, PlanError, TrainError
 from paceline.compat import install
 from paceline.testing import RankFailed, run_ranks
 from paceline_deepspeed.arguments import checked
@@ -23,6 +23,8 @@ from paceline_deepspeed.initialize import initialize
 from paceline_deepspeed.processes import init_distributed
 from paceline_deepspeed.schedules import WarmupLR
 from paceline_deepspeed.tensor_parallel import tp_model_init
+from paceline_deepspeed.values import safe_get_full_fp32_param
+from paceline_deepspeed.zero import GatheredParameters
 
 ROWS = 12
 ADAM = {"type": "Adam", "params": {"lr": 1e-2, "weight_decay": 0.1}}
@@ -412,22 +414,68 @@ def test_bf16_steps_on_what_overflowed_where_nobody_checks() -> None:
     assert run_ranks(work, 1) == [True]
 
 
-def test_zero_steps_a_model_of_16_bits_in_float32() -> None:
-    """As in deepspeed 0.19.8, where the config says nothing: steps of 1e-4 are lost in bfloat16 beside weights of 0.3."""
+@pytest.mark.parametrize(("dtype", "block"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+def test_zero_steps_a_model_of_16_bits_in_float32(dtype: torch.dtype, block: str) -> None:
+    """As in deepspeed 0.19.8, where the config says nothing: steps of 1e-4 are lost in 16 bits beside weights of 0.3.
 
-    def work() -> list[float]:
+    A loss of float16 is scaled by what the `fp16` block says, although it is not on.
+    """
+
+    def work() -> list[tuple[bool, int]]:
         found = []
+        scale = {"initial_scale_power": 20, "hysteresis": 1} if block == "fp16" else {}
         for stage in range(4):
             keys = config(zero_optimization={"stage": stage}, optimizer={"type": "Adam", "params": {"lr": 1e-4}})
-            silent, said = (
-                run(start({**keys, "bf16": {"enabled": enabled}}, net=model().bfloat16()), dtype=torch.bfloat16)
-                for enabled in (False, True)
-            )
-            found.append(max(float((silent[name].float() - said[name].float()).abs().max()) for name in said))
+            silent_engine = start({**keys, "fp16": scale}, net=model().to(dtype))
+            silent = run(silent_engine, 8, dtype=dtype)
+            said = run(start({**keys, block: {"enabled": True, **scale}}, net=model().to(dtype)), 8, dtype=dtype)
+            is_equal = all(torch.equal(silent[name].float(), said[name].float()) for name in said)
+            found.append((is_equal, silent_engine.skipped_steps))
         return found
 
-    for at_stage_0, *of_zero in run_ranks(work, 2):
-        assert at_stage_0 > 0 and of_zero == [0.0] * 3
+    for (at_stage_0, _), *of_zero in run_ranks(work, 2):
+        assert not at_stage_0
+        assert all(is_equal and (skipped > 0) is (block == "fp16") for is_equal, skipped in of_zero)
+
+
+def test_a_layer_that_is_frozen_in_mid_run_stays_as_it_is() -> None:
+    """At stages 0 and 1 it got a gradient of zeros once more, by which momentum and weight decay changed it."""
+
+    def work() -> list[list[bool]]:
+        found = []
+        for stage in range(4):
+            engine = start(config(zero_optimization={"stage": stage}))
+            before = {name: value.clone() for name, value in run(engine, 2).items()}
+            first, second, *_ = engine.module.parameters()
+            first.requires_grad_(False)
+            second.requires_grad_(False)
+            after = run(engine, 1)
+            found.append([torch.equal(before[name], after[name]) for name in before])
+        return found
+
+    assert run_ranks(work, 2) == [[[True, True, False, False]] * 4] * 2
+
+
+READERS = {
+    "a norm": lambda engine: next(iter(engine.module.parameters())).norm().item(),
+    "whole parameters": lambda engine: GatheredParameters(list(engine.module.parameters())).__enter__(),
+    "a state": lambda engine: engine.module_state_dict(),
+    "a parameter": lambda engine: safe_get_full_fp32_param(next(iter(engine.module.parameters()))),
+}
+
+
+@pytest.mark.parametrize("what", READERS)
+def test_rank_0_that_reads_a_divided_model_alone_is_told_and_the_others_too(what: str) -> None:
+    def work() -> str:
+        engine = start(config(zero_optimization={"stage": 3}))
+        run(engine, 1)
+        with pytest.raises(PlanError) as failure:
+            if dist.get_rank() == 0:
+                READERS[what](engine)
+            run(engine, 1)
+        return failure.value.code
+
+    assert run_ranks(work, 2, timeout_s=60) == ["shard-evaluation"] * 2
 
 
 class Scorer(nn.Module):

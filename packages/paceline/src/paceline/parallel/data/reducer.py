@@ -503,8 +503,11 @@ class Reducer(AppliedStrategy):
 
     def _voted_for(self, counts: Sequence[float]) -> list[Slot]:
         """Returns the parameters that any rank has used, given the number of these ranks for each."""
-        used = [slot for slot, count in zip(self._planned, counts, strict=False) if count]
-        return self._planned if used and self._fills_unused else used
+        counted = list(zip(self._planned, counts, strict=False))
+        if self._fills_unused and any(count for _, count in counted):
+            # A parameter that was frozen since the last window has no gradient, and its optimizer leaves it as it is.
+            return [slot for slot, count in counted if count or slot.parameter.requires_grad]
+        return [slot for slot, count in counted if count]
 
     def _send_all(self) -> list[Slot] | None:
         """Reduces what the backward pass has not. Returns the parameters that any rank has used; None if there are none."""
