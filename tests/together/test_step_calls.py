@@ -13,7 +13,7 @@ from paceline.testing import run_ranks
 ONE = {
     "plain": 112,
     "accumulate": 118,
-    "window of 2": 164,
+    "window of 2": 168,
     "num_items": 123,
     "clip": 142,
     "two optimizers": 147,

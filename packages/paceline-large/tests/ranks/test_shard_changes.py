@@ -563,31 +563,6 @@ def test_a_backward_pass_of_rank_0_alone_is_refused():
     assert run_ranks(work, 2, timeout_s=60) == ["shard-diverged", "collective-mismatch"]
 
 
-@pytest.mark.parametrize("plan", [PLAN, {"tp": 2}])
-def test_whole_gradients_that_the_script_assigns_are_divided(plan):
-    def work(plan):
-        options = {"tensor": {"plan": {"body": "colwise_gather"}}} if plan and "tp" in plan else {}
-        accelerator = Accelerator(cpu=True, plan=plan, options=options)
-        model, optimizer = prepared(accelerator)
-        norms = []
-        for clips in (None, accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
-            accelerator.backward(model(torch.ones(2, 4)).square().mean())
-            accelerator.unscale_gradients()
-            for number, parameter in enumerate(model.parameters()):
-                noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
-                parameter.grad = parameter.grad + noise
-            if clips is not None:
-                norms.append(clips(model.parameters(), 0.5))
-            optimizer.step()
-            optimizer.zero_grad()
-        return float(norms[0]), accelerator.get_state_dict(model)
-
-    ((want_norm, want),) = run_ranks(work, 1, args=(None,))
-    for norm, state in run_ranks(work, 2, args=(plan,)):
-        assert norm == pytest.approx(want_norm)
-        torch.testing.assert_close(state, want)
-
-
 EXTREMES = (
     lambda gradient: gradient.abs().max(),
     lambda gradient: gradient.min(),

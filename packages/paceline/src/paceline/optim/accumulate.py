@@ -45,7 +45,7 @@ from paceline.plan.data import BatchInfo
 from paceline.plan.semantics import NATIVE, Semantics
 from paceline.torch_internals.tensors import multiply_in_place
 from paceline.world.collectives import Collectives
-from paceline.world.sharded import is_sharded, local
+from paceline.world.sharded import local
 
 T = TypeVar("T")
 
@@ -606,11 +606,6 @@ class Accumulation:
 
         Ranks: all.
         """
-        for parameter in parameters:
-            # The script has assigned a whole tensor, such as `p.grad = p.grad + noise`: the sum of a divided and a whole one.
-            if is_sharded(parameter) and parameter.grad is not None and not is_sharded(parameter.grad):
-                with torch.no_grad():
-                    parameter.grad = torch.empty_like(parameter).copy_(parameter.grad)
         for window in self._windows.all:
             if window.members:
                 window.used(parameters)
