@@ -264,7 +264,7 @@ class _InFile(NamedTuple):
 
 
 def _translated_streams(raw: Mapping[str, Any], device: torch.device) -> dict[str, Any]:
-    """Returns random streams in the form of `generators.capture`."""
+    """Returns random streams in the form of `random_streams.capture`."""
     # The results of `random.getstate` and `numpy.random.get_state`.
     version, words, gauss = raw["random_state"]
     kind, keys, position, has_gauss, cached = raw["numpy_random_seed"]

@@ -78,6 +78,10 @@ PHRASES: Phrases = (
         r"`accelerator\.unscale_gradients\(\)` before",
         'let the engine clip them, by `"gradient_clipping": 1.0` in the config',
     ),
+    (
+        r", after `accelerator\.clip_grad_norm_` if it is to clip",
+        '; `"gradient_clipping": 1.0` in the config clips before the step',
+    ),
     # Settings.
     (r"plan=\{'zero': 0, 'shard': 1\} without offload", '`"zero_optimization": {"stage": 0}` in the config'),
     (r"plan=\{'shard': n, 'zero': 2\}", '`"zero_optimization": {"stage": 2}` in the config'),

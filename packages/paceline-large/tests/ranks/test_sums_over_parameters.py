@@ -15,7 +15,7 @@ from paceline import Accelerator
 from paceline.base.errors import PacelineError
 from paceline.base.log import forget_warnings
 from paceline.parallel.sums import refuse_sums
-from paceline.world.generators import capture
+from paceline.world.random_streams import capture
 
 
 def with_gradients(optimizer):

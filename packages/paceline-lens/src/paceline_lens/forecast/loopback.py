@@ -8,6 +8,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 
+from paceline.world.arrived import CountsOf
 from paceline.world.collectives import Collectives, Reduction
 from paceline.world.mesh import Group
 from paceline.world.tree import Tree, map_tensors
@@ -40,16 +41,14 @@ class LoopbackCollectives(Collectives):
         """Returns the tensors of this rank, repeated for each rank."""
         return map_tensors(lambda tensor: torch.cat([_with_rows(tensor)] * self.size), tree)
 
-    def gather_rows(self, tree: Tree, real: Sequence[int], local: int, objects: bool = False) -> Tree:
+    def gather_rows(self, tree: Tree, counts_of: CountsOf, objects: bool = False) -> Tree:
         """Returns the first rows of this rank for each rank, as many as that rank has real ones."""
         if objects:
             return list(tree) * self.size
 
         def real_rows(tensor: torch.Tensor) -> torch.Tensor:
-            rows = _with_rows(tensor)
-            if tensor.dim() == 0 or len(tensor) != local:
-                return torch.cat([rows] * len(real))
-            return torch.cat([rows[:count] for count in real])
+            own = [len(tensor) if tensor.dim() else -1] * self.size
+            return torch.cat([_with_rows(tensor)[:count] for count in counts_of([own]).num_kept(own)])
 
         return map_tensors(real_rows, tree)
 

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.world import generators as process_streams
+from paceline.world import random_streams
 
 Generators = Sequence[torch.Generator]
 States = dict[str, Any]
@@ -25,7 +25,7 @@ def captured(generators: Generators = ()) -> States:
 
     The positions of loaders are saved with them, and such a file can hold nothing else.
     """
-    states = process_streams.capture(torch.device("cpu"))
+    states = random_streams.capture(torch.device("cpu"))
     # numpy's words are uint32, for which torch has few operations.
     words = states["numpy"]["state"]
     words["key"] = torch.from_numpy(words["key"].astype(np.int64))
@@ -37,7 +37,7 @@ def restore(states: Mapping[str, Any], generators: Generators = ()) -> None:
     words = states["numpy"]["state"]
     key = words["key"].numpy().astype(np.uint32)
     numpy_states = {**states["numpy"], "state": {**words, "key": key}}
-    process_streams.restore({**states, "numpy": numpy_states}, torch.device("cpu"))
+    random_streams.restore({**states, "numpy": numpy_states}, torch.device("cpu"))
     # Not strict: this script may have another number of generators than the one that was saved.
     for generator, state in zip(generators, states.get("generators", ()), strict=False):
         generator.set_state(state)

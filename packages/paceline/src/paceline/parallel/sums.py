@@ -22,8 +22,8 @@ from paceline.base.errors import PrepareError
 from paceline.base.log import warn_once
 from paceline.parallel.stand_ins import stand_in
 from paceline.torch_internals.optimizers import complete_hooks, global_hooks_left_out
-from paceline.world.generators import capture, restore
 from paceline.world.param_groups import inner_optimizers, is_elementwise, parameters_of
+from paceline.world.random_streams import capture, restore
 
 # Factors of the gradients that differ between the trials, for each step. Some optimizers compare a norm with those of earlier
 # steps, and in some sums signs count, so the second trial changes both from step to step.

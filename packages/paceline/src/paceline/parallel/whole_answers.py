@@ -69,10 +69,11 @@ def answer_for_whole_tensors() -> None:
             if not overload.endswith("out"):
                 answer(getattr(packet, overload), _look)
     for name in (*_EXTREMES, *_NORMS):
+        is_norm = name in _NORMS
         packet = aten(name)
         for overload in packet.overloads():
             if not overload.endswith(("out", "other")):
-                _answer_extremes(getattr(packet, overload))
+                _answer_extremes(getattr(packet, overload), is_norm)
     answer_mixtures(MIXTURES)
     compile_beside_parts()
 
@@ -180,9 +181,8 @@ def _everywhere(tensor: DTensor) -> DTensor:
     return DTensor.from_local(whole(tensor.detach()), mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
-def _answer_extremes(operation: Any) -> None:
+def _answer_extremes(operation: Any, is_norm: bool) -> None:
     """Lets an operator look at whole tensors where some rank has no element. Ranks: all that have a part."""
-    is_norm = operation._schema.name.removeprefix("aten::") in _NORMS
 
     def of_elements(operation: Any, args: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
         order = args[1] if len(args) > 1 else keywords.get("ord", 2)

@@ -20,7 +20,7 @@ from torch.distributed.distributed_c10d import Store
 
 from paceline.data.loader import PreparedLoader
 from paceline.run.run import Run
-from paceline.world import generators
+from paceline.world import random_streams
 
 _LOOK_S = 0.1  # time between two looks of a rank without a request whether another rank has one
 _FIRST_WAIT_S = 0.1  # for the other ranks; each wait is twice as long as the one before
@@ -148,7 +148,7 @@ class StepEnd:
         self._places = [(loader, loader.cursor) for loader in self._prepared.loaders]
         self._schedules = [copy.deepcopy(scheduler.state_dict()) for scheduler in self._prepared.schedulers]
         self._groups = [_settings_of(optimizer.param_groups) for optimizer in self._prepared.optimizers]
-        self._streams = generators.capture(self._run.device)
+        self._streams = random_streams.capture(self._run.device)
 
     def can_return(self, steps: int) -> bool:
         """Returns whether a run can resume from the state after `go_back`. The answer is the same on all ranks.
@@ -179,7 +179,7 @@ class StepEnd:
         for optimizer, settings in zip(self._prepared.optimizers, self._groups, strict=True):
             for group, values in zip(optimizer.param_groups, settings, strict=True):
                 group.update(values)
-        generators.restore(self._streams, self._run.device)
+        random_streams.restore(self._streams, self._run.device)
 
 
 def _settings_of(groups: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

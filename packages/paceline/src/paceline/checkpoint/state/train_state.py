@@ -28,7 +28,7 @@ from paceline.checkpoint.state.module_state import ModuleState, parameter_names,
 from paceline.checkpoint.state.optimizer_state import OptimizerState
 from paceline.checkpoint.state.run_state import RunState, Stateful
 from paceline.checkpoint.state.window import WindowState
-from paceline.world import generators
+from paceline.world import random_streams
 from paceline.world.param_groups import parameters_of
 from paceline.world.sharded import is_sharded
 
@@ -252,7 +252,7 @@ class TrainState:
         if self.scaler is not None:
             shared["scaler"] = encoder.encode(self.scaler.state_dict(), "scaler")
         shared["run"] = encoder.encode(self.run.state_dict(), "run")
-        own = {str(rank): encoder.encode(generators.capture(self.device), f"rng/{rank}")}
+        own = {str(rank): encoder.encode(random_streams.capture(self.device), f"rng/{rank}")}
         shared["window"] = {}
         if self.window is not None:
             shared["window"] = self.window.encode(encoder, rank)
@@ -413,8 +413,8 @@ class TrainState:
         streams = decode(_streams(saved, rank), tensors)
         # A rank that the saved run did not have must not draw the same numbers as rank 0.
         if str(rank) not in saved["rng"]:
-            generators.derive(streams, rank)
-        elif not generators.restore(streams, self.device):
+            random_streams.derive(streams, rank)
+        elif not random_streams.restore(streams, self.device):
             restore.notes.append(f"random streams: saved on {streams['device']}, so {self.device.type}'s is new")
 
 
