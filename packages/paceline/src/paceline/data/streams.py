@@ -14,8 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from paceline.world import random_streams
-
 Generators = Sequence[torch.Generator]
 States = dict[str, Any]
 
@@ -25,6 +23,8 @@ def captured(generators: Generators = ()) -> States:
 
     The positions of loaders are saved with them, and such a file can hold nothing else.
     """
+    from paceline.world import random_streams  # most loaders keep no states
+
     states = random_streams.capture(torch.device("cpu"))
     # numpy's words are uint32, for which torch has few operations.
     words = states["numpy"]["state"]
@@ -34,10 +34,12 @@ def captured(generators: Generators = ()) -> States:
 
 def restore(states: Mapping[str, Any], generators: Generators = ()) -> None:
     """Sets the process's streams, and some generators, to states that `captured` returned."""
+    from paceline.world import random_streams
+
     words = states["numpy"]["state"]
     key = words["key"].numpy().astype(np.uint32)
     numpy_states = {**states["numpy"], "state": {**words, "key": key}}
-    random_streams.restore({**states, "numpy": numpy_states}, torch.device("cpu"))
+    random_streams.restore({"device": "cpu", **states, "numpy": numpy_states}, torch.device("cpu"))
     # Not strict: this script may have another number of generators than the one that was saved.
     for generator, state in zip(generators, states.get("generators", ()), strict=False):
         generator.set_state(state)
