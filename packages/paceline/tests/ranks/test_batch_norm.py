@@ -201,3 +201,24 @@ def test_update_bn_of_an_average_has_the_statistics_of_one_process(made_when: st
     assert want
     for got in run_ranks(update_averages, world=3, args=(made_when,)):
         torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
+
+
+def window_ends_with_another_model() -> list[float]:
+    """The gradients of the first micro-batch are averaged by the first pass of the last one, before the second model's pass."""
+    torch.manual_seed(0)
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+    other, normed = nn.Linear(4, 1), nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    other, normed = accelerator.prepare(other, normed)
+    accelerator.unwrap_model(normed)[1].eval()
+    x = torch.arange(16.0).reshape(4, 4)
+    for _ in range(2):
+        with accelerator.accumulate(other, normed):
+            losses = [other(x).mean(), normed(x).square().mean()]
+            for loss in losses:
+                accelerator.backward(loss)
+    return accelerator.unwrap_model(normed)[0].weight.grad.flatten().tolist()
+
+
+def test_buffers_in_a_graph_may_be_sent_before_its_pass() -> None:
+    (expected,) = run_ranks(window_ends_with_another_model, 1)
+    assert run_ranks(window_ends_with_another_model, 2) == [pytest.approx(expected)] * 2

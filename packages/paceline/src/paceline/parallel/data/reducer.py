@@ -601,7 +601,9 @@ class Reducer(AppliedStrategy):
         for module in self._modules:
             for buffer in module._buffers.values():
                 if buffer is not None and buffer.numel() and not buffer.is_meta:
-                    buffers[id(buffer)] = local(buffer.detach())
+                    # Not `detach`, which counts writes: a batch norm in evaluation mode has its buffers in a graph that is
+                    # yet to be used, where the window ends with another model's pass.
+                    buffers[id(buffer)] = local(buffer.data)
         if buffers:
             broadcast_tensors(list(buffers.values()), self.form.group)
 
