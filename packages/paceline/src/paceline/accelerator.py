@@ -38,6 +38,7 @@ from paceline.world import rendezvous
 from paceline.world.mesh import Mesh
 from paceline.world.participant import Participant
 from paceline.world.places import user_frame
+from paceline.world.sharded import any_sharded
 
 if TYPE_CHECKING:
     from paceline.checkpoint.state.run_state import Stateful
@@ -475,6 +476,9 @@ class Accelerator(Participant):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Returns the full state dict of a model under any plan. Ranks: all; each gets it."""
         module = self.unwrap_model(model) if unwrap else model
+        # A rank that asks alone learns of it here, and so do the others. Stages of a pipeline may have no divided parameter.
+        if self.run.plan.layout.pp == 1 and any_sharded(module.parameters()):
+            self.run.collectives.barrier("get_state_dict")
         return self.run.prepared.state_dict(model, module)
 
     def save(self, obj: object, f: str | Path, safe_serialization: bool = False) -> None:
