@@ -228,6 +228,26 @@ def test_a_trial_leaves_everything_as_it_was(kind) -> None:
     assert vars(optimizer) == attributes and all(each.grad is None for each in model.parameters())
 
 
+class OwnRate(torch.optim.Optimizer):
+    """Finds the rate of each parameter itself, as transformers' Adafactor does."""
+
+    def __init__(self, parameters) -> None:
+        super().__init__(parameters, {"lr": None})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for parameter in self.param_groups[0]["params"]:
+            if parameter.grad is not None:
+                parameter.sub_(0.1 * parameter.norm() * parameter.grad)
+
+
+def test_an_optimizer_without_a_rate_is_tried(caplog) -> None:
+    forget_warnings()
+    with caplog.at_level(logging.WARNING, "paceline"):
+        assert refused(OwnRate(net().parameters())) == ""
+    assert caplog.text == ""
+
+
 def test_an_optimizer_that_cannot_be_tried_is_told(caplog) -> None:
     forget_warnings()
     with caplog.at_level(logging.WARNING, "paceline"):

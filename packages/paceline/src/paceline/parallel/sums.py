@@ -160,7 +160,7 @@ def _copies(optimizers: Sequence[Optimizer], stands: Mapping[Tensor, nn.Paramete
     for new in copies:
         complete_hooks(new)
         for group in new.param_groups:
-            if "lr" in group:
+            if group.get("lr") is not None:  # Adafactor may find its own
                 group["lr"] = group["lr"] * 0 + _LEARNING_RATE  # a number or a tensor
         if hasattr(new, "train"):  # of an optimizer without a schedule
             new.train()
