@@ -220,6 +220,14 @@ LOADED_INTO_A_STAGE = replace(
     save_at=None,
 )
 
+# After the first epoch stages are prepared again, with another optimizer: ranks had none of its states, of different parameters.
+STAGES_PREPARED_AGAIN = replace(
+    LOADED_INTO_A_STAGE,
+    body=(ForwardBackward(0, 0), Step(0), Zero("optimizer", 0)),
+    loop=Loop("for", (0,), epochs=2),
+    afterwards=("momentum",),
+)
+
 # Under ZeRO 1 the matrices that two prepared models share were divided twice, in two ways.
 SHARED_UNDER_MUON = Program(
     seed=2026113228,
@@ -568,6 +576,7 @@ def test_programs_that_were_wrong_once() -> None:
     ):
         cases += [Case(program, 2, plan) for plan in ("replicate", "zero2", "shard")]
     cases += [Case(STEPPED_BY_A_HOOK, 2, "pp", (1, "one")), Case(LOADED_INTO_A_STAGE, 2, "pp")]
+    cases.append(Case(STAGES_PREPARED_AGAIN, 2, "pp"))
     cases += [Case(A_WINDOW_ENDS_IN_ANOTHER, 2, plan) for plan in ("replicate", "zero2", "shard")]
     for program in (
         ONE_OF_TWO_CLIPPED,

@@ -21,6 +21,8 @@ def take_first_ranks_states(optimizer: Optimizer, collectives: Collectives) -> N
         PrepareError: `optimizer-started`, if ranks have states of other parameters, or other ones.
     """
     by_rank = collectives.gather_object(_described(optimizer))
+    if not any(map(any, by_rank)):
+        return  # where stages of a pipeline are prepared again, ranks have other parameters
     others = [rank for rank, states in enumerate(by_rank) if states != by_rank[0]]
     if others:
         counts = [sum(map(bool, states)) for states in by_rank]
