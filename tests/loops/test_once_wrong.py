@@ -223,6 +223,7 @@ LOADED_INTO_A_STAGE = replace(
 # After the first epoch stages are prepared again, with another optimizer: ranks had none of its states, of different parameters.
 STAGES_PREPARED_AGAIN = replace(
     LOADED_INTO_A_STAGE,
+    optimizers=(Optimizer("SGD", (Slice(0, "all"),)),),
     body=(ForwardBackward(0, 0), Step(0), Zero("optimizer", 0)),
     loop=Loop("for", (0,), epochs=2),
     afterwards=("momentum",),
