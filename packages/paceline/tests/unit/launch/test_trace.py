@@ -44,8 +44,11 @@ def test_an_operation_that_a_divided_parameter_does_not_have_is_explained(answer
     try:
         layer = nn.Linear(3, 2)
         layer.weight = nn.Parameter(distribute_tensor(torch.ones(2, 3), init_device_mesh("cpu", (1,)), [Shard(0)]))
-        with pytest.raises((RuntimeError, NotImplementedError)) as caught:
+        try:
             write_a_row(layer)
-        assert "shard-operation" in traceback_text(caught.value)
+        except (RuntimeError, NotImplementedError) as error:
+            assert "shard-operation" in traceback_text(error)
+        else:  # as with torch 2.15
+            assert layer.weight.full_tensor().tolist() == [[0.0] * 3, [1.0] * 3]
     finally:
         dist.destroy_process_group()
